@@ -43,13 +43,13 @@ class MessageAnswer(Answer):
         self.chunks(prompt, event)
 
     def whole(self) -> dict[str, Any]:
-        """The message object, once every event is in."""
+        """Return the message object, once every event is in."""
         self._blocks.end()
         message = self._message() | {"content": self._blocks.blocks} | self._stop()
         return message | {"usage": usage_body(self._stream.usage)}
 
     def opening(self) -> list[Chunk]:
-        """The message's beginning; what was cached is told at the end if it is not known yet."""
+        """Return the message's beginning; the end says what was cached if it is not known yet."""
         usage = Usage(prompt_tokens=self._stream.usage.prompt_tokens)
         prompt = self._known_prompt()
         if prompt is not None:
@@ -58,12 +58,12 @@ class MessageAnswer(Answer):
         return [{"type": "message_start", "message": message | {"usage": usage_body(usage)}}]
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
-        """What an event adds to a stream; often one event, sometimes none."""
+        """Return what an event adds to a stream; often one event, sometimes none."""
         parts = self._stream.add(event)
-        return [told for part in parts for told in self._blocks.add(part)]
+        return [block_event for part in parts for block_event in self._blocks.add(part)]
 
     def closing(self) -> list[Chunk]:
-        """The end of the last block and of the message."""
+        """Return the end of the last block and of the message."""
         usage = usage_body(self._stream.usage)
         del usage["service_tier"]
         delta = self._stop() | {"stop_details": None, "container": None}
@@ -84,7 +84,7 @@ class MessageAnswer(Answer):
         }
 
     def _stop(self) -> dict[str, Any]:
-        """Why the message ended, and the stop sequence that ended it."""
+        """Return why the message ended, and the stop sequence that ended it."""
         (sample,) = self._stream.samples
         stopped_by = sample.raw.stop_reason
         match sample.raw.finish_reason:

@@ -39,7 +39,7 @@ class ContentBlocks:
     def __init__(self, *, shows_thinking: bool = True) -> None:
         self._shows_thinking = shows_thinking
         self._open: str | None = None
-        # Of the open block: its thinking, or the text of its input.
+        # The thinking of the open block, or the text of its input.
         self._text = ""
         # White space that no block has taken, and the type of the block it would begin.
         self._held, self._held_for = "", ""
@@ -65,7 +65,7 @@ class ContentBlocks:
                 return self._close()
 
     def end(self) -> list[dict[str, Any]]:
-        """The answer has ended; the events that tell it."""
+        """End the answer; return the events that tell it."""
         events = []
         if self._held and not self.blocks:
             # All that the model wrote.
@@ -119,15 +119,15 @@ class ContentBlocks:
 
 
 def signature_of(thinking: str) -> str:
-    """What clients want beside thinking and send back unread; nothing checks it here."""
+    """Return what clients want beside thinking and send back unread; nothing checks it here."""
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object.
+    """Return the arguments of a call as an object.
 
-    Of arguments that end too early, what is complete, as Anthropic's client makes it of a stream;
-    ``stop_reason`` tells that they were cut. What is no JSON object is under ``INVALID_JSON``.
+    Arguments that end too early give what is complete, as Anthropic's client reads a stream;
+    ``stop_reason`` says that they were cut. What is no JSON object is under ``INVALID_JSON``.
     """
     if not arguments.strip():
         return {}

@@ -45,7 +45,7 @@ def conversation(
 
 
 def is_continued(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the answer goes on with the assistant's last message.
+    """True if the answer goes on with the assistant's last message.
 
     Raises:
         InvalidRequestError: that message has calls without results, or no text to go on with.

@@ -33,7 +33,7 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE
 
 
 def counted_turn(body: CountTokensRequest, *, request_id: str, client: str) -> TurnRequest:
-    """The conversation of a body, without what only matters to its answer.
+    """Return the conversation of a body, without what only matters to its answer.
 
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.
@@ -56,7 +56,7 @@ def counted_turn(body: CountTokensRequest, *, request_id: str, client: str) -> T
 
 
 def message_turn(body: MessagesRequest, *, request_id: str, client: str) -> TurnRequest:
-    """What a body asks for.
+    """Return what a body asks for.
 
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.
@@ -79,7 +79,7 @@ def message_turn(body: MessagesRequest, *, request_id: str, client: str) -> Turn
 
 
 def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
-    """The turn with ``max_tokens`` cut to what the context has room for, and whether it was cut.
+    """Return the turn with ``max_tokens`` cut to the room in the context, and True if it was cut.
 
     Anthropic's clients ask for as many tokens as their largest model can write.
 
@@ -127,7 +127,7 @@ def _params(body: MessagesRequest) -> SamplingParams:
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
-    """The template's variables for thinking and effort."""
+    """Return the template's variables for thinking and effort."""
     kwargs: dict[str, Any] = {}
     if body.thinking is not None:
         kwargs["enable_thinking"] = body.thinking.type != "disabled"
@@ -149,18 +149,18 @@ def _thinking_budget(body: MessagesRequest) -> int | None:
 
 
 def _structure(body: MessagesRequest) -> tuple[GrammarSpec, str] | None:
-    """What the text must match, and the field that says so."""
-    found = body_structure(body)
+    """Return what the text must match, and the field that says so."""
+    structure = body_structure(body)
     field = "output_format" if body.output_config.format is None else "output_config.format"
-    given = body.output_config.format or body.output_format
-    if given is None:
-        return found
-    if found is not None:
+    format_ = body.output_config.format or body.output_format
+    if format_ is None:
+        return structure
+    if structure is not None:
         raise InvalidRequestError(
-            f"{found[1]} and {field} exclude each other: an answer can match one structure.",
+            f"{structure[1]} and {field} exclude each other: an answer can match one structure.",
             param=field,
         )
-    value = BodyValue(given, field)
+    value = BodyValue(format_, field)
     if value.type != "json_schema":
         raise value["type"].refusal('must be "json_schema"')
     schema = value["schema"]

@@ -54,7 +54,7 @@ class ChatAnswer(Answer):
         self._stream.add(event)
 
     def whole(self) -> dict[str, Any]:
-        """The ``chat.completion`` object, once every event is in."""
+        """Return the ``chat.completion`` object, once every event is in."""
         samples = self._stream.samples
         answer = self._head | {
             "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
@@ -72,7 +72,7 @@ class ChatAnswer(Answer):
         return answer
 
     def opening(self) -> list[dict[str, Any]]:
-        """The first chunk of every choice."""
+        """Return the first chunk of every choice."""
         delta = {"role": "assistant", "content": ""}
         chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
         if self._body.return_token_ids:
@@ -82,7 +82,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
-        """What an event adds to a stream; often one chunk, sometimes none."""
+        """Return what an event adds to a stream; often one chunk, sometimes none."""
         parts = self._stream.add(event)
         if isinstance(event, PromptEvent):
             if event.prompt_logprobs is None:
@@ -126,10 +126,10 @@ class ChatAnswer(Answer):
     def _versions(self, sample: SampleState) -> dict[str, Any]:
         """Which weights made which tokens, in the forms that are wanted."""
         versions = sample.raw.versions
-        told = {} if self._spans is None else self._spans.of(versions)
+        spans = {} if self._spans is None else self._spans.of(versions)
         if self._body.return_weight_versions:
-            told["weight_versions"] = versions.to_json()
-        return told
+            spans["weight_versions"] = versions.to_json()
+        return spans
 
     def _message(self, sample: SampleState) -> dict[str, Any]:
         content = self._echoed + sample.content
@@ -184,7 +184,7 @@ class ChatAnswer(Answer):
                 texts[key] = texts.get(key, "") + part.text
 
     def _call_delta(self, sample: SampleState, part: TurnPart) -> dict[str, Any] | None:
-        """The delta of a call's part; None where it has none."""
+        """Return the delta of a call's part; None where it has none."""
         if not isinstance(part, ToolCallBegin | ToolCallArguments | ToolCallEnd):
             return None
         call = sample.calls[part.index]

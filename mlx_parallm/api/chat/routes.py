@@ -35,7 +35,7 @@ def _spans(body: ChatRequest, admitted: Admitted, prepared: PreparedTurn) -> Pol
         return None
     model, prelude = admitted.model, admitted.prelude
     control = prelude.engine.control
-    versions = {one.name: one.version for one in control.adapters()}
+    versions = {adapter.name: adapter.version for adapter in control.adapters()}
     base = control.version(model.parent or model.names[0]).label
     return PolicySpans(
         policies=prelude.request.app.state.policies,
@@ -46,7 +46,7 @@ def _spans(body: ChatRequest, admitted: Admitted, prepared: PreparedTurn) -> Pol
 
 
 def _fields(body: ChatRequest) -> dict[str, str]:
-    """What this body calls the engine's names."""
+    """Return what this body calls the engine's names."""
     fields = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = "max_completion_tokens"

@@ -94,17 +94,17 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
 
     @property
     def is_function_call(self) -> bool:
-        """Whether calls are wanted in the deprecated form."""
+        """True if calls are wanted in the deprecated form."""
         return bool(self.functions) and not self.tools
 
     @property
     def wants_policies(self) -> bool:
-        """Whether choices tell which of ART's policies made their tokens."""
+        """True if choices tell which of ART's policies made their tokens."""
         fields = self.nvext.get("extra_fields") if isinstance(self.nvext, dict) else None
         return isinstance(fields, list) and "engine_data" in fields
 
     def top(self) -> int | None:
-        """How many alternatives per token; None when no log-probabilities are wanted.
+        """Return how many alternatives per token; None when no log-probabilities are wanted.
 
         Raises:
             InvalidRequestError: ``top_logprobs`` without ``logprobs``.
@@ -116,19 +116,19 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """The template's further variables; ``chat_template_kwargs`` win over shorthands."""
+        """Return the template's further variables; ``chat_template_kwargs`` win over shorthands."""
         kwargs = effort_kwargs(self.reasoning_effort)
         if self.enable_thinking is not None:
             kwargs["enable_thinking"] = self.enable_thinking
         return kwargs | self.chat_template_kwargs
 
     def echoed(self) -> str:
-        """What ``echo`` puts before every sample: the last message, if it is the assistant's."""
+        """Return what ``echo`` puts before every sample: a last message of the assistant."""
         last = self.turns()[-1]
         return last["content"] if self.echo and last["role"] == "assistant" else ""
 
     def turns(self) -> list[dict[str, Any]]:
-        """The messages as the template takes them: text content, "developer" as "system".
+        """Return the messages as the template takes them: text content, "developer" as "system".
 
         Raises:
             InvalidRequestError: an unknown role, or content that is no text.

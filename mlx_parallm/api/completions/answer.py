@@ -85,7 +85,7 @@ class CompletionAnswer(SampledAnswer):
         return {"weight_versions": sample.versions.to_json()}
 
     def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
-        """A choice, or a piece of it; what belongs to the prompt comes with the first."""
+        """Return a choice, or a piece of it; what belongs to the prompt comes with the first."""
         prompt = self._prompts[index // self.n]
         scored = self._scored_prompt(index)
         echo = self._body.echo and first

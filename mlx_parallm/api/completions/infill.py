@@ -39,7 +39,7 @@ class InfillFormat:
     suffix_first: bool = False
 
     def is_in(self, tokenizer: Tokenizer) -> bool:
-        """Whether each of the tokens is one."""
+        """True if each of the tokens is one."""
         marks = (self.prefix, self.suffix, self.middle)
         return all(tokenizer.token_id(mark) is not None for mark in marks if mark is not None)
 
@@ -68,14 +68,14 @@ FORMATS = (
 
 
 def infill_format(tokenizer: Tokenizer) -> InfillFormat:
-    """How a model of this tokenizer fills in.
+    """Return how a model of this tokenizer fills in.
 
     Raises:
         InvalidRequestError: it has the tokens of no known format.
     """
-    for one in FORMATS:
-        if one.is_in(tokenizer):
-            return one
+    for form in FORMATS:
+        if form.is_in(tokenizer):
+            return form
     raise InvalidRequestError(
         "This model has no fill-in-the-middle tokens.",
         param="suffix",
@@ -86,7 +86,7 @@ def infill_format(tokenizer: Tokenizer) -> InfillFormat:
 def infill_ids(
     prefix: str, suffix: str, tokenizer: Tokenizer, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    """The prompt whose continuation stands between the two texts.
+    """Return the prompt whose continuation stands between the two texts.
 
     Raises:
         InvalidRequestError: see ``infill_format``.
@@ -100,11 +100,13 @@ def infill_ids(
 
 
 def with_infill_ends(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The parameters, with the tokens that end what is filled in."""
+    """Return the parameters, with the tokens that end what is filled in."""
     if params.ignore_eos:
         return params
     ids = (tokenizer.token_id(mark) for mark in infill_format(tokenizer).ends)
-    ends = tuple(one for one in ids if one is not None and one not in tokenizer.eos_ids)
+    ends = tuple(
+        token_id for token_id in ids if token_id is not None and token_id not in tokenizer.eos_ids
+    )
     return replace(params, stop_token_ids=params.stop_token_ids + ends)
 
 

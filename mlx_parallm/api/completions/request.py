@@ -145,7 +145,7 @@ def _encode_prompt(
 def _cut(
     ids: tuple[int, ...], limit: TokenLimit, tokenizer: Tokenizer, *, special: bool
 ) -> tuple[int, ...]:
-    """A prompt as short as the limit says; a text keeps the special tokens before it."""
+    """Return a prompt as short as the limit says; a text keeps the special tokens before it."""
     assert limit.most is not None, "a limit that cuts has a number"
     begin = tuple(tokenizer.encode("")) if special else ()
     return cut_ids(ids, limit.most, from_left=limit.from_left, begin=begin)

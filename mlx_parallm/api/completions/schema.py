@@ -72,7 +72,7 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
 
     def top(self) -> int | None:
-        """How many alternatives per token; None when no log-probabilities are wanted."""
+        """Return how many alternatives per token; None when no log-probabilities are wanted."""
         if self.logprobs is None or self.logprobs is False:
             return 0 if self.logprob_token_ids else None
         return int(self.logprobs)
@@ -92,6 +92,6 @@ class CompletionRequest(GenerationRequest):
             prompts = list(prompt)  # type: ignore[arg-type]
         if self.embeds() and prompts in ([""], []):
             return []
-        if not prompts or (any(not one for one in prompts) and not self.suffix):
+        if not prompts or (any(not prompt for prompt in prompts) and not self.suffix):
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
         return prompts

@@ -20,7 +20,7 @@ TypedAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 def answer(question: TypedQuestion, probabilities: Sequence[float]) -> TypedAnswer:
-    """The answer; ``probabilities`` are in the order of the question's labels."""
+    """Return the answer; ``probabilities`` are in the order of the question's labels."""
     match question:
         case PredicateQuestion():
             return PredicateAnswer(name=question.name, probability=probabilities[0])
@@ -37,8 +37,8 @@ def _choose(question: ChoiceQuestion, probabilities: Sequence[float]) -> ChoiceA
         choice=question.choices[best].value,
         confidence=probabilities[best],
         probabilities=[
-            ChoiceProbability(value=one.value, probability=probability)
-            for one, probability in zip(question.choices, probabilities, strict=True)
+            ChoiceProbability(value=choice.value, probability=probability)
+            for choice, probability in zip(question.choices, probabilities, strict=True)
         ],
     )
 
@@ -49,8 +49,8 @@ def _rate(question: ScoreQuestion, probabilities: Sequence[float]) -> ScoreAnswe
         score=sum(value * probability for value, probability in enumerate(probabilities)),
         confidence=max(probabilities),
         probabilities=[
-            LevelProbability(value=value, label=one.label, probability=probability)
-            for value, (one, probability) in enumerate(
+            LevelProbability(value=value, label=level.label, probability=probability)
+            for value, (level, probability) in enumerate(
                 zip(question.levels, probabilities, strict=True)
             )
         ],

@@ -23,7 +23,7 @@ class LabelTree:
 
     @staticmethod
     def of(labels: Sequence[Tokens]) -> LabelTree:
-        """The tree of these labels, none of which begins another."""
+        """Return the tree of these labels, none of which begins another."""
         branches: dict[Tokens, dict[int, None]] = {}
         for label in labels:
             for place, token in enumerate(label):

@@ -63,35 +63,35 @@ def ask(question: TypedQuestion, number: int) -> AskedQuestion:
             )
             return AskedQuestion(text, ("Yes", "No"))
         case ChoiceQuestion(choices=options):
-            if len({(type(one.value), one.value) for one in options}) < len(options):
+            if len({(type(option.value), option.value) for option in options}) < len(options):
                 raise InvalidRequestError(f"{param}.choices has a value twice.", param="questions")
-            names = [_shown(one.value) for one in options]
+            names = [_shown(option.value) for option in options]
             head, short_labels = "Labels:", ascii_uppercase
         case ScoreQuestion(levels=options):
-            names = [one.label for one in options]
+            names = [option.label for option in options]
             head, short_labels = "Labels, from the lowest level to the highest:", digits
     labels = tuple(short_labels[: len(options)])
     if len(labels) < len(options):
         # All of one length, so that none begins another.
         labels = tuple(f"{place:03}" for place in range(len(options)))
     lines = [
-        f"{label}: {name}" + (f" ({one.description})" if one.description else "")
-        for label, name, one in zip(labels, names, options, strict=True)
+        f"{label}: {name}" + (f" ({option.description})" if option.description else "")
+        for label, name, option in zip(labels, names, options, strict=True)
     ]
     return AskedQuestion("\n".join([f"Question: {instructions}", head, *lines]), labels)
 
 
-def input_text(given: str | Sequence[Mapping[str, Any]]) -> str:
-    """The input as text: one paragraph per message, call or output.
+def input_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the input as text: one paragraph per message, call or output.
 
     Raises:
         InvalidRequestError: an item has an unknown type or role, holds no text, or is the output of
             a call that is not there.
     """
-    if isinstance(given, str):
-        return given
+    if isinstance(content, str):
+        return content
     calls: set[str] = set()
-    return "\n\n".join(_item(item, f"input[{i}]", calls) for i, item in enumerate(given))
+    return "\n\n".join(_item(item, f"input[{i}]", calls) for i, item in enumerate(content))
 
 
 def _item(item: Mapping[str, Any], where: str, calls: set[str]) -> str:
@@ -118,7 +118,7 @@ def _item(item: Mapping[str, Any], where: str, calls: set[str]) -> str:
 
 
 def _text_of(content: Any, where: str, param: str = "questions") -> str:
-    """A text, or the texts of parts one after the other."""
+    """Return a text, or the texts of parts one after the other."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

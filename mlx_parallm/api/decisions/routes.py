@@ -51,14 +51,16 @@ async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQ
         InvalidRequestError: the input or a question is malformed.
     """
     text = input_text(body.input)
-    asked = [ask(question, number) for number, question in enumerate(body.questions)]
+    asked_questions = [ask(question, number) for number, question in enumerate(body.questions)]
 
     def work() -> list[EncodedQuestion]:
         encoder = QuestionEncoder(model, text)
-        return [encoder.encode(question) for question in asked]
+        return [encoder.encode(question) for question in asked_questions]
 
-    # Of every question its labels are encoded too.
-    length = len(text) + sum(len(one.text) + 16 * len(one.labels) for one in asked)
+    # The labels of every question are encoded too.
+    length = len(text) + sum(
+        len(question.text) + 16 * len(question.labels) for question in asked_questions
+    )
     return await maybe_in_thread(work, length)
 
 

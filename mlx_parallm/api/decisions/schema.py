@@ -16,7 +16,7 @@ Parts = StrictStr | list[dict[str, Any]]
 
 
 class _Question(NullIsAbsent):
-    """What every kind of question has."""
+    """The fields of every kind of question."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -35,7 +35,7 @@ class _Node:
 
 @dataclass(slots=True)
 class Scores:
-    """What the engine said, of each question by beginning and next token.
+    """The engine's log-probabilities, for each question by beginning and next token.
 
     Token counts are those of the questions' prompts, each once.
     """
@@ -54,7 +54,7 @@ class QuestionEncoder:
     _heads: dict[str, Tokens] = field(default_factory=dict)
 
     def encode(self, question: AskedQuestion) -> EncodedQuestion:
-        """A question's prompt, which ends where a label is to follow, and its labels."""
+        """Return a question's prompt, which ends where a label is to follow, and its labels."""
         tokenizer = self.model.tokenizer
         head, marker, tail = self._render(question).rpartition(END_OF_INPUT)
         ids = self._heads.get(head)
@@ -108,9 +108,11 @@ async def score(
     roots = [number for number, node in enumerate(nodes) if not node.start]
     branches = [number for number, node in enumerate(nodes) if node.start]
     requests = [node.request for node in nodes]
-    found = await known_tokens(admitted, requests, (roots[:1], roots[1:], branches), FIELDS)
-    scores = Scores([{} for _ in questions], sum(len(one.prompt_ids) for one in questions))
-    for node, known in zip(nodes, found, strict=True):
+    results = await known_tokens(admitted, requests, (roots[:1], roots[1:], branches), FIELDS)
+    scores = Scores(
+        [{} for _ in questions], sum(len(question.prompt_ids) for question in questions)
+    )
+    for node, known in zip(nodes, results, strict=True):
         scores.cached_tokens += 0 if node.start else known.cached_tokens
         scores.logprobs[node.question] |= {
             (node.start, token): value for token, value in known.labels

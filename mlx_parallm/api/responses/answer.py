@@ -113,8 +113,8 @@ class ResponseAnswer(Answer):
         self._keys = response_keys(body, prepared.request.request_id, model, tools)
         self._stream = prepared.stream()
         self._writer = OutputWriter(
-            names={one.tool.name: one.names for one in tools},
-            custom=frozenset(one.tool.name for one in tools if one.tool.is_custom),
+            names={tool.tool.name: tool.names for tool in tools},
+            custom=frozenset(tool.tool.name for tool in tools if tool.tool.is_custom),
             has_summary=body.reasoning is not None and body.reasoning.summary is not None,
             is_sealed=ENCRYPTED_REASONING in body.include,
         )
@@ -129,7 +129,7 @@ class ResponseAnswer(Answer):
         self._ended: dict[str, Any] | None = None
 
     def response(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return self._ended or self._response()
 
     def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
@@ -137,38 +137,38 @@ class ResponseAnswer(Answer):
         self._take(event)
 
     def whole(self) -> dict[str, Any]:
-        """The response, once every event is in."""
+        """Return the response, once every event is in."""
         self._end()
         return self.response()
 
     def opening(self) -> list[Event]:
-        """The events before the first token's."""
+        """Return the events before the first token's."""
         kinds = ["created", self._status]
         return self._numbered([self._lifecycle(kind) for kind in kinds])
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Event]:
-        """What an event of the engine adds to a stream."""
+        """Return what an event of the engine adds to a stream."""
         return self._numbered(self._take(event))
 
     def closing(self) -> list[Event]:
-        """The end of the stream."""
+        """Return the events that end the stream."""
         return self._numbered(self._end())
 
     def failure(self, error: Mapping[str, Any]) -> list[Event]:
-        """The end of a stream that failed."""
-        told = error["error"]
+        """Return the events that end a stream that failed."""
+        failure = error["error"]
         self._ended = self._response(
             FAILED,
             error={
-                "code": ERROR_CODES.get(told["type"], "server_error"),
-                "message": told["message"],
+                "code": ERROR_CODES.get(failure["type"], "server_error"),
+                "message": failure["message"],
             },
         )
-        event = {key: told[key] for key in ("code", "message", "param")}
+        event = {key: failure[key] for key in ("code", "message", "param")}
         return self._numbered([{"type": "error", **event}, self._lifecycle(FAILED)])
 
     def cancellation(self) -> list[Event]:
-        """The end of what was cancelled."""
+        """Return the events that end what was cancelled."""
         return self._numbered(self._end(CANCELLED))
 
     def _take(self, event: PromptEvent | TokenEvent) -> list[Event]:
@@ -177,7 +177,7 @@ class ResponseAnswer(Answer):
             return self._begin() + self._writer.add(parts, [[] for _ in parts])
         # Whose tokens a part's are is known of each event that the engine told.
         pieces = event.pieces or (event,)
-        return [one for piece in pieces for one in self._take_tokens(piece, self._tokens)]
+        return [made for piece in pieces for made in self._take_tokens(piece, self._tokens)]
 
     def _take_tokens(self, event: TokenEvent, tokens: TextTokens) -> list[Event]:
         parts = self._stream.add(event)
@@ -189,7 +189,7 @@ class ResponseAnswer(Answer):
         return self._begin() + self._writer.add(parts, logprobs)
 
     def _begin(self) -> list[Event]:
-        """What tells that a response no longer waits, the first time."""
+        """Return the event that a response no longer waits, the first time."""
         if self._status != QUEUED:
             return []
         self._status = IN_PROGRESS

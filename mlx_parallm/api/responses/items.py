@@ -59,7 +59,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 
 
 def new_id(type_: str) -> str:
-    """A fresh id of an item."""
+    """Return a fresh id of an item."""
     return f"{ID_PREFIXES[type_]}_{secrets.token_hex(ID_BYTES)}"
 
 
@@ -69,7 +69,7 @@ def sealed(text: str) -> str:
 
 
 def unsealed(value: str) -> str | None:
-    """The reasoning that ``sealed`` made this of; None if it is somebody else's."""
+    """Return the reasoning that ``sealed`` made this of; None if it is somebody else's."""
     try:
         text = base64.urlsafe_b64decode(value.encode()).decode()
     except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""Responses that are made in the background, whoever listens."""
+"""Responses that are made in the background, with or without a reader."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BackgroundJob:
         self._task = asyncio.ensure_future(self._run())
 
     def response(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return self._answer.response()
 
     async def cancel(self) -> None:
@@ -77,7 +77,7 @@ class BackgroundJob:
             await self._generation.abort()
 
     async def events(self, begin: int) -> AsyncIterator[bytes]:
-        """The events from the sequence number ``begin`` on, until the response has ended."""
+        """Return the events from the sequence number ``begin`` on, until the response has ended."""
         while True:
             news, changed = self._events[begin:], self._changed
             if news:

@@ -12,7 +12,7 @@ Message = dict[str, Any]
 
 
 def item_messages(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
-    """The messages that items make, with the instructions before them.
+    """Return the messages that items make, with the instructions before them.
 
     Reasoning, text and calls that follow each other are one message of the assistant. System
     messages at the beginning are one: many templates take one only, and only there.
@@ -92,7 +92,7 @@ class _Conversation:
         self.messages.append(message)
 
     def _assistant(self, full: tuple[str, ...]) -> Message:
-        """The message that the assistant goes on with; a new one if it has one of ``full``."""
+        """Return the assistant's last message, or a new one if it has one of ``full`` already."""
         last = self.messages[-1] if self.messages else {"role": ""}
         if last["role"] == "assistant" and not any(last.get(key) for key in full):
             return last
@@ -109,7 +109,7 @@ def _content_text(parts: Iterable[dict[str, Any]]) -> str:
 
 
 def _reasoning_text(item: Item) -> str:
-    """All of it where it is known, else its summary."""
+    """Return all of the reasoning where it is known, else its summary."""
     if item["content"]:
         return _content_text(item["content"])
     whole = unsealed(item.get("encrypted_content") or "")

@@ -120,7 +120,7 @@ class Message(TextItem):
 
 
 class Reasoning(TextItem):
-    """What the model thinks."""
+    """Thoughts of the model."""
 
     type = "reasoning"
     event = "response.reasoning_text"
@@ -240,11 +240,11 @@ class OutputWriter:
         self._space_logprobs: Logprobs = []
 
     def items(self, status: str = IN_PROGRESS) -> list[Item]:
-        """All items so far; ``status`` is that of one that is not complete."""
+        """Return all items so far; ``status`` is that of one that is not complete."""
         return [*self._done] if self._open is None else [*self._done, self._open.body(status)]
 
     def add(self, parts: Sequence[TurnPart], logprobs: Sequence[Logprobs]) -> list[Event]:
-        """The events of more parts; ``logprobs`` are those of each."""
+        """Return the events of more parts; ``logprobs`` are those of each."""
         return [
             event
             for part, own in zip(parts, logprobs, strict=True)
@@ -252,7 +252,7 @@ class OutputWriter:
         ]
 
     def close(self, status: str) -> list[Event]:
-        """The end of the output; an output without an item becomes an empty message."""
+        """End the output, and return the events; without an item it becomes an empty message."""
         events = []
         if self._space or not (self._done or self._open):
             events = self._say(self._space, self._space_logprobs)
@@ -322,7 +322,7 @@ class OutputWriter:
         return [*events, done]
 
     def _placed(self, events: Sequence[Event]) -> list[Event]:
-        """The events with the place of the open item."""
+        """Return the events with the place of the open item."""
         assert self._open is not None
         place = {"item_id": self._open.id, "output_index": len(self._done)}
         return [{"type": event["type"], **place, **event} for event in events]

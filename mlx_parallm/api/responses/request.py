@@ -27,7 +27,7 @@ FIELDS = {
 def input_turn(
     body: ResponsesInput, items: Sequence[Item], tools: Sequence[ResponseTool], *, request_id: str
 ) -> TurnRequest:
-    """What the model is to read.
+    """Return what the model is to read.
 
     Args:
         body: as it came.
@@ -44,7 +44,7 @@ def input_turn(
     return TurnRequest(
         request_id=request_id,
         messages=messages,
-        tools=tuple(one.tool for one in tools),
+        tools=tuple(tool.tool for tool in tools),
         tool_choice=response_tool_choice(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls,
         template_kwargs=body.template_kwargs(),
@@ -59,7 +59,7 @@ def response_turn(
     *,
     request_id: str,
 ) -> TurnRequest:
-    """What a body asks for; see ``input_turn``.
+    """Return what a body asks for; see ``input_turn``.
 
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.

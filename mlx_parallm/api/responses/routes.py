@@ -35,7 +35,7 @@ routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 
 async def get_responses(request: Request) -> ResponseService:
-    """The responses of this application."""
+    """Return the responses of this application."""
     return request.app.state.responses
 
 

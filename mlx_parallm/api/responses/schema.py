@@ -47,7 +47,7 @@ class TextOptions(NullIsAbsent):
 
 
 class ResponsesInput(BaseModel):
-    """What the model reads; the part of a body that ``input_tokens`` takes too."""
+    """The input of a model: the part of a body that ``input_tokens`` takes too."""
 
     input: StrictStr | list[dict[str, Any]] = Field(
         default_factory=list, description="A text, or items: messages, calls, their outputs, …"
@@ -124,11 +124,11 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether log-probabilities are wanted."""
+        """True if log-probabilities are wanted."""
         return LOGPROBS in self.include or bool(self.top_logprobs)
 
     def top(self) -> int | None:
-        """How many alternatives per token; None when no log-probabilities are wanted."""
+        """Return how many alternatives per token; None when no log-probabilities are wanted."""
         return (self.top_logprobs or 0) if self.shows_logprobs else None
 
 

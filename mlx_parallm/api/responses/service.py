@@ -29,7 +29,7 @@ class ResponseService:
     def entry(
         self, body: ResponsesInput, *, response_id: str, client: str, num_bytes: int = 0
     ) -> StoredResponse:
-        """A response to be made, with the input of a body and what came before it.
+        """Return a response to be made, with the input of a body and what came before it.
 
         Args:
             body: as it came.
@@ -49,7 +49,7 @@ class ResponseService:
         return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
 
     def get(self, response_id: str, client: str) -> StoredResponse:
-        """A response of a client's; see ``ResponseStore.get``."""
+        """Return a response of a client's; see ``ResponseStore.get``."""
         return self._store.get(response_id, client)
 
     def keep(self, entry: StoredResponse, response: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class ResponseService:
             await entry.job.cancel()
 
     def events(self, response_id: str, client: str, begin: int) -> AsyncIterator[bytes]:
-        """The events of a response from the sequence number ``begin`` on.
+        """Return the events of a response from the sequence number ``begin`` on.
 
         Raises:
             NotFoundError: the client has no such response.

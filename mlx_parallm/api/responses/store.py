@@ -16,7 +16,7 @@ from mlx_parallm.types.errors import (
 )
 
 Item = dict[str, Any]
-# Of an item, besides its text: its keys, and its place in the index.
+# Bytes that an item counts besides its text, for its keys and its place in the index.
 ITEM_BYTES = 512
 # Shares of the bounds that running responses may take: of one client, and of all together.
 CLIENT_SHARE = 4
@@ -45,17 +45,17 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self.body is None
 
     def response(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         if self.body is not None:
             return self.body
         return {} if self.job is None else self.job.response()
 
     def conversation(self) -> list[Item]:
-        """The input and the output."""
+        """Return the input and the output."""
         return [*self.items, *self.response().get("output", ())]
 
 
@@ -95,7 +95,7 @@ class ResponseStore:
         self._shrink()
 
     def get(self, response_id: str, client: str) -> StoredResponse:
-        """A response of a client's.
+        """Return a response of a client's.
 
         Raises:
             NotFoundError: the client has none of this id.
@@ -109,9 +109,9 @@ class ResponseStore:
         return entries[response_id]
 
     def find_item(self, item_id: str, client: str) -> Item | None:
-        """An item of any of a client's responses."""
-        found = self._index.get((client, item_id))
-        return None if found is None else next(iter(found.values()))
+        """Return an item of any of a client's responses."""
+        holders = self._index.get((client, item_id))
+        return None if holders is None else next(iter(holders.values()))
 
     def remove(self, entry: StoredResponse) -> None:
         """Forget a response; one that is gone already is left alone."""
@@ -136,7 +136,7 @@ class ResponseStore:
             self._shrink()
 
     def end(self, entry: StoredResponse, body: dict[str, Any], num_bytes: int) -> None:
-        """A running response has ended."""
+        """Keep the body of a response that ran, and has ended."""
         entry.body = body
         if entry.id in self._clients.get(entry.client, {}):
             self._note_items(entry, body["output"])
@@ -155,10 +155,10 @@ class ResponseStore:
             raise InvalidRequestError("This server stores no responses.", param="background")
         if entry.num_bytes > self._max_bytes // CLIENT_SHARE:
             raise RequestTooLargeError("The conversation is too large to be stored.")
-        running = [one for one in self.entries() if one.is_running]
-        own = [one for one in running if one.client == entry.client]
+        running = [response for response in self.entries() if response.is_running]
+        own = [response for response in running if response.client == entry.client]
         for others, share in ((own, CLIENT_SHARE), (running, RUNNING_SHARE)):
-            size = entry.num_bytes + sum(one.num_bytes for one in others)
+            size = entry.num_bytes + sum(response.num_bytes for response in others)
             most = max(1, self._max_responses // share)
             if len(others) >= most or size > self._max_bytes // share:
                 raise OverloadedError("Too many responses run in the background.")
@@ -166,10 +166,14 @@ class ResponseStore:
     def _shrink(self) -> None:
         while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
             ended = [
-                [one for one in entries.values() if not one.is_running]
+                [response for response in entries.values() if not response.is_running]
                 for entries in self._clients.values()
             ]
-            most = max(ended, key=lambda ones: sum(one.num_bytes for one in ones), default=[])
+            most = max(
+                ended,
+                key=lambda responses: sum(response.num_bytes for response in responses),
+                default=[],
+            )
             if not most:
                 return
             self.remove(most[0])

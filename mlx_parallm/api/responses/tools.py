@@ -47,7 +47,7 @@ class ResponseTool:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What the model calls a tool of a namespace: templates know one level of names only."""
+    """Return what the model calls a tool of a namespace: templates know one level of names only."""
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
@@ -67,7 +67,7 @@ def response_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[ResponseTool, ..
             read.append(_tool(body))
         else:
             logger.debug("left out a tool of type %.64r", body.type)
-    check_tools([(one.body, one.tool) for one in read])
+    check_tools([(tool.body, tool.tool) for tool in read])
     return tuple(read)
 
 
@@ -85,44 +85,44 @@ def response_tool_choice(choice: Any, tools: Sequence[ResponseTool]) -> ToolChoi
             return []
         name, namespace = body["name"].text(), body["namespace"].value
         if body.type == "namespace":
-            named = [one.tool.name for one in tools if one.namespace == name]
+            named = [tool.tool.name for tool in tools if tool.namespace == name]
         else:
-            same = [one for one in tools if name in (one.name, one.tool.name)]
-            named = [one.tool.name for one in same if namespace in (None, one.namespace)][:1]
+            same = [tool for tool in tools if name in (tool.name, tool.tool.name)]
+            named = [tool.tool.name for tool in same if namespace in (None, tool.namespace)][:1]
         if not named:
             raise body["name"].refusal(f"{name[:128]!r} is not among the tools")
         return named
 
     read = tool_choice(BodyValue(choice, "tool_choice"), names, allowed_in=None)
-    return check_choice(read, [one.tool for one in tools])
+    return check_choice(read, [tool.tool for tool in tools])
 
 
 def shown_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
-    """The tools as an answer tells of them; those of a namespace within it."""
+    """Return the tools as an answer tells of them; those of a namespace within it."""
     shown: list[dict[str, Any]] = []
     spaces: dict[str, list[dict[str, Any]]] = {}
-    for one in tools:
-        if one.namespace is None:
-            shown.append(_shown(one))
+    for tool in tools:
+        if tool.namespace is None:
+            shown.append(_shown(tool))
             continue
-        if one.namespace not in spaces:
-            spaces[one.namespace] = []
-            space = {"type": "namespace", "name": one.namespace, "description": ""}
-            shown.append(space | {"tools": spaces[one.namespace]})
-        spaces[one.namespace].append(_shown(one))
+        if tool.namespace not in spaces:
+            spaces[tool.namespace] = []
+            space = {"type": "namespace", "name": tool.namespace, "description": ""}
+            shown.append(space | {"tools": spaces[tool.namespace]})
+        spaces[tool.namespace].append(_shown(tool))
     return shown
 
 
-def _shown(one: ResponseTool) -> dict[str, Any]:
-    written = one.body.value
+def _shown(tool: ResponseTool) -> dict[str, Any]:
+    written = tool.body.value
     head = {
         "type": written["type"],
-        "name": one.name,
+        "name": tool.name,
         "description": written.get("description"),
     }
-    if one.tool.is_custom:
+    if tool.tool.is_custom:
         return head | {"format": written.get("format") or {"type": "text"}}
-    return head | {"parameters": dict(one.tool.parameters), "strict": one.tool.strict}
+    return head | {"parameters": dict(tool.tool.parameters), "strict": tool.tool.strict}
 
 
 def _tool(body: BodyValue, namespace: str | None = None) -> ResponseTool:

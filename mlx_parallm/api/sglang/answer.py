@@ -107,7 +107,7 @@ class SglangAnswer(SampledAnswer):
         return logprobs
 
     def _tops(self, entries: Iterable[TokenLogprob]) -> list[Any]:
-        return [self._triples(one.top) for one in entries]
+        return [self._triples(entry.top) for entry in entries]
 
     def _triples(self, pairs: Iterable[Pair]) -> list[list[Any]]:
         """``[log-probability, token id, text]``; texts only if asked for."""
@@ -127,17 +127,19 @@ class VllmPromptAnswer(SampledAnswer):
         answer: dict[str, Any] = {
             "text": [sample.text for sample in self.samples],
             "token_ids": [sample.token_ids for sample in self.samples],
-            "logprobs": [[_alone(one) for one in sample.logprobs] for sample in self.samples],
+            "logprobs": [[_alone(entry) for entry in sample.logprobs] for sample in self.samples],
             "finish_reasons": [sample.finish_reason for sample in self.samples],
             "weight_versions": [sample.versions.to_json() for sample in self.samples],
         }
         if scored is not None:
-            answer["prompt_logprobs"] = [None if one is None else _pairs(one) for one in scored]
+            answer["prompt_logprobs"] = [
+                None if entry is None else _pairs(entry) for entry in scored
+            ]
         return answer
 
 
 def _own(entries: Iterable[TokenLogprob]) -> list[Pair]:
-    return [(one.token_id, one.logprob) for one in entries]
+    return [(entry.token_id, entry.logprob) for entry in entries]
 
 
 def _finish_reason(sample: Sample) -> dict[str, Any] | None:

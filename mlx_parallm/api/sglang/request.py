@@ -103,7 +103,7 @@ def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
 def item_params(
     item: SglangItem, prompt_len: int, *, max_logprobs: int, entropy: bool, grammar: Grammar | None
 ) -> SamplingParams:
-    """The engine's parameters for one prompt.
+    """Return the engine's parameters for one prompt.
 
     Raises:
         InvalidRequestError: a value is out of range, or a combination is not offered.

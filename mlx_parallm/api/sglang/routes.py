@@ -47,12 +47,12 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
             models[0], models[0].names[0], n=items[0].sampling_params.n, num_prompts=len(items)
         )
         prompts = await _encode(items, models[0].tokenizer)
-        asked = [
+        requests = [
             await _request(body, item, model, prompt_ids, prelude)
             for item, model, prompt_ids in zip(items, models, prompts, strict=True)
         ]
     answer = SglangAnswer(body, items, prompts, models[0].tokenizer)
-    generation = await admitted.start(asked, fields)
+    generation = await admitted.start(requests, fields)
     return await respond(prelude, generation, answer, stream=body.stream)
 
 
@@ -63,11 +63,11 @@ def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> Genera
 async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     def work() -> list[tuple[int, ...]]:
         return [
-            tuple(tokenizer.encode(one.prompt) if isinstance(one.prompt, str) else one.prompt)
-            for one in items
+            tuple(tokenizer.encode(item.prompt) if isinstance(item.prompt, str) else item.prompt)
+            for item in items
         ]
 
-    texts = sum(len(one.prompt) for one in items if isinstance(one.prompt, str))
+    texts = sum(len(item.prompt) for item in items if isinstance(item.prompt, str))
     return await maybe_in_thread(work, texts)
 
 
@@ -108,7 +108,7 @@ async def _generate_for_vllm(body: GenerateBody, prelude: Prelude) -> Response:
     params = sampling_params(
         body, max_logprobs=prelude.config.max_logprobs, grammar=await body_grammar(body, model)
     )
-    asked = GenerateRequest(
+    engine_request = GenerateRequest(
         request_id=f"generate-{prelude.answer_id}",
         model=model.names[0],
         prompt_ids=tuple(body.prompt.prompt_token_ids),
@@ -116,5 +116,5 @@ async def _generate_for_vllm(body: GenerateBody, prelude: Prelude) -> Response:
         priority=body.priority,
         client=prelude.client,
     )
-    generation = await admitted.start([asked], {"messages": "prompt"})
+    generation = await admitted.start([engine_request], {"messages": "prompt"})
     return await respond(prelude, generation, VllmPromptAnswer(body.n), stream=False)

@@ -128,11 +128,11 @@ class GenerateBody(TokenSamplingParams):
         """
         self.refuse(*UNSUPPORTED)
         kinds = {"prompt": self.prompt, "text": self.text, "input_ids": self.input_ids}
-        given = [name for name, value in kinds.items() if value is not None]
-        if len(given) != 1:
+        present = [name for name, value in kinds.items() if value is not None]
+        if len(present) != 1:
             raise InvalidRequestError(
                 "Exactly one of text, input_ids and prompt is needed.",
-                param=given[-1] if given else "input_ids",
+                param=present[-1] if present else "input_ids",
             )
         if self.prompt is not None and self.stream:
             raise InvalidRequestError("This body cannot be answered by a stream.", param="stream")
@@ -145,7 +145,7 @@ def prompts_of(body: GenerateBody) -> list[str | list[int]]:
 
 
 def is_batch(body: GenerateBody) -> bool:
-    """Whether several prompts were sent, so that the answer is a list."""
+    """True if several prompts were sent, so that the answer is a list."""
     if isinstance(body.text, list):
         return True
     return bool(body.input_ids) and isinstance(body.input_ids[0], list)

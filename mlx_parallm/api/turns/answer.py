@@ -1,4 +1,4 @@
-"""What a route makes of the engine's events: the answer as a whole, or the chunks of a stream."""
+"""Answers made of the engine's events: as a whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def appended_ids(
     *,
     open_turn: bool = True,
 ) -> tuple[int, ...]:
-    """The tokens to put behind ``token_ids``, which are left as they are.
+    """Return the tokens to put behind ``token_ids``, which are left as they are.
 
     Args:
         tokenizer: the model's.
@@ -54,7 +54,7 @@ def appended_ids(
 def _text_after_turn(
     tokenizer: Tokenizer, marker: str, messages: Messages, render: Render, open_turn: bool
 ) -> str:
-    """What the template writes after the assistant's words."""
+    """Return what the template writes after the assistant's words."""
     before = [{"role": "user", "content": "."}, {"role": "assistant", "content": marker}]
     try:
         text = render([*before, *messages], open_turn)
@@ -75,13 +75,13 @@ def _text_after_calls(
     render: Render,
     open_turn: bool,
 ) -> str:
-    """The same where the assistant's turn ends with calls: from the token that ends it."""
+    """Return that text where the assistant's turn ends with calls: from the token that ends it."""
     turn = before[-1] | {"tool_calls": _calls(messages)}
-    asked = render([before[0], turn], False)
+    called = render([before[0], turn], False)
     answered = render([before[0], turn, *messages], open_turn)
-    ends = [tokenizer.token_string(one) for one in sorted(tokenizer.eos_ids)]
-    place = max(asked.rfind(end) for end in ends if end)
-    if place < 0 or not answered.startswith(asked):
+    ends = [tokenizer.token_string(token_id) for token_id in sorted(tokenizer.eos_ids)]
+    place = max(called.rfind(end) for end in ends if end)
+    if place < 0 or not answered.startswith(called):
         raise _not_in_turns()
     return answered[place:]
 
@@ -98,7 +98,7 @@ def _calls(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _marker(messages: Messages) -> str:
-    """A word that no message has."""
+    """Return a word that no message has."""
     texts = str(messages)
     number = 0
     while f"standin{number}" in texts:

@@ -28,7 +28,7 @@ class BodyValue:
 
     @property
     def type(self) -> Any:
-        """What an object has as its type; it may be anything."""
+        """The type of an object; it may be anything."""
         return self["type"].value
 
     def object(self) -> BodyValue:

@@ -1,4 +1,4 @@
-"""What the text of a turn must match: forced calls, a structure, or one of both."""
+"""Constraints on the text of a turn: forced calls, a structure, or one of both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Constraint:
 
 
 async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) -> Constraint:
-    """What a turn must match, and how its calls are to be read.
+    """Return what a turn must match, and how its calls are to be read.
 
     * A forced call: calls only, in the model's own format where that can be forced. If the template
       takes no tools, the model has not seen them, but what it calls is valid. There is reasoning
@@ -83,7 +83,7 @@ def _check(turn: TurnRequest, model: GenerationModel) -> None:
 
 
 def unsupported(message: str, param: str) -> InvalidRequestError:
-    """The refusal of what this model cannot do."""
+    """Return the refusal of what this model cannot do."""
     return InvalidRequestError(message, param=param, code="unsupported_parameter")
 
 
@@ -97,7 +97,7 @@ def _calls(turn: TurnRequest, model: GenerationModel) -> ForcedCalls:
 
 
 def _for_grammar(turn: TurnRequest) -> list[dict[str, Any]]:
-    """The tools as ``parsing`` takes them."""
+    """Return the tools as ``parsing`` takes them."""
     return [
         {"name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
         for tool in turn.callable_tools
@@ -105,7 +105,7 @@ def _for_grammar(turn: TurnRequest) -> list[dict[str, Any]]:
 
 
 def _either(turn: TurnRequest, model: GenerationModel, structure: GrammarSpec) -> GrammarSpec:
-    """The structure, or calls in the model's own format."""
+    """Return the structure, or calls in the model's own format."""
     form = model.tool_format
     if form is None or form.forced is None or form.is_harmony:
         raise unsupported(
@@ -117,7 +117,7 @@ def _either(turn: TurnRequest, model: GenerationModel, structure: GrammarSpec) -
 
 
 def _node(spec: GrammarSpec) -> Mapping[str, Any]:
-    """A specification as a part of a structural tag."""
+    """Return a specification as a part of a structural tag."""
     match spec.kind:
         case GrammarKind.JSON_SCHEMA | GrammarKind.LENIENT_JSON_SCHEMA:
             strict = spec.kind is GrammarKind.JSON_SCHEMA
@@ -126,7 +126,9 @@ def _node(spec: GrammarSpec) -> Mapping[str, Any]:
         case GrammarKind.REGEX:
             return {"type": "regex", "pattern": spec.text}
         case GrammarKind.CHOICE:
-            options = [{"type": "const_string", "value": one} for one in json.loads(spec.text)]
+            options = [
+                {"type": "const_string", "value": choice} for choice in json.loads(spec.text)
+            ]
             return {"type": "or", "elements": options}
         case GrammarKind.STRUCTURAL_TAG:
             tag = json.loads(spec.text)
@@ -158,10 +160,10 @@ def _strict_calls(turn: TurnRequest, form: ToolFormat | None) -> GrammarSpec | N
 
 
 def _trigger(form: ToolFormat) -> str | None:
-    """The marker that every call begins with, if it has one of its own."""
+    """Return the marker that every call begins with, if it has one of its own."""
     if form.forced is None or form.forced.begin or form.is_harmony:
         return None
-    return next((one for one in form.markers if form.forced.call.startswith(one)), None)
+    return next((marker for marker in form.markers if form.forced.call.startswith(marker)), None)
 
 
 def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
 def _before_calls(
     grammar: Grammar, turn: TurnRequest, model: GenerationModel, rendered: str
 ) -> Grammar:
-    """The grammar of forced calls, with what may be free before them."""
+    """Return the grammar of forced calls, with what may be free before them."""
     after = _after_thoughts(grammar, turn, model, rendered)
     return after if after.free_start is None or turn.asks_for_thinking else grammar
 
@@ -186,7 +188,7 @@ def _before_calls(
 def _after_thoughts(
     grammar: Grammar, turn: TurnRequest, model: GenerationModel, rendered: str
 ) -> Grammar:
-    """The grammar of calls, before which there may be reasoning."""
+    """Return the grammar of calls, before which there may be reasoning."""
     form = model.reasoning_format
     # Harmony's calls are messages of their own, which may come first.
     if form and form.is_harmony:
@@ -197,7 +199,7 @@ def _after_thoughts(
 def _after_reasoning(
     grammar: Grammar, turn: TurnRequest, form: ReasoningFormat | None, rendered: str
 ) -> Grammar:
-    """The grammar of what follows the reasoning, which is free."""
+    """Return the grammar of what follows the reasoning, which is free."""
     if form is None:
         return grammar
     if form.is_harmony:

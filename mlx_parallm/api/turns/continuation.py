@@ -6,7 +6,7 @@ from mlx_parallm.generation.model import Tokenizer
 
 
 def continuation_ids(tokenizer: Tokenizer, anchor: str, text: str) -> tuple[int, ...]:
-    """The tokens of ``text`` where it stands after ``anchor``, and not at the beginning.
+    """Return the tokens of ``text`` where it stands after ``anchor``, and not at the beginning.
 
     Some tokenizers put a space before a text that begins. Where they join the text with what stands
     before it, it gets the tokens that it has alone.

@@ -36,7 +36,7 @@ class CustomInput:
         self._is_closed = False
 
     def add(self, piece: str) -> str:
-        """The text that the next piece of the arguments makes certain."""
+        """Return the text that the next piece of the arguments makes certain."""
         self._unread += piece
         if not self._is_open and (opening := _OPENING.match(self._unread)):
             self._is_open = True
@@ -46,7 +46,7 @@ class CustomInput:
         return self._take("".join(self._read()))
 
     def end(self) -> str:
-        """What remains at the end of the arguments, which may be cut."""
+        """Return what remains at the end of the arguments, which may be cut."""
         return "" if self._is_open else self._take(_unwrapped(self._unread))
 
     def _take(self, text: str) -> str:
@@ -87,7 +87,7 @@ def custom_input(arguments: str) -> str:
 
 
 def _named_text(arguments: str) -> str | None:
-    """The input in complete arguments, if it is a string, wherever it stands in them."""
+    """Return the input in complete arguments, if it is a string, wherever it stands in them."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -100,7 +100,7 @@ def _named_text(arguments: str) -> str | None:
 
 
 def _unwrapped(arguments: str) -> str:
-    """The input in arguments that do not begin with the wrapper of a string."""
+    """Return the input in arguments that do not begin with the wrapper of a string."""
     if opening := _BEFORE_VALUE.match(arguments):
         return _first_value(arguments[opening.end() :])
     if _begins_wrapper(arguments):
@@ -122,7 +122,7 @@ def _begins_wrapper(text: str) -> bool:
 
 
 def _first_value(text: str) -> str:
-    """The JSON value at the beginning of a text, or all of the text if it is cut."""
+    """Return the JSON value at the beginning of a text, or all of the text if it is cut."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

@@ -116,7 +116,7 @@ class StreamOptions(NullIsAbsent):
 
 
 class StreamFields(NullIsAbsent):
-    """Whether the answer is a stream, and what the stream carries."""
+    """Fields that ask for a stream, and for what it carries."""
 
     stream: StrictBool = Field(False, description="Answer by server-sent events.")
     stream_options: StreamOptions | None = Field(
@@ -235,7 +235,7 @@ class SamplingFields(NullIsAbsent):
     )
 
     def stops(self) -> tuple[str, ...]:
-        """The stop strings.
+        """Return the stop strings.
 
         Raises:
             InvalidRequestError: one is empty, or there are too many.
@@ -246,7 +246,7 @@ class SamplingFields(NullIsAbsent):
         return stops
 
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """The biases by token id.
+        """Return the biases by token id.
 
         Raises:
             InvalidRequestError: a key is no token id, or a bias is outside -100 to 100.
@@ -270,7 +270,7 @@ class SamplingFields(NullIsAbsent):
 
 
 class SamplingRequest(QueueFields, SamplingFields):
-    """What a request for samples of one model says beside how they are sampled."""
+    """A request for samples of one model, whose tokens are chosen as ``SamplingFields`` say."""
 
     truncate_prompt_tokens: StrictInt | None = Field(
         None, ge=-1, description="Cut prompts to so many tokens; -1 to what max_tokens leave."
@@ -285,7 +285,7 @@ class SamplingRequest(QueueFields, SamplingFields):
 
 
 class GenerationRequest(StreamFields, SamplingRequest):
-    """What chat and completion requests share."""
+    """The fields that chat and completion requests share."""
 
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
     prompt_logprobs: StrictInt | None = Field(

@@ -21,7 +21,9 @@ def system_fingerprint(engine: EngineClient, model: GenerationModel) -> str:
     """
     info = model.info
     base = engine.control.version(model.parent or model.names[0])
-    digests = (one.digest for one in engine.control.adapters() if one.name == model.adapter)
+    digests = (
+        adapter.digest for adapter in engine.control.adapters() if adapter.name == model.adapter
+    )
     facts = [
         __version__,
         model.revision,

@@ -180,7 +180,7 @@ async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestH
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
-    """The result of ``work``, which is cancelled if the client closes the connection first."""
+    """Return the result of ``work``, which is cancelled if the client disconnects first."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
@@ -189,6 +189,6 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
             return task.result()
         return Response(status_code=CLIENT_CLOSED)
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for waiting in (task, gone):
+            waiting.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)

@@ -17,7 +17,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 def template_messages(
     messages: Sequence[Mapping[str, Any]], *, id_length: int | None = None
 ) -> list[dict[str, Any]]:
-    """The messages with arguments of tool calls as objects, and reasoning under both its names.
+    """Return messages with arguments of tool calls as objects, and reasoning under both its names.
 
     OpenAI writes arguments as a text, most templates want the object. A text that is no JSON
     object stays as it is. The deprecated ``function_call`` and the role ``function`` become a tool
@@ -32,7 +32,7 @@ def template_messages(
         InvalidRequestError: a tool call or a tool's message is malformed; names its field.
     """
     read = [_message(message) for message in BodyValue(messages, "messages").entries()]
-    return read if id_length is None else [_with_short_ids(one, id_length) for one in read]
+    return read if id_length is None else [_with_short_ids(message, id_length) for message in read]
 
 
 def _with_short_ids(message: dict[str, Any], length: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def _with_short_ids(message: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _short_id(call_id: str, length: int) -> str:
-    """The id if it is of this length; one that is always the same for it if not."""
+    """Return an id of this length: the id itself, or one derived from it."""
     if len(call_id) == length and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:length]

@@ -14,7 +14,7 @@ from mlx_parallm.types.step import TokenLogprob
 
 @dataclass(slots=True)
 class KnownTokens:
-    """What the engine says of one request.
+    """The engine's answer to one request.
 
     Attributes:
         labels: the log-probability of each label as the next token.
@@ -76,26 +76,26 @@ async def known_tokens(
     Raises:
         ParallmError: a request was refused, failed or was aborted.
     """
-    found = [KnownTokens() for _ in requests]
+    results = [KnownTokens() for _ in requests]
     for part in parts:
         if part:
-            await _run(admitted, requests, part, found, fields)
-    return found
+            await _run(admitted, requests, part, results, fields)
+    return results
 
 
 async def _run(
     admitted: Admitted,
     requests: Sequence[GenerateRequest],
     part: Sequence[int],
-    found: Sequence[KnownTokens],
+    results: Sequence[KnownTokens],
     fields: Fields,
 ) -> None:
     generation = await admitted.start([requests[number] for number in part], fields)
     try:
         async for place, event in generation.events():
-            known = found[part[place]]
+            known = results[part[place]]
             if isinstance(event, PromptEvent):
-                known.prompt = [one for one in event.prompt_logprobs or () if one is not None]
+                known.prompt = [entry for entry in event.prompt_logprobs or () if entry is not None]
                 known.cached_tokens = event.num_cached_tokens
                 continue
             if event.finish_reason is FinishReason.ABORT:

@@ -19,11 +19,11 @@ class TokenNames:
         self._as_ids = as_ids
 
     def name(self, token_id: int) -> str:
-        """The token's text or id."""
+        """Return the token's text or id."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """The token's text, however tokens are written."""
+        """Return the token's text, however tokens are written."""
         return self._tokenizer.token_string(token_id)
 
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -40,18 +40,18 @@ class TokenNames:
         return self._tokenizer.vocabulary_string(token_id) in self._tokenizer.special_tokens
 
     def with_top(self, entry: TokenLogprob) -> dict[str, Any]:
-        """The same with the likeliest others."""
+        """Return one token with the likeliest others."""
         top = [self.entry(token_id, value) for token_id, value in entry.top]
         return self.entry(entry.token_id, entry.logprob) | {"top_logprobs": top}
 
     def bytes(self, token_id: int) -> bytes:
-        """What the token contributes to the text."""
+        """Return what the token contributes to the text."""
         return self._tokenizer.token_bytes(token_id)
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
     """``choice.logprobs`` of a chat completion."""
-    return {"content": [names.with_top(one) for one in entries], "refusal": None}
+    return {"content": [names.with_top(entry) for entry in entries], "refusal": None}
 
 
 class TextTokens:
@@ -63,10 +63,10 @@ class TextTokens:
 
     def add(self, entries: Iterable[TokenLogprob]) -> None:
         """Tokens whose text comes now or later."""
-        self._tokens += [(self._names.bytes(one.token_id), one) for one in entries]
+        self._tokens += [(self._names.bytes(entry.token_id), entry) for entry in entries]
 
     def take(self, text: str) -> list[dict[str, Any]]:
-        """The tokens that the next text consists of; those before it are dropped.
+        """Return the tokens that the next text consists of; those before it are dropped.
 
         All that are there, where the text is not spelled by them: half characters, for one.
         """
@@ -95,7 +95,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, entries: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
-        """The next tokens, ``(id, log-probability)``; None for a prompt's first token."""
+        """Return the next tokens, ``(id, log-probability)``; None for a prompt's first token."""
         result: dict[str, Any] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
         }  # fmt: skip
@@ -117,18 +117,18 @@ class CompletionLogprobs:
 
 
 def most_asked(counts: Iterable[int | None]) -> int | None:
-    """The count that serves all of them; None where none is asked for."""
-    asked = [count for count in counts if count is not None]
-    return ALL_TOKENS if ALL_TOKENS in asked else max(asked, default=None)
+    """Return the count that serves all of them; None where none is asked for."""
+    wanted = [count for count in counts if count is not None]
+    return ALL_TOKENS if ALL_TOKENS in wanted else max(wanted, default=None)
 
 
 def with_top(entries: Iterable[TokenLogprob | None], count: int) -> tuple[TokenLogprob | None, ...]:
-    """The same with at most ``count`` alternatives each; -1 leaves all."""
+    """Return the entries with at most ``count`` alternatives each; -1 leaves all."""
     if count == ALL_TOKENS:
         return tuple(entries)
     return tuple(
-        one if one is None or len(one.top) <= count else replace(one, top=one.top[:count])
-        for one in entries
+        entry if entry is None or len(entry.top) <= count else replace(entry, top=entry.top[:count])
+        for entry in entries
     )
 
 

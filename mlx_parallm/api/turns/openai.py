@@ -1,4 +1,4 @@
-"""What every answer in OpenAI's shape shares: its head and its usage."""
+"""The parts that all answers in OpenAI's shape share: head and usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every route that generates begins with: client, settings, model, and room in the queue."""
+"""The beginning of every generating route: client, settings, model, and room in the queue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """What is known of a request before its body is worked on; only ``admit`` goes on from here.
+    """A request before its body is worked on; only ``admit`` goes on from here.
 
     Attributes:
         request: of HTTP.

@@ -50,7 +50,7 @@ class PreparedTurn:
         return LazySequence(self.request.params.n, lambda _index: self._parser())
 
     def stream(self) -> TurnStream:
-        """What the engine's events are given to."""
+        """Return the stream that takes in the engine's events."""
         return TurnStream(
             self.parsers(),
             len(self.prompt_ids),
@@ -108,7 +108,7 @@ async def prepare_turn(turn: TurnRequest, model: GenerationModel) -> PreparedTur
 async def render_turn(
     turn: TurnRequest, model: GenerationModel, *, limit: TokenLimit | None = None
 ) -> tuple[str, tuple[int, ...]]:
-    """The conversation as text and as tokens; off the event loop where it is long.
+    """Return the conversation as text and as tokens; off the event loop where it is long.
 
     Args:
         turn: has the conversation.
@@ -146,10 +146,10 @@ def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFor
 def _params(
     turn: TurnRequest, model: GenerationModel, constraint: Constraint, rendered: str
 ) -> SamplingParams:
-    """The engine's parameters; markers that are special tokens must be in the text."""
+    """Return the engine's parameters; markers that are special tokens must be in the text."""
     formats = (constraint.tool_format, _reasoning_format(turn, model))
     special = model.tokenizer.special_tokens
-    keeps = any(one is not None and one.keeps_special_tokens(special) for one in formats)
+    keeps = any(form is not None and form.keeps_special_tokens(special) for form in formats)
     return replace(
         turn.params,
         skip_special_tokens=turn.params.skip_special_tokens and not keeps,
@@ -160,19 +160,21 @@ def _params(
 
 
 def _stop_ids(turn: TurnRequest, model: GenerationModel, constraint: Constraint) -> tuple[int, ...]:
-    """The caller's stop tokens, and those after which the model waits for the tools' results."""
+    """Return the caller's stop tokens, and those after which the model waits for tools' results."""
     form = constraint.tool_format
     texts = () if form is None else form.stop_texts
-    found = (model.tokenizer.token_id(text) for text in texts)
+    token_ids = (model.tokenizer.token_id(text) for text in texts)
     known = {*turn.params.stop_token_ids, *model.tokenizer.eos_ids}
-    new = tuple(one for one in found if one is not None and one not in known)
+    new = tuple(
+        token_id for token_id in token_ids if token_id is not None and token_id not in known
+    )
     return turn.params.stop_token_ids + new
 
 
 def _thinking_budget(
     turn: TurnRequest, model: GenerationModel, rendered: str
 ) -> ThinkingBudget | None:
-    """What limits the reasoning; a model that marks none needs no limit."""
+    """Return what limits the reasoning; a model that marks none needs no limit."""
     form = model.reasoning_format
     if turn.thinking_budget is None or form is None:
         return None

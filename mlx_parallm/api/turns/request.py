@@ -1,4 +1,4 @@
-"""What is asked of one turn, by whatever protocol."""
+"""Requests for one turn, in the form that all protocols share."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class TurnRequest:
 
     @property
     def asks_for_thinking(self) -> bool:
-        """Whether the caller, not only the model, wants reasoning."""
+        """True if the caller, not only the model, wants reasoning."""
         effort = self.template_kwargs.get("reasoning_effort")
         return self.template_kwargs.get("enable_thinking") is True or effort not in (None, "none")
 
     @property
     def begun(self) -> str:
-        """What there is of the answer already."""
+        """The text of the answer that is there already."""
         if not self.continue_final_message or not self.messages:
             return ""
         return self.messages[-1].get("content") or ""

@@ -85,19 +85,19 @@ class SampleState:
         return TOOL_CALLS if reason == FinishReason.STOP and self.calls else reason
 
     def add(self, event: TokenEvent) -> list[TurnPart]:
-        """The parts that an event makes certain; with the last event, all that was held back."""
+        """Return the parts that an event makes certain; the last event brings all that was held."""
         self.raw.add(event)
         parts = self._parse(event)
         if event.finish_reason is not None:
             parts = [*parts, *self._parser.flush()]
-        result = [one for part in parts for one in self._take(part)]
+        result = [turn_part for part in parts for turn_part in self._take(part)]
         if event.finish_reason is None:
             return result
         # What the model itself ended is not cut, whatever it wrote.
         return [*result, *self._end_call(may_be_cut=event.finish_reason != FinishReason.STOP)]
 
     def _parse(self, event: TokenEvent) -> list[Part]:
-        """What the parser makes of the tokens; what goes on from one to the next is one part."""
+        """Return what the parser makes of the tokens; neighbours of one kind are one part."""
         parts: list[Part] = []
         for piece in event.pieces or (event,):
             for part in self._parser.add(piece.text):
@@ -160,7 +160,7 @@ class TurnStream:
         self.prompt: PromptEvent | None = None
 
     def add(self, event: PromptEvent | TokenEvent) -> list[TurnPart]:
-        """The parts that an event makes certain, of sample ``event.index``."""
+        """Return the parts that an event makes certain, of sample ``event.index``."""
         self.usage.add(event)
         if isinstance(event, PromptEvent):
             self.prompt = event

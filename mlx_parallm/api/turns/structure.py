@@ -1,4 +1,4 @@
-"""What the answer must match: from a body's fields to a grammar.
+"""The structure that an answer must match: from a body's fields to a grammar.
 
 ``response_format`` is OpenAI's; ``structured_outputs`` and ``guided_*`` are vLLM's; ``regex``,
 ``ebnf`` and ``json_schema`` are SGLang's.
@@ -18,38 +18,38 @@ from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import Grammar
 
-# Of the Responses API; a field within a field.
+# Where a body of the Responses API has its format: a field within a field.
 TEXT_FORMAT = "text.format"
 
 _Read = Callable[[Any, str], GrammarSpec | None]
 
 
 async def body_grammar(body: SamplingFields, model: GenerationModel) -> Grammar | None:
-    """What the fields of a request body ask an answer to match; None if they do not.
+    """Return what the fields of a request body ask an answer to match; None if they do not.
 
     Raises:
         InvalidRequestError: see ``body_structure`` and ``grammar_of``.
     """
-    found = body_structure(body)
-    return None if found is None else await grammar_of(found[0], model, param=found[1])
+    structure = body_structure(body)
+    return None if structure is None else await grammar_of(structure[0], model, param=structure[1])
 
 
 def body_structure(
     body: SamplingFields, *, text_format: Any = None
 ) -> tuple[GrammarSpec, str] | None:
-    """What the fields of a request body ask for, and the field that asks; None if none does.
+    """Return what the fields of a request body ask for, and the field that asks; None if none does.
 
     ``text_format`` is what the Responses API has as ``text.format``.
 
     Raises:
         InvalidRequestError: see ``structure_of``.
     """
-    asked = {name: getattr(body, name, None) for name in STRUCTURE_FIELDS}
-    return structure_of(asked | {TEXT_FORMAT: text_format})
+    fields = {name: getattr(body, name, None) for name in STRUCTURE_FIELDS}
+    return structure_of(fields | {TEXT_FORMAT: text_format})
 
 
 def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
-    """What a body's fields ask for, and the field that asks; None if none does.
+    """Return what a body's fields ask for, and the field that asks; None if none does.
 
     Args:
         fields: a body's fields by name; absent and null ones ask for nothing.
@@ -57,18 +57,19 @@ def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
     Raises:
         InvalidRequestError: one is malformed, or several ask for something.
     """
-    found: list[tuple[GrammarSpec, str]] = []
+    structures: list[tuple[GrammarSpec, str]] = []
     for name, read in _READERS.items():
         value = fields.get(name)
         spec = None if value is None else read(value, name)
         if spec is not None:
-            found.append((spec, name))
-    if len(found) > 1:
-        names = " and ".join(name for _, name in found)
+            structures.append((spec, name))
+    if len(structures) > 1:
+        names = " and ".join(name for _, name in structures)
         raise InvalidRequestError(
-            f"{names} exclude each other: an answer can match one structure.", param=found[1][1]
+            f"{names} exclude each other: an answer can match one structure.",
+            param=structures[1][1],
         )
-    return found[0] if found else None
+    return structures[0] if structures else None
 
 
 def response_format(value: Any, param: str) -> GrammarSpec | None:
@@ -110,17 +111,17 @@ def _named_schema(value: Any, param: str) -> GrammarSpec:
 def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
     if not isinstance(value, Mapping):
         raise _wrong(param, "is an object")
-    asked = {
-        key: one
-        for key, one in value.items()
-        if key in _STRUCTURED and one is not None and one is not False
+    wanted = {
+        key: option
+        for key, option in value.items()
+        if key in _STRUCTURED and option is not None and option is not False
     }
-    if not asked:
+    if not wanted:
         return None
-    if len(asked) > 1:
-        raise _wrong(param, f"asks for {' and '.join(asked)}, which exclude each other")
-    ((key, one),) = asked.items()
-    return _STRUCTURED[key](one, param)
+    if len(wanted) > 1:
+        raise _wrong(param, f"asks for {' and '.join(wanted)}, which exclude each other")
+    ((key, option),) = wanted.items()
+    return _STRUCTURED[key](option, param)
 
 
 def _schema(value: Any, param: str) -> GrammarSpec:

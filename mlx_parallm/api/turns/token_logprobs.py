@@ -27,7 +27,7 @@ class TokenEntries:
         return named | {"token_id": token_id, "logprob": logprob, "rank": rank}
 
     def with_top(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
-        """A sampled token, itself first of ``count`` alternatives (-1: of all), then by rank."""
+        """Return a sampled token, first among ``count`` alternatives (-1: all), then by rank."""
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
         own = self.entry(entry.token_id, entry.logprob, ranks.get(entry.token_id, entry.rank))
         others = [
@@ -39,7 +39,7 @@ class TokenEntries:
         return own | {"top_logprobs": shown if count == ALL_TOKENS else shown[: max(count, 1)]}
 
     def with_named(self, entry: TokenLogprob) -> dict[str, Any]:
-        """A sampled token with those that were asked for by id, in the order asked for."""
+        """Return a sampled token with those that were asked for by id, in the order asked for."""
         named = [self.entry(token_id, value, None) for token_id, value in entry.top]
         own = self.entry(entry.token_id, entry.logprob, entry.rank)
         return own | {"top_logprobs": named}

@@ -40,7 +40,7 @@ class Tool:
     is_custom: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates take it: OpenAI's function tool."""
+        """Return the tool as chat templates take it: OpenAI's function tool."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -49,7 +49,7 @@ class Tool:
 
 
 class ToolMode(StrEnum):
-    """Whether tools are called."""
+    """How tools may be called."""
 
     NONE = "none"
     AUTO = "auto"
@@ -58,7 +58,7 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """What the caller wants called.
+    """The caller's choice among the tools.
 
     Attributes:
         mode: none: no tool; auto: the model decides; required: at least one.
@@ -193,7 +193,7 @@ def check_choice(
 
 
 def callable_tools(tools: Iterable[Tool], choice: ToolChoice) -> tuple[Tool, ...]:
-    """The tools that may be called."""
+    """Return the tools that may be called."""
     if choice.mode is ToolMode.NONE:
         return ()
     return tuple(tool for tool in tools if choice.names is None or tool.name in choice.names)

@@ -14,7 +14,7 @@ from mlx_parallm.types.errors import ContextLengthError
 
 
 async def prepare_fitting(turn: TurnRequest, model: GenerationModel) -> PreparedTurn:
-    """The turn with as few of its oldest messages left out as make it fit the context.
+    """Return the turn with as few of its oldest messages left out as make it fit the context.
 
     System messages stay, and what is left begins with a user's message, as templates want it. What
     does not fit even so is left as short as it can be.
@@ -52,7 +52,7 @@ async def _fits(turn: TurnRequest, model: GenerationModel, space: int) -> bool:
 
 
 def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Where a conversation can begin: at its first message, or at a later one of the user."""
+    """Return where a conversation can begin: at its first message, or a later one of the user."""
     return [0, *(i for i, message in enumerate(messages) if i and message["role"] == "user")]
 
 

@@ -17,7 +17,7 @@ class VersionSpans:
     _ends: list[tuple[str, int]] = field(default_factory=list)
 
     def add(self, version: str, count: int) -> None:
-        """The next ``count`` tokens were made by these weights."""
+        """Note that the next ``count`` tokens were made by these weights."""
         if count == 0:
             return
         start = self._ends[-1][1] if self._ends else 0

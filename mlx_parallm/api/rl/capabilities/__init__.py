@@ -1,1 +1,1 @@
-"""What a trainer can rely on."""
+"""Facts that a trainer can rely on."""

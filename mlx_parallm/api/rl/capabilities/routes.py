@@ -21,7 +21,7 @@ async def rl_capabilities(
 ) -> RLCapabilities:
     """Models and adapters with their weights' versions, exactness by dtype, modes and limits."""
     control = engine.control
-    models = [_model(one, control.version(one.names[0]).label) for one in engine.models()]
+    models = [_model(model, control.version(model.names[0]).label) for model in engine.models()]
     reading = list(engine.encoders.models())
     for info in control.adapters():
         status = engine.encoders.find(info.name)
@@ -39,7 +39,9 @@ async def rl_capabilities(
         pause_modes=[mode.value for mode in PauseMode],
         is_paused=control.is_paused,
         has_verifier_urls=bool(config.verifier_urls),
-        reward_models=[one.names[0] for one in reading if gives_rewards(one.info, "classify")],
+        reward_models=[
+            model.names[0] for model in reading if gives_rewards(model.info, "classify")
+        ],
     )
 
 

@@ -41,8 +41,8 @@ async def score_completions(body: LogprobsRequest, prelude: PreludeDep) -> Respo
     if 0 <= most < body.top_logprobs:
         raise InvalidRequestError(f"top_logprobs is at most {most} here.", param="top_logprobs")
     score_id = f"logprobs-{body.request_id or prelude.answer_id}"
-    asked = _requests(body, admitted, name=score_id)
-    return await unless_disconnected(prelude.request, _score(body, admitted, asked))
+    requests = _requests(body, admitted, name=score_id)
+    return await unless_disconnected(prelude.request, _score(body, admitted, requests))
 
 
 def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[GenerateRequest]:
@@ -67,19 +67,19 @@ def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[G
 
 
 async def _score(
-    body: LogprobsRequest, admitted: Admitted, asked: Sequence[GenerateRequest]
+    body: LogprobsRequest, admitted: Admitted, requests: Sequence[GenerateRequest]
 ) -> Response:
-    scores = await known_tokens(admitted, asked, leaders_first(asked), FIELDS)
+    scores = await known_tokens(admitted, requests, leaders_first(requests), FIELDS)
     usage = Usage(
-        prompt_tokens=sum(len(one.prompt_ids) for one in asked),
-        cached_tokens=sum(one.cached_tokens for one in scores),
+        prompt_tokens=sum(len(request.prompt_ids) for request in requests),
+        cached_tokens=sum(known.cached_tokens for known in scores),
     )
     answer = {
-        "id": asked[0].group,
+        "id": requests[0].group,
         "object": "rl.logprobs",
         "model": admitted.name,
         "logprobs_mode": "raw_logprobs",
-        "items": [_item(body, number, one) for number, one in enumerate(scores)],
+        "items": [_item(body, number, known) for number, known in enumerate(scores)],
         "usage": usage_body(usage),
     }
     return JSONResponse(answer)
@@ -94,8 +94,8 @@ def _item(body: LogprobsRequest, number: int, known: KnownTokens) -> dict[str, A
 def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[int]]:
     """Return the first request of each prompt, and the others, which find it in the cache."""
     first: dict[tuple[int, ...], int] = {}
-    for number, one in enumerate(requests):
-        prompt = one.prompt_ids[: one.params.prompt_logprobs_start]
+    for number, request in enumerate(requests):
+        prompt = request.prompt_ids[: request.params.prompt_logprobs_start]
         first.setdefault(prompt, number)
     leaders = sorted(first.values())
     return leaders, sorted(set(range(len(requests))) - set(leaders))

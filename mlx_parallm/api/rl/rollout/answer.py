@@ -19,7 +19,7 @@ FIELDS = {"prompt": "prompts", "messages": "prompts", "logprobs": "top_logprobs"
 
 
 def seed_of(number: int, item: RolloutItem, body: RolloutRequest) -> int | None:
-    """The seed of a prompt's first sample: its own, else the rollout's.
+    """Return the seed of a prompt's first sample: its own, else the rollout's.
 
     Prompts that share one seed are as far apart as their samples, so that no two samples of a
     rollout have the same.
@@ -56,7 +56,7 @@ class RolloutAnswer:
     def whole(self, groups: Sequence[Group], errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the answer, once all has ended; ``errors`` has one for each group that failed."""
         failed = iter(errors)
-        told = [
+        written = [
             self.prompt(group)
             | {
                 "samples": [self.sample(group, index) for index in sorted(group.finished)],
@@ -65,27 +65,27 @@ class RolloutAnswer:
             for group in groups
         ]
         head = {"object": "rl.rollout", "created": int(time.time())} | self._head
-        return head | {"groups": told, "usage": usage_body(usage_of(groups))}
+        return head | {"groups": written, "usage": usage_body(usage_of(groups))}
 
     def prompt(self, group: Group) -> dict[str, Any]:
         """Return what is said of a prompt, once for all its samples."""
-        told: dict[str, Any] = {"index": group.number}
+        fields: dict[str, Any] = {"index": group.number}
         if self._body.return_prompt_token_ids:
-            told["prompt_token_ids"] = group.request.prompt_ids
+            fields["prompt_token_ids"] = group.request.prompt_ids
         if group.prompt is not None:
-            told["cached_tokens"] = group.prompt.num_cached_tokens
+            fields["cached_tokens"] = group.prompt.num_cached_tokens
             entries = group.prompt.prompt_logprobs
             if entries is not None:
-                told["prompt_logprobs"] = [one and one.logprob for one in entries]
+                fields["prompt_logprobs"] = [entry and entry.logprob for entry in entries]
             if entries is not None and self._body.prompt_logprobs:
-                told["prompt_top_logprobs"] = [one and top_of(one) for one in entries]
+                fields["prompt_top_logprobs"] = [entry and top_of(entry) for entry in entries]
         metadata = self._items[group.number].metadata
-        return told if metadata is None else told | {"metadata": metadata}
+        return fields if metadata is None else fields | {"metadata": metadata}
 
     def sample(self, group: Group, index: int) -> dict[str, Any]:
         """Return one sample that has ended."""
         sample, body = group.samples[index], self._body
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "index": index,
             "token_ids": sample.token_ids,
             "text": sample.text,
@@ -93,15 +93,15 @@ class RolloutAnswer:
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
-        told |= token_scores(sample.logprobs, top=body.top_logprobs, entropy=body.entropy)
+        fields |= token_scores(sample.logprobs, top=body.top_logprobs, entropy=body.entropy)
         if body.verifier is not None or body.reward_model is not None:
             verdict = group.verdicts.get(index, Verdict())
             error_key = "verifier_error" if body.reward_model is None else "reward_error"
-            told |= {"reward": verdict.reward, error_key: verdict.error}
-        return told
+            fields |= {"reward": verdict.reward, error_key: verdict.error}
+        return fields
 
     def judged(self, group: Group, index: int) -> dict[str, Any]:
-        """What a verifier is told of a sample."""
+        """Return what a verifier is told of a sample."""
         sample = group.samples[index]
         return {
             "id": self._id,
@@ -116,18 +116,18 @@ class RolloutAnswer:
         }
 
     def sample_event(self, group: Group, index: int, *, is_first: bool) -> dict[str, Any]:
-        """An event of a stream; the first of a prompt also tells what is said of the prompt."""
+        """Return an event of a stream; the first of a prompt has what is said of the prompt."""
         event = {"type": "sample", "id": self._id, "prompt_index": group.number}
         if is_first:
             event["prompt"] = self.prompt(group)
         return event | self.sample(group, index)
 
     def error_event(self, group: Group, error: dict[str, Any]) -> dict[str, Any]:
-        """An event that says that a group's other samples will not come."""
+        """Return an event that says that a group's other samples will not come."""
         return {"type": "error", "id": self._id, "prompt_index": group.number} | error
 
     def usage_event(self, groups: Sequence[Group]) -> dict[str, Any]:
-        """The last event of a stream."""
+        """Return the last event of a stream."""
         return {"type": "usage"} | self._head | {"usage": usage_body(usage_of(groups))}
 
 
@@ -145,14 +145,14 @@ def usage_of(groups: Sequence[Group]) -> Usage:
 
 def token_scores(entries: Sequence[TokenLogprob], *, top: int, entropy: bool) -> dict[str, Any]:
     """Return what is told of tokens: log-probabilities, and what else is wanted."""
-    scores: dict[str, Any] = {"logprobs": [one.logprob for one in entries]}
+    scores: dict[str, Any] = {"logprobs": [entry.logprob for entry in entries]}
     if top:
-        scores["top_logprobs"] = [top_of(one) for one in entries]
+        scores["top_logprobs"] = [top_of(entry) for entry in entries]
     if entropy:
-        scores["entropy"] = [one.entropy for one in entries]
+        scores["entropy"] = [entry.entropy for entry in entries]
     return scores
 
 
 def top_of(entry: TokenLogprob) -> list[list[float]]:
-    """The alternatives, ``[token id, log-probability]``, likeliest first."""
+    """Return the alternatives, ``[token id, log-probability]``, likeliest first."""
     return [[token_id, value] for token_id, value in entry.top]

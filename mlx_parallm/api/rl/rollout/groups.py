@@ -19,7 +19,7 @@ from mlx_parallm.types.request import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier or a reward model says of a sample: a reward, or why there is none."""
+    """The verdict on a sample: a reward, or why there is none."""
 
     reward: float | None = None
     error: str | None = None

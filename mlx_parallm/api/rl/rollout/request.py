@@ -23,7 +23,7 @@ ANCHOR_TOKENS = 8
 async def encode_items(
     items: Sequence[RolloutItem], body: RolloutRequest, model: GenerationModel
 ) -> list[tuple[int, ...]]:
-    """The tokens of every prompt.
+    """Return the tokens of every prompt.
 
     Raises:
         InvalidRequestError: a prompt is malformed or the template refuses it; names its place.
@@ -61,7 +61,7 @@ class PromptEncoder:
     add_special_tokens: bool
 
     def encode(self, item: RolloutItem, number: int) -> tuple[int, ...]:
-        """The tokens of prompt ``number``.
+        """Return the tokens of prompt ``number``.
 
         Raises:
             InvalidRequestError: it is malformed; ``param`` is "prompts".
@@ -86,10 +86,12 @@ class PromptEncoder:
         if item.append_messages is None and item.append_text is None:
             return ids
         # They are read here already, before the engine checks them.
-        if any(not 0 <= one < self.model.info.vocab_size for one in ids):
+        if any(not 0 <= token_id < self.model.info.vocab_size for token_id in ids):
             raise InvalidRequestError("token_ids has an id outside the vocabulary")
         if item.append_text is not None:
-            last = [one for one in ids[-ANCHOR_TOKENS:] if one < tokenizer.vocab_size]
+            last = [
+                token_id for token_id in ids[-ANCHOR_TOKENS:] if token_id < tokenizer.vocab_size
+            ]
             anchor = tokenizer.decode(last, skip_special_tokens=False)
             return ids + continuation_ids(tokenizer, anchor, item.append_text)
         messages = self._messages(item.append_messages or ())

@@ -24,7 +24,7 @@ class RewardScorer(Judge):
     def __init__(
         self,
         encoders: PoolingClient,
-        asked: RewardModel,
+        settings: RewardModel,
         items: Sequence[RolloutItem],
         tokenizer: Tokenizer,
         *,
@@ -34,7 +34,7 @@ class RewardScorer(Judge):
 
         Args:
             encoders: where the model is.
-            asked: which, and how.
+            settings: which model, and how it reads.
             items: the prompts.
             tokenizer: of the model that samples: prompts of token ids are read as its text.
             rollout_id: begins the ids of the work.
@@ -43,14 +43,14 @@ class RewardScorer(Judge):
             InvalidRequestError: there is no such model, or it cannot read a prompt.
         """
         self._encoders = encoders
-        self._asked = asked
+        self._settings = settings
         self._tokenizer = tokenizer
         self._id = rollout_id
         with named_by(_FIELDS):
-            self._model = reward_model(encoders, asked.model, "classify")
+            self._model = reward_model(encoders, settings.model, "classify")
             self._prompts = [_prompt(item) for item in items]
         longest = self._model.info.max_model_len
-        if (asked.truncate_prompt_tokens or 1) not in (-1, *range(1, longest + 1)):
+        if (settings.truncate_prompt_tokens or 1) not in (-1, *range(1, longest + 1)):
             raise InvalidRequestError(
                 f"truncate_prompt_tokens is -1 or from 1 to {longest}.", param="reward_model"
             )
@@ -59,7 +59,7 @@ class RewardScorer(Judge):
         for number, prompt in enumerate(self._prompts):
             if not isinstance(prompt, str | None):
                 raise InvalidRequestError(
-                    f"prompts[{number}]: {asked.model} has no chat template: give the prompt a "
+                    f"prompts[{number}]: {settings.model} has no chat template: give the prompt a "
                     "reward_prompt that is a text.",
                     param="prompts",
                 )
@@ -72,8 +72,8 @@ class RewardScorer(Judge):
                 self._model,
                 "classify",
                 Reading(
-                    truncate=self._asked.truncate_prompt_tokens,
-                    from_left=self._asked.truncation_side == "left",
+                    truncate=self._settings.truncate_prompt_tokens,
+                    from_left=self._settings.truncation_side == "left",
                     param="texts",
                 ),
                 template_kwargs={},
@@ -82,7 +82,7 @@ class RewardScorer(Judge):
             (logits,) = await self._encoders.encode(self._model.request(request_id, inputs))
         except ParallmError as problem:
             return Verdict(error=str(problem))
-        return Verdict(reward=reward_of(logits, sigmoid=self._asked.sigmoid))
+        return Verdict(reward=reward_of(logits, sigmoid=self._settings.sigmoid))
 
     def _text(self, group: Group, index: int) -> Text:
         prompt, sampled = self._prompts[group.number], group.samples[index].text
@@ -94,9 +94,9 @@ class RewardScorer(Judge):
 
 
 def _prompt(item: RolloutItem) -> Text | None:
-    """What comes before the samples; None: the text of the prompt's token ids."""
-    given = item.reward_prompt or item.text or item.messages
-    return _messages(given) if isinstance(given, list) else given
+    """Return what comes before the samples; None: the text of the prompt's token ids."""
+    prompt = item.reward_prompt or item.text or item.messages
+    return _messages(prompt) if isinstance(prompt, list) else prompt
 
 
 def _messages(messages: Sequence[ChatMessage]) -> Text:

@@ -54,7 +54,7 @@ class RolloutItem(NullIsAbsent):
                 than token ids.
         """
         kinds = (self.text, self.messages, self.token_ids)
-        if sum(one is not None for one in kinds) != 1:
+        if sum(kind is not None for kind in kinds) != 1:
             raise _wrong(where, "needs exactly one of text, messages and token_ids")
         if self.append_messages is not None and self.append_text is not None:
             raise _wrong(where, "can have append_messages or append_text, not both")

@@ -61,12 +61,12 @@ class VerifierClient(Judge):
 
 
 def read_verdict(answer: bytes) -> Verdict:
-    """The reward in a verifier's answer, ``{"reward": number}``; true is 1 and false is 0."""
+    """Return the reward in a verifier's answer, ``{"reward": number}``; true is 1, false is 0."""
     try:
-        found = json.loads(answer)
+        value = json.loads(answer)
     except (ValueError, RecursionError):
         return Verdict(error="The answer is no JSON.")
-    reward = found.get("reward") if isinstance(found, dict) else None
+    reward = value.get("reward") if isinstance(value, dict) else None
     # An integer can be too large for a float.
     if not isinstance(reward, int | float) or not -1e300 < reward < 1e300 or math.isnan(reward):
         return Verdict(error="The answer has no reward that is a number.")
