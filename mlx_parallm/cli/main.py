@@ -46,6 +46,12 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
+NO_MLX = (
+    "MLX is not installed. On Linux install one of its builds with the package: "
+    "mlx-parallm[cpu], mlx-parallm[cuda12] or mlx-parallm[cuda13]."
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status: 2 for wrong usage or settings, 1 for a failure."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -95,6 +101,12 @@ def _guard(name: str, run: Callable[[], int]) -> int:
     except ParallmError as error:
         report(f"mlx_parallm {name}: {error}")
         return 1
+    except ModuleNotFoundError as error:
+        # On Linux MLX has several builds, of which none is a dependency.
+        if error.name not in {"mlx", "mlx.core"}:
+            raise
+        report(f"mlx_parallm {name}: error: {NO_MLX}")
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

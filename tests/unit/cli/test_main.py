@@ -98,6 +98,24 @@ def test_help_of_serve_imports_nothing_that_takes_long() -> None:
     assert not imported & slow
 
 
+def test_a_missing_mlx_is_told_in_one_line() -> None:
+    """As on Linux after an installation without one of the extras."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['mlx'] = None; sys.modules['mlx.core'] = None\n"
+            "from mlx_parallm.cli.main import main; sys.exit(main(['serve']))",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "mlx-parallm[cpu]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_command_of_a_command_has_hints_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--num-requsets", "3"])
