@@ -9,10 +9,11 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
+from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.commands import HostCommand
+from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,

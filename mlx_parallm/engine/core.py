@@ -24,6 +24,7 @@ from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.async_control import AsyncControl
 from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
+from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.interface import (
     EngineLoad,
@@ -42,7 +43,7 @@ from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry, Residency
-from mlx_parallm.engine.sources import MAX_NAME, MODEL, ModelSources
+from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import EngineState, MetricsText
 from mlx_parallm.types.errors import (
     ConfigError,

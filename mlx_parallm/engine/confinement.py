@@ -1,0 +1,57 @@
+"""Which folders and hub ids requests may name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mlx_parallm.types.errors import InvalidRequestError
+
+#: Most characters of the name of a model or an adapter.
+MAX_NAME = 256
+# _HUB_ID is an owner and a name; a few models have no owner.
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
+
+
+def is_hub_id(name: str, *, with_owner: bool = True) -> bool:
+    """True if a name has the form of a hub id; ``with_owner`` refuses names without an owner."""
+    return _HUB_ID.fullmatch(name) is not None and ("/" in name or not with_owner)
+
+
+class Confinement:
+    """Folders below some roots, and hub ids that match some patterns."""
+
+    def __init__(
+        self, roots: Iterable[str], repos: Sequence[str], bases: Sequence[Path] | None = None
+    ) -> None:
+        """Confine requests.
+
+        Args:
+            roots: folders below which paths may lead.
+            repos: patterns of hub ids, as ``fnmatch`` takes them.
+            bases: folders that relative paths start from; None for the roots.
+        """
+        self.roots = [Path(root).resolve() for root in roots]
+        self._bases = self.roots if bases is None else bases
+        self._repos = repos
+
+    def folders(self, path: str, *, param: str) -> list[Path]:
+        """Return where a path may lead, whether there is a folder or not; none if it is refused.
+
+        Raises:
+            InvalidRequestError: the path, the value of ``param``, contains a NUL.
+        """
+        if "\0" in path:
+            raise InvalidRequestError("A path has no NUL.", param=param)
+        # An absolute path replaces the base. A symbolic link counts as the folder it leads to.
+        folders = dict.fromkeys((base / path).resolve() for base in self._bases)
+        return [
+            folder for folder in folders if any(folder.is_relative_to(root) for root in self.roots)
+        ]
+
+    def allows_repo(self, name: str, *, with_owner: bool = True) -> bool:
+        """True if a name has the form of a hub id and may be loaded from there."""
+        is_id = len(name) <= MAX_NAME and is_hub_id(name, with_owner=with_owner)
+        return is_id and any(fnmatchcase(name, repo) for repo in self._repos)

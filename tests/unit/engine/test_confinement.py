@@ -1,0 +1,88 @@
+"""Paths lead nowhere but below the roots, and hub ids match a pattern."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.engine.confinement import Confinement, is_hub_id
+from mlx_parallm.types.errors import InvalidRequestError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    (root / "inside").mkdir(parents=True)
+    (tmp_path / "root2").mkdir()
+    (root / "out").symlink_to(tmp_path / "root2")
+    (root / "in").symlink_to(root / "inside")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [
+        ("inside", "inside"),
+        ("absent/../inside", "inside"),
+        ("in", "inside"),
+        ("absent", "absent"),
+        ("", ""),
+        ("..", None),
+        ("../root2", None),
+        ("out", None),
+        ("out/deeper", None),
+        ("/etc", None),
+    ],
+)
+def test_a_path_leads_below_a_root_or_nowhere(root: Path, path: str, below: str | None) -> None:
+    folders = Confinement([str(root)], ()).folders(path, param="model")
+    assert folders == ([] if below is None else [root / below])
+
+
+def test_absolute_paths_need_no_base(root: Path) -> None:
+    roots = [str(root), str(root.parent / "root2")]
+    confinement = Confinement(roots, ())
+    assert confinement.folders(str(root / "inside"), param="model") == [root / "inside"]
+    assert confinement.folders("x", param="model") == [root / "x", root.parent / "root2" / "x"]
+    based = Confinement(roots, (), bases=[root])
+    assert based.folders("x", param="model") == [root / "x"]
+    assert based.folders(roots[1], param="model") == [root.parent / "root2"]
+
+
+def test_without_roots_no_path_leads_anywhere(root: Path) -> None:
+    assert Confinement((), ("*",)).folders(str(root), param="model") == []
+
+
+def test_a_nul_is_refused_by_the_name_of_its_field(root: Path) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        Confinement([str(root)], ()).folders("in\0side", param="lora_path")
+    assert refusal.value.param == "lora_path"
+
+
+@pytest.mark.parametrize(
+    ("name", "with_owner", "without_owner"),
+    [
+        ("org/name", True, True),
+        ("name", False, True),
+        ("org/na/me", False, False),
+        ("../name", False, False),
+        ("..", False, False),
+        ("", False, False),
+        ("org/name\n", False, False),
+    ],
+)
+def test_only_names_of_the_hub_are_hub_ids(
+    name: str, with_owner: bool, without_owner: bool
+) -> None:
+    assert is_hub_id(name) == with_owner
+    assert is_hub_id(name, with_owner=False) == without_owner
+
+
+def test_hub_ids_match_a_pattern_and_are_not_endless() -> None:
+    confinement = Confinement((), ("org/*", "bert"))
+    assert confinement.allows_repo("org/name")
+    assert not confinement.allows_repo("other/name")
+    assert not confinement.allows_repo("bert")
+    assert confinement.allows_repo("bert", with_owner=False)
+    assert not confinement.allows_repo("org/" + "x" * 300)
