@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
 # Reading a position or asking for a mask is no use of a cache: the packed ones answer that.
 USES = frozenset({"update_and_fetch", "keys_and_values", "keys", "values", "state", "cache"})
@@ -32,17 +35,11 @@ def find_cache_users(model: Any) -> CacheUsers:
     trace = _Trace()
     caches = make_prompt_cache(model)
     watched = [module for module in model.modules() if not _is_plain(module)]
-    classes = [type(module) for module in watched]
     for cache in caches:
         _watch_cache(cache, trace)
-    for module in watched:
-        module.__class__ = _tracing_module(type(module), trace)
-    try:
+    with WrappedCalls(watched, partial(_tracing_module, trace=trace)):
         for tokens in ([0] * PROBE_TOKENS, [0]):
             mx.eval(model(mx.array([tokens]), cache=caches))
-    finally:
-        for module, original in zip(watched, classes, strict=True):
-            module.__class__ = original
     return _outermost(trace)
 
 
@@ -67,7 +64,7 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module).__module__.startswith("mlx.nn") or not callable(module)
 
 
-def _tracing_module(original: type, trace: _Trace) -> type:
+def _tracing_module(original: Any, *, trace: _Trace) -> Methods:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         trace.stack.append(self)
         try:
@@ -75,7 +72,7 @@ def _tracing_module(original: type, trace: _Trace) -> type:
         finally:
             trace.stack.pop()
 
-    return type(original.__name__, (original,), {"__call__": call})
+    return {"__call__": call}
 
 
 def _watch_cache(cache: Any, trace: _Trace) -> None:
@@ -83,15 +80,18 @@ def _watch_cache(cache: Any, trace: _Trace) -> None:
         for part in cache.caches:
             _watch_cache(part, trace)
         return
-    original: Any = type(cache)
-    is_state = isinstance(cache, ArraysCache)
+    WrappedCalls([cache], partial(_tracing_cache, trace=trace))
+
+
+def _tracing_cache(original: Any, *, trace: _Trace) -> Methods:
+    is_state = issubclass(original, ArraysCache)
 
     def get_attribute(self: Any, name: str) -> Any:
         if name in USES:
             trace.note(is_state=is_state)
         return original.__getattribute__(self, name)
 
-    cache.__class__ = type(original.__name__, (original,), {"__getattribute__": get_attribute})
+    return {"__getattribute__": get_attribute}
 
 
 def _outermost(trace: _Trace) -> CacheUsers:

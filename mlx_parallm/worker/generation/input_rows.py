@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.row_selection import embedding_tables
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 
@@ -35,23 +36,20 @@ class EmbeddingSeam:
     @contextmanager
     def during(self, features: mx.array) -> Iterator[None]:
         """Let ids beyond the table mean rows of ``features``, ``[rows, width]``."""
-        original = type(self._table)
-        first_id, embed = self.first_id, original.__call__
+        first_id = self.first_id
 
-        def replaced(self: Any, token_ids: mx.array) -> mx.array:
-            is_row = token_ids >= first_id
-            embedded = embed(self, mx.where(is_row, 0, token_ids))
-            places = mx.where(is_row, token_ids - first_id, 0)
-            rows = features.astype(embedded.dtype)[places]
-            return mx.where(is_row[..., None], rows, embedded)
+        def wrap(original: Any) -> Methods:
+            def replaced(self: Any, token_ids: mx.array) -> mx.array:
+                is_row = token_ids >= first_id
+                embedded = original.__call__(self, mx.where(is_row, 0, token_ids))
+                places = mx.where(is_row, token_ids - first_id, 0)
+                rows = features.astype(embedded.dtype)[places]
+                return mx.where(is_row[..., None], rows, embedded)
 
-        self._table.__class__ = type(
-            f"RowsIn{original.__name__}", (original,), {"__call__": replaced}
-        )
-        try:
+            return {"__call__": replaced}
+
+        with WrappedCalls([self._table], wrap):
             yield
-        finally:
-            self._table.__class__ = original
 
     def place(self, token_ids: mx.array, sequences: Sequence[ScheduledSequence]) -> mx.array:
         """Return the step's ids, int32 ``[T]``, with those of its input rows in their places.

@@ -14,17 +14,16 @@ from mlx_parallm.worker.generation.group_cache import CacheViews, is_packed_cach
 from mlx_parallm.worker.generation.paged_cache import WindowMask
 from mlx_parallm.worker.generation.row_groups import Group, join_outputs
 from mlx_parallm.worker.generation.state_store import GroupStateCache, States
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.lora.context import AdapterContext
 
 
 class ModuleSplit:
-    """Gives modules a class that splits their calls while a step is in progress."""
+    """Splits the calls of modules while a step is in progress."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._step: SplitStep | None = None
-        self._modules = [(module, type(module)) for module in modules]
-        for module, original in self._modules:
-            module.__class__ = self._splitting(original)
+        self._calls = WrappedCalls(modules, self._splitting)
 
     @contextmanager
     def during(self, step: SplitStep) -> Iterator[None]:
@@ -36,18 +35,17 @@ class ModuleSplit:
             self._step = None
 
     def remove(self) -> None:
-        """Give the modules their own classes back."""
-        for module, original in self._modules:
-            module.__class__ = original
+        """Let the modules run as they would without this object."""
+        self._calls.remove()
 
-    def _splitting(self, original: Any) -> type:
+    def _splitting(self, original: Any) -> Methods:
         def call(module: Any, *args: Any, **options: Any) -> Any:
             run = partial(original.__call__, module)
             if self._step is None:
                 return run(*args, **options)
             return self._step.run(run, args, options)
 
-        return type(original.__name__, (original,), {"__call__": call})
+        return {"__call__": call}
 
 
 class SplitStep:

@@ -7,11 +7,13 @@ instance gets a class that picks rows before it multiplies; names of parameters 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding
@@ -49,12 +51,11 @@ def install_row_selection(model: nn.Module, vocab_size: int) -> RowSelector:
     selector = RowSelector()
     # The head comes last; a layer inside may happen to have as many rows as the vocabulary.
     for module, method in reversed(_head_candidates(model, vocab_size)):
-        original = type(module)
-        module.__class__ = _selecting(original, method, selector)
+        calls = WrappedCalls([module], partial(_selecting, method=method, selector=selector))
         if _honours(model, selector):
             selector.active = True
             return selector
-        module.__class__ = original
+        calls.remove()
     return selector
 
 
@@ -93,13 +94,11 @@ def _head_candidates(model: nn.Module, vocab_size: int) -> list[tuple[nn.Module,
     return candidates
 
 
-def _selecting(original: type, method: str, selector: RowSelector) -> type:
-    run: Callable[..., mx.array] = getattr(original, method)
-
+def _selecting(original: type, *, method: str, selector: RowSelector) -> Methods:
     def selected(self: Any, hidden: mx.array) -> mx.array:
-        return run(self, selector.pick(hidden))
+        return getattr(original, method)(self, selector.pick(hidden))
 
-    return type(f"RowSelecting{original.__name__}", (original,), {method: selected})
+    return {method: selected}
 
 
 def _honours(model: Any, selector: RowSelector) -> bool:

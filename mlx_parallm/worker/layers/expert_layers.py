@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, serves, why_not
+from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 
 class RowSwitchLinear(SwitchLinear):
@@ -35,7 +36,6 @@ def use_expert_layers(
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
         if trial.agree(shape, partial(why_not, kernel, weight)):
-            layer.__class__ = RowSwitchLinear
-            layer["_kernel"] = kernel
+            replace_class(layer, RowSwitchLinear, _kernel=kernel)
             served += 1
     return served

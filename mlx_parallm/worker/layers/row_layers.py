@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.row_counts import ROW_COUNTS
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
+from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 #: Names of layers that mlx_lm's models call on one and the same input.
 SIBLINGS = (
@@ -240,13 +241,12 @@ def use_row_layers(
             if trial.agree(shape, partial(why_not, kernel, weight, widths)):
                 product.kernel = kernel
         for index, layer in enumerate(group):
-            layer.__class__ = ROW_LAYERS[type(layer)]
-            layer["_product"], layer["_index"] = product, index
+            replace_class(layer, ROW_LAYERS[type(layer)], _product=product, _index=index)
     # What has no product, for its bias or its packing, is flattened.
     rest = (one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one))
     others = {id(layer): layer for layer in rest}
     for layer in others.values():
-        layer.__class__ = ROW_LAYERS[type(layer)]
+        replace_class(layer, ROW_LAYERS[type(layer)])
     return sum(map(len, groups)) + len(others)
 
 

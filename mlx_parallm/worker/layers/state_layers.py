@@ -19,6 +19,7 @@ from mlx_parallm.worker.layers.state_kernels import (
     why_not_delta,
     why_not_scan,
 )
+from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 
 class RowConvolution(nn.Conv1d):
@@ -44,8 +45,7 @@ def use_state_layers(
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
         if trial.agree(shape, partial(why_not_convolution, kernel, weight)):
-            layer.__class__ = RowConvolution
-            layer["_kernel"] = kernel
+            replace_class(layer, RowConvolution, _kernel=kernel)
     return sum(type(layer) is RowConvolution for layer in layers)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_parallm.adapters.weights import Kind
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.lora.adapted_group import AdaptedGroup, picked
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
@@ -63,20 +64,22 @@ def adapt(module: Any, path: str, context: AdapterContext) -> None:
     made = {"embedding": _embedding, "experts": _experts}
     kind = kind_of(module)
     assert kind in made, f"{path} is of kind {kind}"
-    _reclass(module, made[kind](type(module), path, context))
+    WrappedCalls([module], partial(made[kind], path=path, context=context))
 
 
 def adapt_linear(module: Any, path: str, context: AdapterContext, group: AdaptedGroup) -> None:
     """The same for a linear layer, whose group gets it."""
-    original: Any = type(module)
-    group.add(path, module, functools.partial(original.__call__, module))
+    group.add(path, module, partial(type(module).__call__, module))
 
-    def call(self: Any, x: mx.array) -> mx.array:
-        if context.rows is None or not isinstance(context.stacks.get(path), LinearStack):
-            return original.__call__(self, x)
-        return group.take(path, x)
+    def wrap(original: Any) -> Methods:
+        def call(self: Any, x: mx.array) -> mx.array:
+            if context.rows is None or not isinstance(context.stacks.get(path), LinearStack):
+                return original.__call__(self, x)
+            return group.take(path, x)
 
-    _reclass(module, {"__call__": call})
+        return {"__call__": call}
+
+    WrappedCalls([module], wrap)
 
 
 def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
@@ -85,25 +88,22 @@ def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
     The block may sort rows by the experts that they chose. It is given indices of experts and slots
     in one, which sort in the same way, and its layers take them apart.
     """
-    original: Any = type(block)
 
-    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        if context.rows is not None:
-            indices = expert_slots(indices, context.rows.slots, context.num_slots)
-        return original.__call__(self, x, indices)
+    def wrap(original: Any) -> Methods:
+        def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+            if context.rows is not None:
+                indices = expert_slots(indices, context.rows.slots, context.num_slots)
+            return original.__call__(self, x, indices)
+
+        return {"__call__": call}
 
     for name, layer in block.items():
         if kind_of(layer) == "experts":
             adapt(layer, f"{path}.{name}", context)
-    _reclass(block, {"__call__": call})
+    WrappedCalls([block], wrap)
 
 
-def _reclass(module: Any, methods: dict[str, Any]) -> None:
-    original = type(module)
-    module.__class__ = type(f"Adapted{original.__name__}", (original,), methods)
-
-
-def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+def _embedding(original: Any, *, path: str, context: AdapterContext) -> Methods:
     def call(self: Any, ids: mx.array) -> mx.array:
         y = original.__call__(self, ids)
         stack = context.stacks.get(path)
@@ -122,7 +122,7 @@ def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, A
     return {"__call__": call, "as_linear": as_linear}
 
 
-def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+def _experts(original: Any, *, path: str, context: AdapterContext) -> Methods:
     def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         if context.rows is None:
             return original.__call__(self, x, indices, sorted_indices=sorted_indices)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.worker.module_classes import calling, replaced_classes
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
 
 class LayerStages:
@@ -35,15 +35,7 @@ class LayerStages:
     def recorded(self) -> Iterator[list[mx.array]]:
         """Yield a list to which each layer that runs in this context appends its output."""
         outputs: list[mx.array] = []
-
-        def record(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            result = call(*args, **options)
-            outputs.append(result[0] if isinstance(result, tuple) else result)
-            return result
-
-        # Layers of one class share a subclass, because this runs for every batch.
-        recording = functools.cache(lambda original: calling(original, record))
-        with replaced_classes((layer, recording(type(layer))) for layer in self._layers):
+        with WrappedCalls(self._layers, partial(_recording, outputs=outputs)):
             yield outputs
 
 
@@ -70,3 +62,12 @@ class StagedJob:
         self._outputs.clear()
         mx.eval(self._results)
         return [np.array(result) for result in self._results]
+
+
+def _recording(original: Any, *, outputs: list[mx.array]) -> Methods:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.__call__(self, *args, **kwargs)
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    return {"__call__": call}

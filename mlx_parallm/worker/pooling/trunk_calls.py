@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.worker.module_classes import calling, replaced_classes
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,19 @@ def trunk_calls(model: nn.Module, run: Callable[[int], object]) -> TrunkCalls:
 def _sizes(model: nn.Module, run: Callable[[], object]) -> Counter[str]:
     """Return the number of elements that each layer takes in a forward, by path."""
     sizes: Counter[str] = Counter()
-    layers = [(path, layer) for path, layer in model.named_modules() if not layer.children()]
-
-    def count(path: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        sizes[path] += sum(arg.size for arg in args[:1] if isinstance(arg, mx.array))
-        return call(*args, **options)
-
-    # A layer that occurs under two paths is counted under both.
-    counting = ((layer, calling(type(layer), partial(count, path))) for path, layer in layers)
-    with replaced_classes(counting):
+    with ExitStack() as wrapped:
+        for path, layer in model.named_modules():
+            if not layer.children():
+                # Each path has its own wrapping, because a layer may occur under two paths.
+                counting = partial(_counting, path=path, sizes=sizes)
+                wrapped.enter_context(WrappedCalls([layer], counting))
         run()
     return sizes
+
+
+def _counting(original: Any, *, path: str, sizes: Counter[str]) -> Methods:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes[path] += sum(arg.size for arg in args[:1] if isinstance(arg, mx.array))
+        return original.__call__(self, *args, **kwargs)
+
+    return {"__call__": call}
