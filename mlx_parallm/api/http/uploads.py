@@ -24,7 +24,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T", bound=BaseModel)
 
-RAW_TYPES = frozenset({"application/octet-stream", "application/x-safetensors"})
+RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
 FORM_TYPE = "multipart/form-data"
 # A config with a pattern for every module.
 MAX_FIELD_BYTES = 64 * 1024
