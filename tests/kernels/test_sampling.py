@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,13 +13,14 @@ import pytest
 from mlx_parallm.types.request import LOGPROBS_MODES, PROCESSED_LOGPROBS, SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling import check as sampling_check
+from mlx_parallm.worker.sampling import truncation
 from mlx_parallm.worker.sampling.check import choose_sampling, sampling_report, why_not
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.worker.sampling.keys import random_keys
 from mlx_parallm.worker.sampling.logprobs import LEAST
 from mlx_parallm.worker.sampling.row_settings import RowSettings
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categorical
-from mlx_parallm.worker.sampling.truncation import truncate
+from mlx_parallm.worker.sampling.truncation import Stage, settings_in_use, truncate
 from tests.kernels.shim_language import ORDERS, CudaShim, Shim
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
@@ -287,6 +288,59 @@ def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
         mx.eval(sampler(rows, specs).arrays())
         assert shim.ran == ran
         shim.ran.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewParams(SamplingParams):
+    """Parameters with a setting that no kernel knows."""
+
+    only_even: bool = False
+
+
+def drops_odd(params: SamplingParams) -> bool:
+    return isinstance(params, NewParams) and params.only_even
+
+
+def drop_odd(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    rows = mx.array([drops_odd(row) for row in params])
+    is_odd = mx.arange(logits.shape[-1]) % 2 == 1
+    return mx.where(rows[:, None] & is_odd, -mx.inf, logits)
+
+
+def test_a_setting_that_the_kernels_do_not_know_takes_the_stock_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(
+        ("only_even",), lambda row: isinstance(row, NewParams) and row.only_even, drop_odd
+    )
+    monkeypatch.setattr(truncation, "STAGES", (*truncation.STAGES, stage))
+    shim = CountingShim()
+    kernels = trusted(shim, mx.float32)
+    logits = mx.random.normal((40, VOCAB), key=mx.random.key(0))
+    plain = [spec(row) for row in range(40)]
+    evens = [replace(row, params=NewParams(only_even=True)) for row in plain[:20]]
+    unused = [replace(row, params=NewParams()) for row in plain]
+    whole = Sampler(kernels)(logits, plain)
+    assert shim.ran == ["draw"]
+    mixed = np.array(Sampler(kernels)(logits, [*evens, *plain[20:]]).tokens)
+    assert shim.ran == ["draw"]
+    assert (mixed[:20] % 2 == 0).all()
+    assert (np.array(whole.tokens[:20]) % 2 == 1).any()
+    assert np.array_equal(mixed[20:], np.array(whole.tokens[20:]))
+    greedy = [replace(evens[0], params=NewParams(only_even=True, temperature=0.0))]
+    Sampler(kernels)(logits, [*greedy, *unused[1:]])
+    assert shim.ran == ["draw", "draw"]
+
+
+def test_kernels_know_the_settings_that_they_are_given() -> None:
+    kernels = trusted(CountingShim(), mx.float32)
+    logits = mx.zeros((1, VOCAB))
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
+    settings = settings_in_use([params])
+    assert settings == {"temperature", "top_k", "top_p", "min_p"}
+    assert kernels.serve(logits, settings)
+    assert not kernels.serve(logits, settings | {"only_even"})
+    assert settings_in_use([SamplingParams(presence_penalty=1.0)]) == frozenset()
 
 
 def test_settings_are_made_again_only_when_rows_change() -> None:

@@ -26,6 +26,9 @@ MIN_VOCAB, MAX_VOCAB = MAX_TOP, 1 << 24
 # UNUSED_BITS: mantissa bits of float32 that are always 0 in logits of 16 bits.
 UNUSED_BITS = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}
 
+# SETTINGS: what ``draw`` takes into account besides masks, biases and penalties.
+SETTINGS = frozenset({"temperature", "top_k", "top_p", "min_p"})
+
 # Dtypes of the kernels' arguments, except the logits.
 _DTYPES = {
     **dict.fromkeys(("settings", "floors", "targets", "top_values"), mx.float32),
@@ -63,9 +66,14 @@ class SamplingKernels:
         """Use the kernels for such logits from now on, because a check passed."""
         self._trusted.add((vocab, dtype))
 
-    def serve(self, logits: mx.array) -> bool:
-        """True if a check passed for such logits."""
-        return (logits.shape[-1], logits.dtype) in self._trusted
+    def serve(self, logits: mx.array, settings: frozenset[str] = frozenset()) -> bool:
+        """True if a check passed for such logits, and the kernels know all of these settings.
+
+        Args:
+            logits: as ``draw`` or ``logprobs`` takes them.
+            settings: the names of the fields that change what tokens are drawn from.
+        """
+        return settings <= SETTINGS and (logits.shape[-1], logits.dtype) in self._trusted
 
     def draw(
         self, logits: mx.array, settings: mx.array, keys: mx.array

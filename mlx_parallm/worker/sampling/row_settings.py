@@ -14,6 +14,7 @@ from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling.adjust import always_adjusts
 from mlx_parallm.worker.sampling.keys import WORD, seed_word
 from mlx_parallm.worker.sampling.logprob_rows import logprob_groups
+from mlx_parallm.worker.sampling.truncation import settings_in_use
 
 # GREEDY_TEMPERATURE is vLLM's limit: below it, scaled logits could overflow.
 GREEDY_TEMPERATURE = 1e-5
@@ -53,6 +54,11 @@ class RowSettings:
         """Return the rows whose logits ``adjust_logits`` changes at this step."""
         always = self._adjusted
         return [row for row, spec in enumerate(specs) if spec.banned_ids or row in always]
+
+    @functools.cached_property
+    def in_use(self) -> frozenset[str]:
+        """Return the settings that change what the drawn rows are drawn from."""
+        return settings_in_use(self._params[row] for row in self.drawn)
 
     @functools.cached_property
     def settings(self) -> mx.array:

@@ -17,7 +17,7 @@ from mlx_parallm.worker.sampling.logprob_rows import LogprobRows, RowLogprobs
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
 from mlx_parallm.worker.sampling.row_settings import RowSettings
 from mlx_parallm.worker.sampling.token_masks import apply_token_mask
-from mlx_parallm.worker.sampling.truncation import truncate
+from mlx_parallm.worker.sampling.truncation import draw_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Sampler:
     ) -> None:
         """Create a sampler.
 
-        ``kernels`` are used for logits that they serve, stock operations for all others;
+        ``kernels`` are used for logits and settings that they serve, stock operations otherwise;
         ``logprobs_mode`` is for rows that name none.
         """
         self._kernels = kernels
@@ -148,12 +148,13 @@ class Sampler:
         rows = self._rows.drawn
         if not rows:
             return _Choice(mx.argmax(logits, axis=-1), logits)
-        if self._kernels is not None and self._kernels.serve(logits):
+        if self._kernels is not None and self._kernels.serve(logits, self._rows.in_use):
             keys = self._rows.keys(specs)
             tokens, floors = self._kernels.draw(logits, self._rows.settings, keys)
             return _Choice(tokens, logits, floors=floors)
         chosen = [specs[row] for row in rows]
-        truncated = _truncated(_take(logits, rows).astype(mx.float32), chosen)
+        drawn_logits = _take(logits, rows).astype(mx.float32)
+        truncated = draw_logits(drawn_logits, [spec.params for spec in chosen])
         tokens = categorical(truncated, random_keys(chosen))
         if len(rows) < len(specs):
             tokens = _put(mx.argmax(logits, axis=-1), rows, tokens)
@@ -192,15 +193,6 @@ class Sampler:
             return logits
         chosen_from = _take(choice.truncated, [places[rows[index]] for index in drawn])
         return _put(logits, drawn, chosen_from)
-
-
-def _truncated(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
-    """Return logits divided by the temperature, with ``-inf`` where nothing may be drawn."""
-    params = [spec.params for spec in specs]
-    if any(row.temperature != 1.0 for row in params):
-        temperatures = np.array([row.temperature for row in params], dtype=np.float32)
-        logits = logits / mx.array(temperatures)[:, None]
-    return truncate(logits, params)
 
 
 def _kept(logits: mx.array, temperatures: mx.array, floors: mx.array, tokens: mx.array) -> mx.array:

@@ -1,12 +1,14 @@
-"""min-p, top-k and top-p as one threshold per row.
+"""The stages from adjusted logits to those that tokens are drawn from.
 
-Each keeps the likeliest tokens, so together they amount to the smallest logit kept. Tokens that tie
-with it are kept too: the result must not depend on how equal logits happen to be sorted.
+min-p, top-k and top-p are one threshold per row: each keeps the likeliest tokens, so together they
+amount to the smallest logit kept. Tokens that tie with it are kept too: the result must not depend
+on how equal logits happen to be sorted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +18,42 @@ from mlx_parallm.types.request import SamplingParams
 # _MAX_CANDIDATES: rows with a top-k up to this are truncated from their largest logits alone. The
 # limit depends on the row only, because its samples must not depend on the other rows.
 _MAX_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A change of logits before a draw.
+
+    Attributes:
+        settings: the fields of ``SamplingParams`` that it reads.
+        is_on: returns whether it changes the logits of a row with such parameters.
+        apply: returns float32 logits ``[rows, vocab]`` for such logits and parameters per row,
+            if it is on for any of the rows.
+    """
+
+    settings: tuple[str, ...]
+    is_on: Callable[[SamplingParams], bool]
+    apply: Callable[[mx.array, Sequence[SamplingParams]], mx.array]
+
+
+def settings_in_use(params: Iterable[SamplingParams]) -> frozenset[str]:
+    """Return the settings of the stages that change the logits of some row."""
+    rows = list(params)
+    stages = (stage for stage in STAGES if any(map(stage.is_on, rows)))
+    return frozenset(name for stage in stages for name in stage.settings)
+
+
+def draw_logits(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    """Return logits after all stages, with ``-inf`` where nothing may be drawn.
+
+    Args:
+        logits: float32 ``[rows, vocab]``, after masks, biases and penalties.
+        params: one per row, none greedy.
+    """
+    for stage in STAGES:
+        if any(map(stage.is_on, params)):
+            logits = stage.apply(logits, params)
+    return logits
 
 
 def truncate(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
@@ -46,6 +84,10 @@ def truncate(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     if many:
         logits = _apply(logits, many, params, _all_sorted)
     return logits
+
+
+def _scale(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    return logits / mx.array(np.array([row.temperature for row in params], np.float32))[:, None]
 
 
 def _min_p(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
@@ -117,3 +159,15 @@ def _threshold(ordered: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     kept = mx.sum((mass - weights < top_p * mass[:, -1:]) & inside, axis=-1, keepdims=True)
     unlimited = mx.array(np.array([row.top_p >= 1 for row in params]))[:, None]
     return mx.take_along_axis(ordered, mx.where(unlimited, last, mx.maximum(kept, 1) - 1), axis=-1)
+
+
+# STAGES: in the order in which they apply. A device's kernels draw only for the settings that they
+# know, so a stage that is added here is honoured on every device.
+STAGES: tuple[Stage, ...] = (
+    Stage(("temperature",), lambda row: row.temperature != 1.0, _scale),
+    Stage(
+        ("min_p", "top_k", "top_p"),
+        lambda row: row.min_p > 0 or row.top_k > 0 or row.top_p < 1,
+        truncate,
+    ),
+)
