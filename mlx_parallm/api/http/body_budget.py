@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 
@@ -47,10 +48,12 @@ class BodyBudgetMiddleware(HttpMiddleware):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``HttpMiddleware``."""
         client = self._client_of(scope)
-        body = _Body(self._held, client, self._config)
         if client is None:
-            await self._app(scope, lambda: body.receive(receive), send)
+            # What is not kept in memory is not counted.
+            uncounted = _Body(Counter(), "", self._config, math.inf)
+            await self._app(scope, lambda: uncounted.receive(receive), send)
             return
+        body = _Body(self._held, client, self._config, self._config.max_client_body_bytes)
         is_paced = _is_paced(scope)
 
         async def metered() -> Message:
@@ -71,7 +74,7 @@ class BodyBudgetMiddleware(HttpMiddleware):
                 self._freed.note(body.size, sum(self._held.values()))
 
     def _client_of(self, scope: Scope) -> str | None:
-        """Whose body it is; None if it is not kept in memory."""
+        """Return whose body it is; None if it is not kept in memory."""
         kept = facts_of(scope).body_limit.kept
         if kept is Kept.STREAMED:
             return None
@@ -83,24 +86,24 @@ class BodyBudgetMiddleware(HttpMiddleware):
 
 
 def _is_paced(scope: Scope) -> bool:
-    """Whether others wait while it is read: not for tensors, nor for what is here already."""
+    """True if others wait while it is read: not for tensors, nor for what is here already."""
     return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
 
 
 class _Body:
-    """One request's body; that of no client is not kept in memory and not counted."""
+    """One request's body, which counts among those that its client has here."""
 
-    def __init__(self, held: Counter[str], client: str | None, config: ServerConfig) -> None:
+    def __init__(self, held: Counter[str], client: str, config: ServerConfig, most: float) -> None:
         self._held = held
         self._client = client
-        self._most = config.max_client_body_bytes
+        self._most = most
         self._timeout_s = config.client_timeout_s
         self.size = 0
         self.is_whole = False
         self._begin_s = asyncio.get_running_loop().time()
 
     async def receive(self, receive: Receive) -> Message:
-        """The next message; once the body is whole, there is no limit any more."""
+        """Return the next message; once the body is whole, there is no limit any more."""
         if self.is_whole:
             return await receive()
         message = await self._in_time(receive)
@@ -110,9 +113,7 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """The request has ended."""
-        if self._client is None:
-            return
+        """Stop to count the body, because the request has ended."""
         self._held[self._client] -= self.size
         if not self._held[self._client]:
             del self._held[self._client]
@@ -129,8 +130,6 @@ class _Body:
 
     def _count(self, size: int) -> None:
         self.size += size
-        if self._client is None:
-            return
         self._held[self._client] += size
         together = self._held[self._client]
         if together > self._most and together > self.size:

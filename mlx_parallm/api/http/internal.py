@@ -10,6 +10,7 @@ from typing import cast
 
 from starlette.requests import HTTPConnection
 
+from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.api.http.view import View
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient
@@ -21,8 +22,8 @@ BACKGROUND_PRIORITY = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternalCaller:
-    """Stands in for what a client's request would bring.
+class Caller:
+    """Who makes a request.
 
     Attributes:
         client: whose work it is, as ``auth.client_of`` says it.
@@ -35,9 +36,14 @@ class InternalCaller:
     max_waiting: int | None
 
 
-def internal_caller(connection: HTTPConnection) -> InternalCaller | None:
-    """Who made this request, if the server did."""
-    return connection.scope.get(INTERNAL_CALLER)
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Return who makes a request: the server for somebody, or a client."""
+    internal: Caller | None = connection.scope.get(INTERNAL_CALLER)
+    if internal is not None:
+        return internal
+    state = connection.app.state
+    client = client_of(connection.headers, state.config)
+    return Caller(client=client, engine=state.engine, max_waiting=state.max_waiting)
 
 
 def in_background(engine: EngineClient, client: str) -> EngineClient:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from mlx_parallm.types.pooling import ProblemType
 
 
 def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarray:
-    """What logits say of labels, as the pipelines of transformers and vLLM compute it.
+    """Return what logits say of labels, as the pipelines of transformers and vLLM compute it.
 
     A regression's are values, and stay. Labels that do not exclude each other, and a single
     one, have a probability each (sigmoid); others share one (softmax).
@@ -28,13 +31,19 @@ def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarra
     return softmax(logits)
 
 
+def ranked_labels(scores: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the labels of a text with their scores, the likeliest first; of equals the first."""
+    order = np.argsort(-scores, kind="stable")
+    return [{"label": labels[place], "score": float(scores[place])} for place in order]
+
+
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Shares of the last axis."""
+    """Return the shares of the last axis."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """The logarithms of ``softmax``."""
+    """Return the logarithms of ``softmax``."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.files.answer import list_object
 from mlx_parallm.api.http.declared import INPUT, TOKENIZE
 from mlx_parallm.api.http.dependencies import ClientDep, EngineDep
-from mlx_parallm.api.http.internal import internal_caller
+from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
@@ -48,7 +48,7 @@ async def create_response(
 ) -> Response:
     """Answer an input: whole, as a stream of events, or in the background."""
     body.check_supported()
-    if body.background and internal_caller(prelude.request) is not None:
+    if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     admitted = await prelude.admit(body.model)
     entry = responses.entry(

@@ -11,7 +11,7 @@ import httpx2
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.api.http.internal import INTERNAL_CALLER, InternalCaller, in_background
+from mlx_parallm.api.http.internal import INTERNAL_CALLER, Caller, in_background
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
@@ -62,7 +62,7 @@ class LineSender:
         self, owner: str, url: str, body: dict[str, Any], request_id: str
     ) -> LineResponse:
         """See ``batch_jobs.run.Send``."""
-        caller = InternalCaller(
+        caller = Caller(
             client=owner,
             engine=in_background(self._engine, owner),
             max_waiting=self._max_waiting,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_parallm.api.pooling.answer import Encoded
-from mlx_parallm.api.pooling.embeddings.array_encoding import bytes_response, in_json
+from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_response
 from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
@@ -31,7 +31,7 @@ def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
 def finished(
     vectors: Sequence[np.ndarray], dimensions: int | None, *, normalizes: bool
 ) -> np.ndarray:
-    """Vectors of a length that was checked, float32 ``[inputs, dimensions]``.
+    """Return vectors of a length that was checked, float32 ``[inputs, dimensions]``.
 
     They are cut (Matryoshka, https://arxiv.org/abs/2205.13147), then divided by their lengths.
     """
@@ -42,19 +42,13 @@ def finished(
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
-    """Vectors ``[..., dims]`` divided by their lengths; one without a length stays."""
+    """Return vectors ``[..., dims]`` divided by their lengths; one without a length stays."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def embeddings_response(encoded: Encoded, body: EmbeddingsRequest) -> Response:
-    """OpenAI's list of embeddings with vLLM's ``id`` and ``created``, or the bytes alone."""
+    """Return OpenAI's list of embeddings with vLLM's ``id`` and ``created``, or the bytes alone."""
     info = encoded.call.model.info
     normalizes = info.normalizes if body.use_activation is None else body.use_activation
     vectors = finished(encoded.results, body.dimensions, normalizes=normalizes)
-    if body.encoding_format in ("bytes", "bytes_only"):
-        return bytes_response(list(vectors), encoded, body)
-    data = [
-        {"object": "embedding", "index": index, "embedding": in_json(vector, body)}
-        for index, vector in enumerate(vectors)
-    ]
-    return JSONResponse(encoded.answer(data))
+    return arrays_response(list(vectors), encoded, body, kind="embedding", field="embedding")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api.pooling.answer import Encoded
 from mlx_parallm.api.pooling.embeddings.schema import ArraysRequest
@@ -29,7 +29,7 @@ def check_format(body: ArraysRequest, num_arrays: int) -> None:
         )
 
 
-def in_json(array: np.ndarray, body: ArraysRequest) -> Any:
+def _in_json(array: np.ndarray, body: ArraysRequest) -> Any:
     """Nested lists of numbers, or the base64 of their bytes in the order of rows."""
     if body.encoding_format == "float":
         return array.tolist()
@@ -52,7 +52,30 @@ def _bfloat16(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def bytes_response(arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest) -> Response:
+def arrays_response(
+    arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest, *, kind: str, field: str
+) -> Response:
+    """Return vLLM's list with an array for each input, or the bytes of all arrays alone.
+
+    Args:
+        arrays: of the inputs.
+        encoded: has them.
+        body: says how they are written.
+        kind: what the entries of the list are called.
+        field: their field that has the array.
+    """
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return _bytes_response(arrays, encoded, body)
+    data = [
+        {"object": kind, "index": index, field: _in_json(array, body)}
+        for index, array in enumerate(arrays)
+    ]
+    return JSONResponse(encoded.answer(data))
+
+
+def _bytes_response(
+    arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest
+) -> Response:
     """The bytes of all arrays, and a header ``metadata`` unless the body asks for bytes only."""
     parts = [as_bytes(array, body.embed_dtype, body.endianness) for array in arrays]
     headers = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.pooling.activation import activated, softmax
+from mlx_parallm.api.pooling.activation import activated, ranked_labels, softmax
 from mlx_parallm.api.pooling.hf.job import Done, Job
 from mlx_parallm.api.pooling.hf.texts import reading, texts_of
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
@@ -32,9 +32,7 @@ async def text_classification(job: Job) -> Done:
     labels = job.call.model.info.labels
 
     def write(_: EncodeInput, logits: np.ndarray) -> list[dict[str, Any]]:
-        scores = zip(labels, _scores(job, logits).tolist(), strict=True)
-        rows = [{"label": label, "score": score} for label, score in scores]
-        return sorted(rows, key=lambda row: -row["score"])[: job.parameters.top_k]
+        return ranked_labels(_scores(job, logits), labels)[: job.parameters.top_k]
 
     answers, _ = await job.call.written(inputs, write)
     return Done(answers)

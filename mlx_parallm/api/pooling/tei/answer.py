@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm import __version__
-from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.activation import activated, ranked_labels
 from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
 from mlx_parallm.api.pooling.inputs.encode import Role, pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt
@@ -51,10 +51,9 @@ async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[Enc
 
 
 def predictions(logits: np.ndarray, info: EncoderInfo, *, raw_scores: bool) -> list[dict[str, Any]]:
-    """The labels of a text, the likeliest first."""
+    """Return the labels of a text, the likeliest first."""
     scores = logits if raw_scores else activated(logits, info.problem_type)
-    order = np.argsort(-scores, kind="stable")
-    return [{"score": float(scores[place]), "label": info.labels[place]} for place in order]
+    return ranked_labels(scores, info.labels)
 
 
 def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:

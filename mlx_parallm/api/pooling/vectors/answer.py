@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.api.pooling.answer import Encoded
 from mlx_parallm.api.pooling.embeddings.answer import finished
-from mlx_parallm.api.pooling.embeddings.array_encoding import bytes_response, in_json
+from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_response
 from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncoderInfo, Task
@@ -17,7 +17,7 @@ POOLING_TASKS: tuple[Task, ...] = ("embed", "token_embed", "classify", "token_cl
 
 
 def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
-    """The task of a request: what the model was made for, of the tasks of this route, by default.
+    """Return the task of a request; by default the first of the model that this route has.
 
     Raises:
         InvalidRequestError: there are fields that go with another task, or that mean plugins.
@@ -35,16 +35,10 @@ def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
 
 
 def pooling_response(encoded: Encoded, body: PoolingRequest, task: Task) -> Response:
-    """VLLM's list with an array for each input, or the bytes alone."""
+    """Return vLLM's list with an array for each input, or the bytes alone."""
     info = encoded.call.model.info
     arrays = [_finished(result, task, body, info) for result in encoded.results]
-    if body.encoding_format in ("bytes", "bytes_only"):
-        return bytes_response(arrays, encoded, body)
-    data = [
-        {"index": index, "object": "pooling", "data": in_json(array, body)}
-        for index, array in enumerate(arrays)
-    ]
-    return JSONResponse(encoded.answer(data))
+    return arrays_response(arrays, encoded, body, kind="pooling", field="data")
 
 
 def _finished(
@@ -53,7 +47,7 @@ def _finished(
     if task in ("classify", "token_classify"):
         return result if body.use_activation is False else activated(result, info.problem_type)
     if not len(result):
-        # Of a document, of which nothing counts.
+        # No token of the document counts.
         return result
     normalizes = info.normalizes if body.use_activation is None else body.use_activation
     rows = list(result) if task == "token_embed" else [result]
