@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mlx_parallm.api.anthropic.blocks import ContentBlocks
@@ -16,7 +15,6 @@ from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 class MessageAnswer(Answer):
     """Builds the answer to one messages request, whole or event by event.
 
-    ``known_prompt`` says what was cached once that is known, which may be before a stream begins;
     ``model`` is the name that the answer tells; ``is_shortened`` is true if fewer tokens than asked
     for have room.
     """
@@ -25,14 +23,12 @@ class MessageAnswer(Answer):
         self,
         body: MessagesRequest,
         prepared: PreparedTurn,
-        known_prompt: Callable[[], PromptEvent | None],
         *,
         model: str,
         is_shortened: bool,
     ) -> None:
         self._id = prepared.turn.request_id
         self._model = model
-        self._known_prompt = known_prompt
         self._is_shortened = is_shortened
         self._stream = prepared.stream()
         omits = body.thinking is not None and body.thinking.display == "omitted"
@@ -48,10 +44,9 @@ class MessageAnswer(Answer):
         message = self._message() | {"content": self._blocks.blocks} | self._stop()
         return message | {"usage": usage_body(self._stream.usage)}
 
-    def opening(self) -> list[Chunk]:
+    def opening(self, prompt: PromptEvent | None) -> list[Chunk]:
         """Return the message's beginning; the end says what was cached if it is not known yet."""
         usage = Usage(prompt_tokens=self._stream.usage.prompt_tokens)
-        prompt = self._known_prompt()
         if prompt is not None:
             usage.add(prompt)
         message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}

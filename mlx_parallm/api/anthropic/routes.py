@@ -54,9 +54,7 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
         prepared = await prepare_turn(turn, admitted.model)
     prepared, is_shortened = within_context(prepared)
     generation = await admitted.start([prepared.request], FIELDS)
-    answer = MessageAnswer(
-        body, prepared, lambda: generation.prompt, model=admitted.name, is_shortened=is_shortened
-    )
+    answer = MessageAnswer(body, prepared, model=admitted.name, is_shortened=is_shortened)
     return await respond(prelude, generation, answer, stream=body.stream, form=EVENTS)
 
 

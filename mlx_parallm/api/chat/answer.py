@@ -71,7 +71,7 @@ class ChatAnswer(Answer):
             answer["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
         return answer
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, prompt: PromptEvent | None) -> list[dict[str, Any]]:
         """Return the first chunk of every choice."""
         delta = {"role": "assistant", "content": ""}
         chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]

@@ -141,7 +141,7 @@ class ResponseAnswer(Answer):
         self._end()
         return self.response()
 
-    def opening(self) -> list[Event]:
+    def opening(self, prompt: PromptEvent | None) -> list[Event]:
         """Return the events before the first token's."""
         kinds = ["created", self._status]
         return self._numbered([self._lifecycle(kind) for kind in kinds])

@@ -59,7 +59,7 @@ class BackgroundJob:
     async def _run(self) -> None:
         answer = self._answer
         try:
-            self._note(answer.opening())
+            self._note(answer.opening(None))
             async for prompt, event in self._generation.events():
                 self._note(answer.chunks(prompt, event))
             self._note(answer.closing())

@@ -23,8 +23,8 @@ class Answer(ABC):
     def whole(self) -> Any:
         """Return the answer, once every event is in."""
 
-    def opening(self) -> list[Chunk]:
-        """Return the chunks before the first event's."""
+    def opening(self, prompt: PromptEvent | None) -> list[Chunk]:
+        """Return the chunks before the first event's; ``prompt`` is that event, if it is in."""
         return []
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:

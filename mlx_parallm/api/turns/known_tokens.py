@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mlx_parallm.api.turns.prelude import Admitted, Fields
 from mlx_parallm.types.errors import RequestAbortedError
-from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 
@@ -29,6 +29,23 @@ class KnownTokens:
     cached_tokens: int = 0
     num_sampled: int = 0
     version: str = ""
+
+    def add(self, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event.
+
+        Raises:
+            RequestAbortedError: the request was aborted.
+        """
+        if isinstance(event, PromptEvent):
+            self.prompt = [entry for entry in event.prompt_logprobs or () if entry is not None]
+            self.cached_tokens = event.num_cached_tokens
+            return
+        if event.finish_reason is FinishReason.ABORT:
+            raise RequestAbortedError("The request was aborted.")
+        self.num_sampled += len(event.token_ids)
+        self.version = event.version
+        for entry in event.logprobs:
+            self.labels = entry.top
 
 
 def label_request(
@@ -77,32 +94,11 @@ async def known_tokens(
         ParallmError: a request was refused, failed or was aborted.
     """
     results = [KnownTokens() for _ in requests]
-    for part in parts:
-        if part:
-            await _run(admitted, requests, part, results, fields)
+    for part in filter(None, parts):
+        generation = await admitted.start([requests[number] for number in part], fields)
+        try:
+            async for place, event in generation.events():
+                results[part[place]].add(event)
+        finally:
+            await generation.abort()
     return results
-
-
-async def _run(
-    admitted: Admitted,
-    requests: Sequence[GenerateRequest],
-    part: Sequence[int],
-    results: Sequence[KnownTokens],
-    fields: Fields,
-) -> None:
-    generation = await admitted.start([requests[number] for number in part], fields)
-    try:
-        async for place, event in generation.events():
-            known = results[part[place]]
-            if isinstance(event, PromptEvent):
-                known.prompt = [entry for entry in event.prompt_logprobs or () if entry is not None]
-                known.cached_tokens = event.num_cached_tokens
-                continue
-            if event.finish_reason is FinishReason.ABORT:
-                raise RequestAbortedError("The request was aborted.")
-            known.num_sampled += len(event.token_ids)
-            known.version = event.version
-            for entry in event.logprobs:
-                known.labels = entry.top
-    finally:
-        await generation.abort()

@@ -82,7 +82,7 @@ async def _encoded(
     request: Request, generation: Generation, answer: Answer, form: StreamForm
 ) -> AsyncIterator[bytes]:
     try:
-        opening = answer.opening()
+        opening = answer.opening(generation.prompt)
         if opening:
             yield form.encode(*opening)
         async for prompt, event in generation.events():
