@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mlx_parallm.api.turns.fields import SamplingFields
@@ -21,7 +22,8 @@ from mlx_parallm.types.request import Grammar
 # Where a body of the Responses API has its format: a field within a field.
 TEXT_FORMAT = "text.format"
 
-_Read = Callable[[Any, str], GrammarSpec | None]
+# Reads a field's value; ``param`` is the field's name, for errors.
+_Read = Callable[..., GrammarSpec | None]
 
 
 async def body_grammar(body: SamplingFields, model: GenerationModel) -> Grammar | None:
@@ -60,7 +62,7 @@ def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
     structures: list[tuple[GrammarSpec, str]] = []
     for name, read in _READERS.items():
         value = fields.get(name)
-        spec = None if value is None else read(value, name)
+        spec = None if value is None else read(value, param=name)
         if spec is not None:
             structures.append((spec, name))
     if len(structures) > 1:
@@ -72,7 +74,7 @@ def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
     return structures[0] if structures else None
 
 
-def response_format(value: Any, param: str) -> GrammarSpec | None:
+def _response_format(value: Any, *, param: str) -> GrammarSpec | None:
     """OpenAI's ``response_format``, and the same in vLLM's further types; None for plain text.
 
     Raises:
@@ -108,7 +110,7 @@ def _named_schema(value: Any, param: str) -> GrammarSpec:
     return specs.json_schema(value["schema"], strict=strict is True, param=param)
 
 
-def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
+def _structured_outputs(value: Any, *, param: str) -> GrammarSpec | None:
     if not isinstance(value, Mapping):
         raise _wrong(param, "is an object")
     wanted = {
@@ -121,69 +123,45 @@ def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
     if len(wanted) > 1:
         raise _wrong(param, f"asks for {' and '.join(wanted)}, which exclude each other")
     ((key, option),) = wanted.items()
-    return _STRUCTURED[key](option, param)
+    return _STRUCTURED[key](option, param=param)
 
 
-def _schema(value: Any, param: str) -> GrammarSpec:
-    return specs.json_schema(value, strict=False, param=param)
-
-
-def _json_object(value: Any, param: str) -> GrammarSpec:
+def _json_object(value: Any, *, param: str) -> GrammarSpec:
     if value is not True:
         raise _wrong(param, "has a json_object that is not true")
     return specs.json_object(param=param)
 
 
-def _regex(value: Any, param: str) -> GrammarSpec:
-    return specs.regex(_text(value, param), param=param)
-
-
-def _choice(value: Any, param: str) -> GrammarSpec:
+def _choice(value: Any, *, param: str) -> GrammarSpec:
     if not isinstance(value, list):
         raise _wrong(param, "takes a list of texts as choice")
     return specs.choice(value, param=param)
-
-
-def _grammar(value: Any, param: str) -> GrammarSpec:
-    return specs.context_free(_text(value, param), param=param)
-
-
-def _ebnf(value: Any, param: str) -> GrammarSpec:
-    return specs.context_free(_text(value, param), kind=GrammarKind.GBNF, param=param)
-
-
-def _tag(value: Any, param: str) -> GrammarSpec:
-    return specs.structural_tag(value, param=param)
-
-
-def _text(value: Any, param: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(param, "takes a text here")
-    return value
 
 
 def _wrong(param: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {what}.", param=param)
 
 
+# What an answer must match, as vLLM and SGLang write it: the specification checks the value.
+_schema = partial(specs.json_schema, strict=False)
 _STRUCTURED: Mapping[str, _Read] = {
     "json": _schema,
-    "regex": _regex,
+    "regex": specs.regex,
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": specs.context_free,
     "json_object": _json_object,
-    "structural_tag": _tag,
+    "structural_tag": specs.structural_tag,
 }
 _READERS: Mapping[str, _Read] = {
-    "response_format": response_format,
-    TEXT_FORMAT: response_format,
+    "response_format": _response_format,
+    TEXT_FORMAT: _response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,
-    "guided_regex": _regex,
+    "guided_regex": specs.regex,
     "guided_choice": _choice,
-    "guided_grammar": _grammar,
-    "regex": _regex,
-    "ebnf": _ebnf,
+    "guided_grammar": specs.context_free,
+    "regex": specs.regex,
+    "ebnf": partial(specs.context_free, kind=GrammarKind.GBNF),
     "json_schema": _schema,
 }
 #: The fields of a body that ``structure_of`` reads.
