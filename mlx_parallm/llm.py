@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import (
@@ -18,14 +19,26 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.serving.kinds import build_generator
+from mlx_parallm.offline.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from mlx_parallm.serving.kinds import LoadedGenerator, build_model
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
+
+if TYPE_CHECKING:
+    from mlx_parallm.offline.pooling import OfflinePooling
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -110,14 +123,45 @@ class LLM:
             # No stream would wait for the first step of a shape.
             warm_up=False,
         )
-        loaded = build_generator(config, MetricFamilies(), lambda _text, _share: None)
-        self._model = loaded.model
-        self._engine = loaded.engine
+        self._loaded = build_model(config, MetricFamilies(), lambda _text, _share: None)
         self._ids = count()
+        self._offline: OfflinePooling | None = None
+
+    @property
+    def _generator(self) -> LoadedGenerator:
+        """The model, if it generates; raise InvalidRequestError if it does not."""
+        generator = self._loaded.generator
+        if generator is None:
+            name = self._loaded.built.model.names[0]
+            raise InvalidRequestError(f"{name} is an encoder: it generates nothing.", param="model")
+        return generator
+
+    @property
+    def _model(self) -> GenerationModel:
+        return self._generator.model
+
+    @property
+    def _engine(self) -> GenerationEngine:
+        return self._generator.engine
+
+    @property
+    def _pooling(self) -> OfflinePooling:
+        """The model, if it is a pooling model; raise InvalidRequestError if it is none."""
+        if self._offline is not None:
+            return self._offline
+        pooling = self._loaded.pooling
+        if pooling is None:
+            name = self._loaded.built.model.names[0]
+            raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
+        # The paths of routes import FastAPI, which a model that generates does not need.
+        module = importlib.import_module("mlx_parallm.offline.pooling")
+        offline: OfflinePooling = module.OfflinePooling(pooling)
+        self._offline = offline
+        return offline
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The tokenizer of a model that generates."""
         return self._engine.tokenizer
 
     def grammar(self, spec: GrammarSpec) -> Grammar:
@@ -207,6 +251,107 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, adapter=adapter)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt, as ``/v1/embeddings`` gives it.
+
+        Args:
+            prompts: texts, which get the model's default prompt; or token ids.
+            truncate_prompt_tokens: longer prompts are cut to so many tokens; -1: to what the
+                model takes; None: they are refused.
+            dimensions: length of the vectors; None: the model's.
+
+        Raises:
+            InvalidRequestError: the model does not embed, or a prompt cannot be read.
+            StepError: the model failed.
+        """
+        return self._pooling.embed(_as_prompts(prompts), truncate_prompt_tokens, dimensions)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probability of each label for each prompt; see ``embed``."""
+        return self._pooling.classify(_as_prompts(prompts), truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of ``data_2`` fits its text of ``data_1``.
+
+        It is what ``/v1/score`` gives.
+
+        Args:
+            data_1: one text for all of ``data_2``, or as many as those.
+            data_2: one text or several.
+            truncate_prompt_tokens: see ``embed``.
+
+        Raises:
+            InvalidRequestError: the model scores no pairs, or the numbers of texts do not fit.
+            StepError: the model failed.
+        """
+        return self._pooling.score(_as_texts(data_1), _as_texts(data_2), truncate_prompt_tokens)
+
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the reward of each prompt, an array of one number; see ``embed``."""
+        return self._pooling.reward(_as_prompts(prompts), truncate_prompt_tokens)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_task: Task | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return an array for each prompt, as ``/v1/pooling`` gives it.
+
+        Args:
+            prompts: see ``embed``; no prompt of the model is put before texts.
+            pooling_task: "embed", "token_embed", "classify" or "token_classify"; None: the model's
+                main one.
+            truncate_prompt_tokens: see ``embed``.
+
+        Raises:
+            InvalidRequestError: the model cannot do the task, or a prompt cannot be read.
+            StepError: the model failed.
+        """
+        return self._pooling.encode(_as_prompts(prompts), pooling_task, truncate_prompt_tokens)
+
+    def fill_mask(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        top_k: int = 5,
+        targets: Sequence[str] | None = None,
+    ) -> list[Any]:
+        """Return the likeliest tokens at each prompt's mask, as Hugging Face's pipeline does.
+
+        Args:
+            prompts: texts with the tokenizer's mask token. A text with several masks gets a list
+                for each.
+            top_k: tokens for each mask.
+            targets: words to choose among; None: the whole vocabulary.
+
+        Returns:
+            For each prompt a list of ``score``, ``token``, ``token_str`` and ``sequence``, the
+            likeliest first.
+
+        Raises:
+            InvalidRequestError: the model is no masked LM, or a text has no mask.
+            StepError: the model failed.
+        """
+        return self._pooling.fill_mask(_as_texts(prompts), top_k, targets)
+
     def _request(
         self, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> GenerateRequest:
@@ -251,6 +396,10 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_texts(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _per_prompt(value: T | Sequence[T], num_prompts: int, name: str) -> list[T]:

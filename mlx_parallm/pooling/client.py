@@ -68,9 +68,8 @@ class AsyncPooling:
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         """See ``PoolingClient.get``."""
-        wanted = set(tasks)
         if name is None:
-            able = [model for model in self.models() if wanted.intersection(model.info.tasks)]
+            able = [model for model in self.models() if set(tasks).intersection(model.info.tasks)]
             if not able:
                 raise InvalidRequestError(
                     f"No model that can {' or '.join(tasks)} is served here.", param="model"
@@ -84,12 +83,7 @@ class AsyncPooling:
         model: PoolingModel | None = status.model
         if model is None:
             raise ModelLoadingError(name)
-        if not wanted.intersection(model.info.tasks):
-            raise InvalidRequestError(
-                f"{name} cannot {' or '.join(tasks)}; it can {', '.join(model.info.tasks)}.",
-                param="model",
-            )
-        return model
+        return check_tasks(model, name, tasks)
 
     async def wait(self, name: str) -> None:
         """See ``PoolingClient.wait``."""
@@ -110,6 +104,16 @@ class AsyncPooling:
         except asyncio.CancelledError:
             await self._core.abort(unique.request_id)
             raise
+
+
+def check_tasks(model: PoolingModel, name: str, tasks: Sequence[Task]) -> PoolingModel:
+    """Return a model; raise InvalidRequestError if it can do none of the tasks."""
+    if not set(tasks).intersection(model.info.tasks):
+        raise InvalidRequestError(
+            f"{name} cannot {' or '.join(tasks)}; it can {', '.join(model.info.tasks)}.",
+            param="model",
+        )
+    return model
 
 
 def _may_pool(status: ModelStatus) -> bool:

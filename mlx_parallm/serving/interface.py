@@ -86,24 +86,11 @@ class TokenizingModel(Protocol):
         ...
 
 
-class PoolingClient(Protocol):
-    """The encoders, seen from the event loop."""
+class Encoders(Protocol):
+    """Models that encode, and what they compute."""
 
     def models(self) -> Sequence[PoolingModel]:
         """Those that requests may name, in the order they were given."""
-        ...
-
-    def find(self, name: str) -> ModelStatus | None:
-        """The encoder, or the adapter of one, of this name."""
-        ...
-
-    async def wait(self, name: str) -> None:
-        """Return once what is named in a ``ModelLoadingError`` is loaded.
-
-        Raises:
-            ModelNotFoundError: it was unloaded meanwhile.
-            ModelLoadError: it cannot be loaded.
-        """
         ...
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
@@ -123,6 +110,23 @@ class PoolingClient(Protocol):
             OverloadedError: too many inputs wait.
             StepError: the model failed.
             ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
+        ...
+
+
+class PoolingClient(Encoders, Protocol):
+    """The encoders, seen from the event loop."""
+
+    def find(self, name: str) -> ModelStatus | None:
+        """The encoder, or the adapter of one, of this name."""
+        ...
+
+    async def wait(self, name: str) -> None:
+        """Return once what is named in a ``ModelLoadingError`` is loaded.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
         """
         ...
 

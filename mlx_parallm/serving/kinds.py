@@ -14,6 +14,8 @@ from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.budget import KVShare
 from mlx_parallm.generation.model import GENERATION_TRAITS, GenerationModel
 from mlx_parallm.pooling.build import PoolingKind
+from mlx_parallm.pooling.engine import PoolingEngine
+from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.worker import Worker
@@ -51,6 +53,52 @@ class LoadedGenerator:
     engine: GenerationEngine
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedPooling:
+    """A pooling model, ready to be stepped on the thread that loaded it."""
+
+    model: PoolingModel
+    engine: PoolingEngine
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model of any kind, ready to be stepped on the thread that loaded it."""
+
+    built: BuiltModel
+    worker: Worker
+
+    @property
+    def generator(self) -> LoadedGenerator | None:
+        """Return it as a model that generates; None if it does not."""
+        if self.built.model.traits != GENERATION_TRAITS:
+            return None
+        model = cast("GenerationModel", self.built.model)
+        return LoadedGenerator(model, cast("GenerationEngine", self.built.engine))
+
+    @property
+    def pooling(self) -> LoadedPooling | None:
+        """Return it as a pooling model; None if it is none."""
+        if self.built.model.traits != POOLING_TRAITS:
+            return None
+        model = cast("PoolingModel", self.built.model)
+        return LoadedPooling(model, cast("PoolingEngine", self.built.engine), self.worker)
+
+
+def build_model(
+    config: EngineConfig,
+    families: MetricFamilies,
+    on_progress: TellProgress,
+    *,
+    tracer: StepTracer | None = None,
+) -> LoadedModel:
+    """Load the only model of a configuration; raise as ``build_engines`` does."""
+    worker = Worker(tracer)
+    (built,) = build_engines(config, families, worker, on_progress, tracer=tracer)
+    return LoadedModel(built, worker)
+
+
 def build_generator(
     config: EngineConfig,
     families: MetricFamilies,
@@ -63,11 +111,10 @@ def build_generator(
     Raises:
         ConfigError: it generates nothing; and as ``build_engines`` does.
     """
-    (built,) = build_engines(config, families, Worker(tracer), on_progress, tracer=tracer)
-    if built.model.traits != GENERATION_TRAITS:
-        raise ConfigError(f"{built.model.names[0]} is an encoder: it generates nothing.")
-    model, engine = cast("GenerationModel", built.model), cast("GenerationEngine", built.engine)
-    return LoadedGenerator(model, engine)
+    loaded = build_model(config, families, on_progress, tracer=tracer)
+    if loaded.generator is None:
+        raise ConfigError(f"{loaded.built.model.names[0]} is an encoder: it generates nothing.")
+    return loaded.generator
 
 
 def planned_kv(config: EngineConfig) -> list[KVShare]:

@@ -6,21 +6,20 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Depends, Request
 from starlette.responses import Response
 
 from mlx_parallm.api.http.dependencies import EngineDep
-from mlx_parallm.api.pooling.encoded import in_parts, num_numbers
+from mlx_parallm.api.pooling.encoded import ModelCall, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, EncodeResults
+from mlx_parallm.types.pooling import EncodeInput
 
-T = TypeVar("T")
 # MAX_NUMBERS: most numbers of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24
 
@@ -68,51 +67,18 @@ PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingCall:
-    """A request whose model is known.
+class PoolingCall(ModelCall):
+    """A request of HTTP whose model is known.
 
     Attributes:
         request: of HTTP.
-        encoders: where the model is.
-        model: reads the inputs.
-        name: what the answer calls it.
-        work_id: unique among what is in flight.
+        name: what the answer calls the model.
         answer_id: the answer's.
     """
 
     request: Request
-    encoders: PoolingClient
-    model: PoolingModel
     name: str
-    work_id: str
     answer_id: str
-
-    async def encode(self, inputs: Sequence[EncodeInput]) -> EncodeResults:
-        """Return the results of inputs; see ``PoolingClient.encode``."""
-        return await self.encoders.encode(self.model.request(self.work_id, inputs))
-
-    async def written(
-        self,
-        inputs: Sequence[EncodeInput],
-        write: Callable[[EncodeInput, np.ndarray], T],
-        *,
-        part: str = "",
-    ) -> tuple[list[T], list[bool]]:
-        """Return what ``write`` makes of each result, and whether the result was cached.
-
-        Args:
-            inputs: are encoded in parts, if their results are large.
-            write: runs on a thread as soon as a part is there.
-            part: tells these inputs from others of the same call, in the ids of the work.
-        """
-        written: list[T] = []
-        hits: list[bool] = []
-        for number, some in enumerate(in_parts(inputs, self.model.info)):
-            request = self.model.request(f"{self.work_id}-{part}{number}", some)
-            results = await self.encoders.encode(request)
-            written += await asyncio.to_thread(list, map(write, some, results))
-            hits += results.cache_hits
-        return written, hits
 
     async def respond(
         self,

@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+import numpy as np
+
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.types.pooling import EncodeInput, EncodeResults, EncoderInfo
+
+T = TypeVar("T")
 
 # PART_NUMBERS: most numbers of results that wait to be written; a vocabulary has some 50,000.
 PART_NUMBERS = 16_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """Work for a model that is known.
+
+    Attributes:
+        encoders: where the model is.
+        model: reads the inputs.
+        work_id: unique among what is in flight.
+    """
+
+    encoders: Encoders
+    model: PoolingModel
+    work_id: str
+
+    async def encode(self, inputs: Sequence[EncodeInput]) -> EncodeResults:
+        """Return the results of inputs; see ``PoolingClient.encode``."""
+        return await self.encoders.encode(self.model.request(self.work_id, inputs))
+
+    async def written(
+        self,
+        inputs: Sequence[EncodeInput],
+        write: Callable[[EncodeInput, np.ndarray], T],
+        *,
+        part: str = "",
+    ) -> tuple[list[T], list[bool]]:
+        """Return what ``write`` makes of each result, and whether the result was cached.
+
+        Args:
+            inputs: are encoded in parts, if their results are large.
+            write: runs on a thread as soon as a part is there.
+            part: tells these inputs from others of the same call, in the ids of the work.
+        """
+        written: list[T] = []
+        hits: list[bool] = []
+        for number, some in enumerate(in_parts(inputs, self.model.info)):
+            request = self.model.request(f"{self.work_id}-{part}{number}", some)
+            results = await self.encoders.encode(request)
+            written += await asyncio.to_thread(list, map(write, some, results))
+            hits += results.cache_hits
+        return written, hits
 
 
 def num_numbers(encoded: EncodeInput, info: EncoderInfo) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.hf.job import Done, Job
 from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.mlm.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.types.pooling import EncodeInput
@@ -19,19 +22,49 @@ async def fill_mask(job: Job) -> Done:
     """Return the fillings of a text; a list for each mask if it has several, and for each text.
 
     Raises:
-        ParallmError: see ``masked_inputs``, ``candidates_of`` and ``PoolingCall.written``.
+        ParallmError: see ``filled``.
     """
-    model, parameters = job.call.model, job.parameters
-    texts = texts_of(job.inputs)
+    parameters = job.parameters
+    answers, warnings = await filled(
+        job.call,
+        texts_of(job.inputs),
+        reading(parameters),
+        top_k=parameters.top_k or TOP_K,
+        targets=parameters.targets,
+    )
+    # transformers does not tell a list of one text from the text.
+    return Done(answers[0] if len(answers) == 1 else answers, warnings)
+
+
+async def filled(
+    call: ModelCall,
+    texts: Sequence[str],
+    reading: Reading,
+    *,
+    top_k: int,
+    targets: Iterable[str] | None,
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Return the fillings of each text, a list for each mask if it has several, and warnings.
+
+    Args:
+        call: of a masked LM.
+        texts: have masks.
+        reading: how they are read.
+        top_k: fillings of a mask.
+        targets: words to choose among; None: the whole vocabulary.
+
+    Raises:
+        ParallmError: see ``masked_inputs``, ``candidates_of`` and ``ModelCall.written``.
+    """
+    model = call.model
     words = Candidates()
-    if parameters.targets is not None:
-        words = await candidates_of(parameters.targets, model, "targets")
-    top_k = parameters.top_k or TOP_K
+    if targets is not None:
+        words = await candidates_of(targets, model, "targets")
     inputs = await masked_inputs(
         texts,
         model,
         "mlm_logprobs" if words.ids else "mlm_top",
-        reading(parameters),
+        reading,
         words.ids,
         top_k=0 if words.ids else kept_top_k(top_k, model),
     )
@@ -40,6 +73,5 @@ async def fill_mask(job: Job) -> Done:
         masks = fillings(text, result, top_k, model)
         return masks[0] if len(masks) == 1 else masks
 
-    answers, _ = await job.call.written(inputs, write)
-    # transformers does not tell a list of one text from the text.
-    return Done(answers[0] if len(answers) == 1 else answers, words.warnings)
+    answers, _ = await call.written(inputs, write)
+    return answers, words.warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.api.pooling.answer import PoolingCall
+from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.hf.schema import TaskParameters
 
 
@@ -21,7 +21,7 @@ class Job:
 
     inputs: Any
     parameters: TaskParameters
-    call: PoolingCall
+    call: ModelCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs, text_limit
 from mlx_parallm.api.pooling.score.pairs import logistic
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.serving.interface import Encoders
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
 from mlx_parallm.types.request import TokenLimit
@@ -22,7 +22,7 @@ Text = str | Sequence[Mapping[str, Any]]
 
 
 def reward_model(
-    encoders: PoolingClient, name: str | None, task: Task, *, chats: str | None = None
+    encoders: Encoders, name: str | None, task: Task, *, chats: str | None = None
 ) -> PoolingModel:
     """Return the model of this name, else the one that most likely was made for rewards.
 

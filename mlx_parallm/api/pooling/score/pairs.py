@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from mlx_parallm.api.pooling.answer import PoolingCall, num_tokens
+from mlx_parallm.api.pooling.answer import num_tokens
 from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
+from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.inputs.encode import Reading, Role, pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
 from mlx_parallm.api.pooling.late_interaction import (
@@ -22,7 +23,7 @@ from mlx_parallm.api.pooling.late_interaction import (
 )
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.serving.interface import Encoders
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
 
@@ -93,7 +94,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     return Pairs(queries, documents, names, body.truncate_prompt_tokens)
 
 
-def scoring_model(encoders: PoolingClient, name: str | None) -> PoolingModel:
+def scoring_model(encoders: Encoders, name: str | None) -> PoolingModel:
     """The model of this name, else the one that was made most for ranking; see ``_rank``.
 
     Raises:
@@ -117,7 +118,7 @@ def scoring_model(encoders: PoolingClient, name: str | None) -> PoolingModel:
 
 
 async def score_pairs(
-    call: PoolingCall, pairs: Pairs, activation: Activation = "default"
+    call: ModelCall, pairs: Pairs, activation: Activation = "default"
 ) -> PairScores:
     """Return the score of each document.
 
@@ -144,7 +145,7 @@ async def score_pairs(
     return replace(scores, values=[logistic(logit) for logit in scores.values])
 
 
-async def _logits(call: PoolingCall, pairs: Pairs) -> PairScores:
+async def _logits(call: ModelCall, pairs: Pairs) -> PairScores:
     count = len(pairs.documents)
     queries = pairs.queries if len(pairs.queries) == count else [pairs.queries[0]] * count
     inputs = await pair_inputs(
@@ -154,7 +155,7 @@ async def _logits(call: PoolingCall, pairs: Pairs) -> PairScores:
     return PairScores(values=[float(row[0]) for row in logits], num_tokens=num_tokens(inputs))
 
 
-async def _cosines(call: PoolingCall, pairs: Pairs) -> PairScores:
+async def _cosines(call: ModelCall, pairs: Pairs) -> PairScores:
     inputs: list[EncodeInput] = []
     for side, texts in zip(SIDES, (pairs.queries, pairs.documents), strict=True):
         role = Role(prompt=prompt_of_type(call.model.info, side))
@@ -166,7 +167,7 @@ async def _cosines(call: PoolingCall, pairs: Pairs) -> PairScores:
     return PairScores(values=values, num_tokens=num_tokens(inputs))
 
 
-async def _max_sims(call: PoolingCall, pairs: Pairs) -> PairScores:
+async def _max_sims(call: ModelCall, pairs: Pairs) -> PairScores:
     model = call.model
     late = model.info.late or LateInteraction()
     queries = await side_inputs(pairs.queries, model, "query", pairs.reading("query"))

@@ -37,19 +37,38 @@ def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
 def pooling_response(encoded: Encoded, body: PoolingRequest, task: Task) -> Response:
     """Return vLLM's list with an array for each input, or the bytes alone."""
     info = encoded.call.model.info
-    arrays = [_finished(result, task, body, info) for result in encoded.results]
+    arrays = [
+        finished_result(
+            result, task, info, dimensions=body.dimensions, use_activation=body.use_activation
+        )
+        for result in encoded.results
+    ]
     return arrays_response(arrays, encoded, body, kind="pooling", field="data")
 
 
-def _finished(
-    result: np.ndarray, task: Task, body: PoolingRequest, info: EncoderInfo
+def finished_result(
+    result: np.ndarray,
+    task: Task,
+    info: EncoderInfo,
+    *,
+    dimensions: int | None = None,
+    use_activation: bool | None = None,
 ) -> np.ndarray:
+    """Return a result as the answer gives it: probabilities, or vectors of their final length.
+
+    Args:
+        result: of an input.
+        task: of the input.
+        info: of the model.
+        dimensions: length of vectors, which was checked; None: the model's.
+        use_activation: False: logits stay, vectors are not normalised; None: the model's way.
+    """
     if task in ("classify", "token_classify"):
-        return result if body.use_activation is False else activated(result, info.problem_type)
+        return result if use_activation is False else activated(result, info.problem_type)
     if not len(result):
         # No token of the document counts.
         return result
-    normalizes = info.normalizes if body.use_activation is None else body.use_activation
+    normalizes = info.normalizes if use_activation is None else use_activation
     rows = list(result) if task == "token_embed" else [result]
-    vectors = finished(rows, body.dimensions, normalizes=normalizes)
+    vectors = finished(rows, dimensions, normalizes=normalizes)
     return vectors if task == "token_embed" else vectors[0]

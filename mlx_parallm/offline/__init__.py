@@ -1,0 +1,1 @@
+"""Pooling models of ``LLM``: the paths of the server's routes, without HTTP."""

@@ -1,0 +1,172 @@
+"""What ``LLM`` does with a pooling model: embed, classify, score, reward, fill masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished
+from mlx_parallm.api.pooling.encoded import ModelCall
+from mlx_parallm.api.pooling.hf.fill_mask import filled
+from mlx_parallm.api.pooling.inputs.encode import ANY_TEXT, Reading, Role, single_inputs
+from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.rewards.request import reward_model, reward_of
+from mlx_parallm.api.pooling.score.pairs import Pairs, score_pairs, scoring_model
+from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, finished_result
+from mlx_parallm.offline.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+)
+from mlx_parallm.offline.serving import serve
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.kinds import LoadedPooling
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Make = Callable[[np.ndarray, PoolingModel], T]
+
+
+class OfflinePooling:
+    """One pooling model, with the paths that the routes of the server take."""
+
+    def __init__(self, loaded: LoadedPooling) -> None:
+        self._loaded = loaded
+        self._ids = count()
+
+    def embed(
+        self, prompts: Sequence[Prompt], truncate: int | None, dimensions: int | None
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """Return what ``/v1/embeddings`` gives."""
+        info = self._loaded.model.info
+        check_dimensions(dimensions, self._loaded.model)
+
+        def make(vector: np.ndarray, _: PoolingModel) -> EmbeddingOutput:
+            (row,) = finished([vector], dimensions, normalizes=info.normalizes)
+            return EmbeddingOutput(embedding=row.tolist())
+
+        role = Role(prompt=named_prompt(info, None))
+        return self._each(prompts, "embed", make, truncate=truncate, role=role)
+
+    def classify(
+        self, prompts: Sequence[Prompt], truncate: int | None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return what ``/v1/classify`` gives."""
+
+        def make(logits: np.ndarray, model: PoolingModel) -> ClassificationOutput:
+            probs = activated(logits, model.info.problem_type)
+            return ClassificationOutput(probs=probs.tolist())
+
+        return self._each(prompts, "classify", make, truncate=truncate)
+
+    def reward(
+        self, prompts: Sequence[Prompt], truncate: int | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what ``/v1/rewards/score`` gives, as arrays of one number."""
+
+        def choose(encoders: Encoders) -> PoolingModel:
+            return reward_model(encoders, self._loaded.model.names[0], "classify")
+
+        def make(logits: np.ndarray, _: PoolingModel) -> PoolingOutput:
+            return PoolingOutput(data=np.array([reward_of(logits, sigmoid=False)], np.float32))
+
+        return self._each(prompts, "classify", make, truncate=truncate, choose=choose)
+
+    def encode(
+        self, prompts: Sequence[Prompt], task: Task | None, truncate: int | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what ``/v1/pooling`` gives; ``task`` is the model's main one by default."""
+        own = self._loaded.model.info.tasks
+        tasks: list[Task] = [each for each in own if each in POOLING_TASKS]
+        chosen: Task = task or (tasks[0] if tasks else "embed")
+
+        def make(result: np.ndarray, model: PoolingModel) -> PoolingOutput:
+            return PoolingOutput(data=finished_result(result, chosen, model.info))
+
+        return self._each(prompts, chosen, make, truncate=truncate)
+
+    def score(
+        self, data_1: Sequence[str], data_2: Sequence[str], truncate: int | None
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return what ``/v1/score`` gives for pairs."""
+        if not data_2 or len(data_1) not in (1, len(data_2)):
+            raise InvalidRequestError(
+                f"data_1 has {len(data_1)} texts and data_2 {len(data_2)}: "
+                "data_1 needs one, or as many as data_2.",
+                param="data_1",
+            )
+        pairs = Pairs(data_1, data_2, ("data_1", "data_2"), truncate)
+
+        async def work(encoders: Encoders) -> list[float]:
+            model = scoring_model(encoders, self._loaded.model.names[0])
+            return (await score_pairs(self._call(encoders, model), pairs)).values
+
+        return [
+            PoolingRequestOutput(request_id=self._new_id(), outputs=ScoringOutput(score=score))
+            for score in self._run(work)
+        ]
+
+    def fill_mask(
+        self, prompts: Sequence[str], top_k: int, targets: Sequence[str] | None
+    ) -> list[Any]:
+        """Return the answer of Hugging Face's fill-mask pipeline for each prompt."""
+        if top_k < 1:
+            raise InvalidRequestError(f"top_k is {top_k}; it must be at least 1.", param="top_k")
+
+        async def work(encoders: Encoders) -> list[Any]:
+            call = self._call(encoders, encoders.get(None, "mlm"))
+            reading = Reading(param="prompts")
+            answers, _ = await filled(call, prompts, reading, top_k=top_k, targets=targets)
+            return answers
+
+        return self._run(work) if prompts else []
+
+    def _each(
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        make: Make[T],
+        *,
+        truncate: int | None,
+        role: Role = ANY_TEXT,
+        choose: Callable[[Encoders], PoolingModel] | None = None,
+    ) -> list[PoolingRequestOutput[T]]:
+        """Return what ``make`` makes of each prompt's result."""
+        if not prompts:
+            return []
+        if len({isinstance(prompt, str) for prompt in prompts}) > 1:
+            raise InvalidRequestError("prompts are all texts, or all token ids.", param="prompts")
+        reading = Reading(truncate=truncate, param="prompts")
+
+        async def work(encoders: Encoders) -> tuple[Sequence[EncodeInput], list[T]]:
+            model = encoders.get(None, task) if choose is None else choose(encoders)
+            inputs = await single_inputs(prompts, model, task, reading, role=role)
+            call = self._call(encoders, model)
+            outputs, _ = await call.written(inputs, lambda _, result: make(result, model))
+            return inputs, outputs
+
+        inputs, outputs = self._run(work)
+        return [
+            PoolingRequestOutput(
+                request_id=self._new_id(), outputs=output, prompt_token_ids=read.token_ids
+            )
+            for read, output in zip(inputs, outputs, strict=True)
+        ]
+
+    def _run(self, work: Callable[[Encoders], Coroutine[Any, Any, T]]) -> T:
+        return serve(self._loaded, work)
+
+    def _call(self, encoders: Encoders, model: PoolingModel) -> ModelCall:
+        return ModelCall(encoders=encoders, model=model, work_id=self._new_id())
+
+    def _new_id(self) -> str:
+        return f"offline-{next(self._ids)}"
