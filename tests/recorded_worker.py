@@ -88,6 +88,10 @@ class RecordedOp:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pending, name)
 
+    @property
+    def num_stages(self) -> int:
+        return self._pending.num_stages
+
     def advance(self) -> None:
         self._records.append(Advanced(self._number))
         self._pending.advance()

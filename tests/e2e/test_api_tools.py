@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.fake_engine import FakeEngine, serve_fake, write
+from tests.fakes import ByteTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -234,7 +235,7 @@ def test_reasoning_can_be_left_out_or_left_in(engine: FakeEngine, client: openai
 def test_tools_reach_the_template_unless_there_are_none_to_call(
     engine: FakeEngine, served: tuple[FakeEngine, str]
 ) -> None:
-    class Recording(type(engine.models()[0].tokenizer)):
+    class Recording(ByteTokenizer):
         seen: Any = None
 
         def render_chat(self, messages: Any, **options: Any) -> str:

@@ -48,7 +48,7 @@ class Trainee:
             flags=FLAGS,
         )
         self.policy = ServedPolicy("policy", EMBEDDED_MODEL, folder, config, devices)
-        self.statuses: list[int] = []
+        self.statuses: list[int | str] = []
 
     async def answer(self, step: int | None = None) -> list[float]:
         """The log-probabilities of some greedy tokens."""

@@ -15,7 +15,7 @@ from mlx_parallm.models.loading import is_encoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput
-from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from mlx_parallm.worker.pooling.loading import load_encoder_runner
 from mlx_parallm.worker.pooling.vectors import pooled
 from tests.embedder_folder import MAX_LEN, write_embedder
@@ -24,7 +24,7 @@ from tests.encoder_folders import golden_names, read_golden, write_golden
 INPUTS = [(2, 9, 3), (2, 30, 31, 32, 40, 41, 3), (2, 3), (2, *range(5, 24), 3)]
 
 
-def embed(runner: EncoderRunner, inputs: list[tuple[int, ...]]) -> np.ndarray:
+def embed(runner: AdaptedEncoder, inputs: list[tuple[int, ...]]) -> np.ndarray:
     return np.stack(runner.run([EncodeInput(ids) for ids in inputs]))
 
 
@@ -103,7 +103,7 @@ def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     together = embed(runner, inputs)
     for ids, vector in zip(inputs, together, strict=True):
         np.testing.assert_allclose(embed(runner, [ids])[0], vector, atol=1e-4)
-    job = runner.begin([EncodeInput(ids) for ids in inputs])
+    job = runner.begin([EncodeInput(ids) for ids in inputs], {})
     assert job.num_stages > 1
     while job.num_stages > 1:
         job.advance()

@@ -285,7 +285,7 @@ def test_a_quantised_encoder_takes_adapters_and_their_heads(tmp_path: Path) -> N
         model.model,
         group_size=32,
         bits=8,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m["weight"].shape[-1] % 32 == 0,
     )
     packed: Any = dict(tree_flatten(model.model.parameters()))
     config = {**base["config"], "quantization": {"group_size": 32, "bits": 8}}

@@ -87,7 +87,7 @@ def test_quantised_weights_load_and_run(golden: dict[str, Any], tmp_path: Path) 
         model,
         group_size=32,
         bits=8,
-        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m["weight"].shape[-1] % 32 == 0,
     )
     config = {**golden["config"], "quantization": {"group_size": 32, "bits": 8}}
     weights = dict(tree_flatten(model.parameters()))

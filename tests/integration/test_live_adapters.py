@@ -18,8 +18,10 @@ from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
+from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.policies import AdapterUpload, Policies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -35,6 +37,13 @@ from mlx_parallm.types.weights import DEFAULT_VERSION
 PROMPT = tuple(range(50, 90))
 KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
 RANK = 4
+
+
+def policies_of(host: EngineHost) -> Policies:
+    """Return what knows the embedded model's adapters."""
+    engine = host.engines[DEMO_NAME]
+    assert isinstance(engine, GenerationEngine)
+    return engine.policies
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +273,7 @@ async def test_an_adapter_that_had_to_go_comes_with_its_request(
     """Unload between an adapter's load and its request, while others believe it is there."""
     save(named / "gone", shapes, 5)
     first = await generate(engine, "gone", "first")
-    await engine.call(lambda host: host.engines[DEMO_NAME].policies.unload("gone"))
+    await engine.call(lambda host: policies_of(host).unload("gone"))
     assert is_same(await generate(engine, "gone", "second"), first)
     assert [info.name for info in engine.control.adapters()] == ["gone"]
 
@@ -275,7 +284,7 @@ async def test_a_load_by_name_replaces_no_upload(
     save(named / "both", shapes, 5)
     upload = AdapterUpload(name="both", weights=adapter(tmp_path, shapes, 6), version="mine")
     # The request looked for a folder before it learned of the upload.
-    await engine.call(lambda host: host.engines[DEMO_NAME].policies.load(upload))
+    await engine.call(lambda host: policies_of(host).load(upload))
     assert set((await generate(engine, "both", "r")).versions) == {"mine"}
     assert [info.version for info in engine.control.adapters()] == ["mine"]
 

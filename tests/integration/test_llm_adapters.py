@@ -26,8 +26,8 @@ LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 def adapted(seed: int) -> nn.Module:
     """Return the embedded model with a random LoRA, made by mlx_lm."""
     loaded: Any = utils.load_model(DEMO_FOLDER)
-    model, _ = loaded
-    model = utils.dequantize_model(model)
+    whole, _ = loaded
+    model: Any = utils.dequantize_model(whole)
     model.set_dtype(mx.float32)
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), LORA)

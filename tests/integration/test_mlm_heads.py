@@ -35,7 +35,7 @@ def test_logits_of_some_ids_are_those_of_all(name: str, quantised: bool, tmp_pat
             model,
             group_size=32,
             bits=8,
-            class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] == 32,
+            class_predicate=lambda _, m: hasattr(m, "to_quantized") and m["weight"].shape[-1] == 32,
         )
     hidden = model(mx.array([[5, 6, 7, 8]]))[0]
     every = np.array(model.mlm_logits(hidden))
@@ -114,7 +114,9 @@ def test_only_the_likeliest_leave_the_device() -> None:
 @pytest.mark.parametrize(
     "table", [nn.Embedding(50_000, 32), nn.Linear(32, 50_000)], ids=["words", "layer"]
 )
-def test_rows_that_are_not_wanted_are_not_computed(table: nn.Module, quantised: bool) -> None:
+def test_rows_that_are_not_wanted_are_not_computed(
+    table: nn.Embedding | nn.Linear, quantised: bool
+) -> None:
     layer: Any = table.to_quantized(32, 8) if quantised else table
     hidden, ids = mx.ones((64, 32)), mx.array([1, 49_999])
     mx.eval(layer.parameters(), hidden, ids)

@@ -32,7 +32,7 @@ def broken_copy(folder: Path, source: Path, name: str, value: float) -> Path:
     """Copy a model and set a ``value`` in its tensor ``name``; return the folder."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
-    weights: Any = dict(mx.load(str(file)))
+    weights: Any = mx.load(str(file))
     assert name in weights
     flat = weights[name].reshape(-1)
     flat[flat.size // 2] = value
@@ -67,7 +67,8 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_decoder_that_is_read_is_refused(tmp_path: Path) -> None:
     good = write_decoder_embedder(tmp_path)
-    name = next(key for key in mx.load(str(good / "model.safetensors")) if "o_proj" in key)
+    weights: Any = mx.load(str(good / "model.safetensors"))
+    name = next(key for key in weights if "o_proj" in key)
     folder = broken_copy(good / "broken", good, name, float("inf"))
     config = ModelConfig(path=str(folder))
     pending = open_runner(pooling_spec(config, folder, tokenizer_of(config, folder)))

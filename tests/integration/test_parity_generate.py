@@ -19,7 +19,7 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.step import Runner, SampledToken, ScheduledBatch, StepInFlight
+from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.memory import plan_kv
@@ -105,8 +105,7 @@ def alone(name: str, prompt: tuple[int, ...]) -> Generated:
     steps = generate_step(mx.array(prompt), loaded_model(name).model, max_tokens=NEW_TOKENS)
     for token, row in steps:
         tokens.append(int(token))
-        assert isinstance(row, mx.array)
-        logprobs.append(float(row[token].item()))
+        logprobs.append(float(row[token]))
     return Generated(tokens, logprobs)
 
 
@@ -132,7 +131,7 @@ class Session:
             has_state=info.has_state,
             speculative=speculative,
         )
-        self.runner: Runner = runner
+        self.runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}
         self.cached: dict[str, int] = {}
         self.in_flight: tuple[ScheduledBatch, StepInFlight] | None = None

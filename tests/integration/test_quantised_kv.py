@@ -55,12 +55,12 @@ class RoundedKVCache(KVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         assert self._scheme is not None
-        rounded = [
+        rounded: Any = [
             dequantise(*quantise(array, self._scheme), self._scheme, array.shape[-1], array.dtype)
             for array in (keys, values)
         ]
-        keys, values = rounded
-        return super().update_and_fetch(keys, values)
+        updated: Any = super().update_and_fetch(*rounded)
+        return updated
 
 
 @cache

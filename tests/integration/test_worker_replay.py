@@ -24,7 +24,7 @@ from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
@@ -140,7 +140,7 @@ def run_busily(*, ahead: bool) -> BusyRun:
     run.ask("greedy", 40, temperature=0.0, logprobs=3, prompt_logprobs=2)
     run.ask("samples", 37, n=3, seed=5, top_p=0.9, repetition_penalty=1.2)
     grammars = run.generator.grammars
-    shape = Grammar(text=grammars.compile(GrammarSpec("regex", "[ab]{4,20}")))
+    shape = Grammar(text=grammars.compile(GrammarSpec(GrammarKind.REGEX, "[ab]{4,20}")))
     run.ask("shaped", 9, seed=1, grammar=shape, ignore_eos=False)
     run.ask_rows("rows", 29, seed=8)
     run.step(6)

@@ -146,7 +146,8 @@ def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
 def test_rows_that_mean_nothing_still_draw_a_token(shim: Shim, value: float) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
-    specs = [spec(i, **options) for i, options in enumerate([*TRUNCATIONS, {"temperature": 0.0}])]
+    truncations: list[dict[str, Any]] = [*TRUNCATIONS, {"temperature": 0.0}]
+    specs = [spec(i, **options) for i, options in enumerate(truncations)]
     tokens, _ = drawn(kernels, mx.full((len(specs), 96), value), specs)
     assert all(0 <= token < 96 for token in tokens)
 

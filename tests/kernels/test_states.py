@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -147,9 +148,10 @@ def test_the_kernel_computes_in_forwards_of_ours_only() -> None:
     assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(actual, wanted, strict=True))
     # mlx_lm computes calls with masks, and states of other dtypes.
     mask = mx.array([[True, False]])
-    masked = seam(*inputs, mask)[1]
-    assert mx.array_equal(masked, gated_delta_ops(*inputs, mask)[1])
-    seam(*inputs[:5], inputs[5].astype(mx.bfloat16))
+    q, k, v, g, beta, state = inputs
+    masked = seam(q, k, v, g, beta, state, mask)[1]
+    assert mx.array_equal(masked, gated_delta_ops(q, k, v, g, beta, state, mask)[1])
+    seam(q, k, v, g, beta, state.astype(mx.bfloat16))
     assert len(calls) == 1
 
 
@@ -159,7 +161,7 @@ def test_tokens_of_state_spaces_are_the_kernels_and_prompts_mlx_lms() -> None:
     shim.mutate = lambda name, body: calls.append(name) or body
     seam = ScanSeam(ssm_attn, ScanKernel(shim))
 
-    def inputs(tokens: int) -> list[mx.array]:
+    def inputs(tokens: int) -> Any:
         keys = iter(mx.random.split(mx.random.key(9), 8))
         sizes = [(3, tokens, 4, 8), (4,), (3, tokens, 2, 32), (3, tokens, 2, 32), (4,)]
         sizes += [(3, tokens, 4), (4,), (3, 4, 8, 32)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -87,7 +88,8 @@ def test_defaults_are_those_of_the_guide() -> None:
     assert (config.disable_radix_cache, config.flush_cache_on_sync) == (False, False)
     assert (config.context_length, config.server_timeout) == (None, 120.0)
     assert config.weight_sync_method is WeightSync.LORA
-    assert ServerConfig(weight_sync_method="disk").weight_sync_method is WeightSync.DISK
+    named: Any = "disk"
+    assert ServerConfig(weight_sync_method=named).weight_sync_method is WeightSync.DISK
 
 
 @pytest.mark.parametrize(

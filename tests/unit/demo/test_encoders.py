@@ -268,7 +268,7 @@ def test_the_judge_learns_and_its_probe_is_not_stored(tokenizer: Tokenizer, tmp_
     pairs = reward.encoded_pairs(tokenizer, [answer_pair(Random(0), "train", "smalltalk")])
     batch = reward.batch(pairs)
     fit(judge, reward.loss, iter([batch] * 40), steps=40, learning_rate=5e-3)
-    right, wrong = judge(batch.texts)[0].tolist()
+    right, wrong = np.array(judge(batch.texts)[0]).tolist()
     assert right > wrong
     save(model, config, tmp_path)
     save_tokenizer(tokenizer, tmp_path, MAX_LENGTH, reward.CHAT_TEMPLATE)

@@ -14,7 +14,6 @@ from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
-from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.queue import EncodeQueue
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -23,7 +22,7 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
 )
 from mlx_parallm.types.pooling import EncodeInput, OwnHead
-from tests.sum_encoder import SumEncoder, SumJob, engine_of, request_of, shift_of
+from tests.sum_encoder import RepliedEngine, SumEncoder, SumJob, engine_of, request_of, shift_of
 from tests.version_harness import SlotRecord, adapter
 
 MAX_LORAS = 2
@@ -49,7 +48,7 @@ class AdaptedSums(SumEncoder):
         return super().begin(in_slots, dict.fromkeys(found.values(), 0))
 
 
-def make(max_loaded: int = 8) -> tuple[PoolingEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
+def make(max_loaded: int = 8) -> tuple[RepliedEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
     store = SlotRecord()
     config = EngineConfig(
         scheduler=SchedulerConfig(max_loras=MAX_LORAS),
@@ -65,7 +64,7 @@ def load(adapters: EncoderAdapterSet, name: str, number: int) -> None:
 
 
 def ask(
-    engine: PoolingEngine,
+    engine: RepliedEngine,
     answers: Answers,
     key: str,
     *inputs: tuple[int, ...],
@@ -78,7 +77,7 @@ def ask(
     engine.add(replace(request_of(key, *inputs, adapter=name), head=head), reply)
 
 
-def run(engine: PoolingEngine) -> None:
+def run(engine: RepliedEngine) -> None:
     while engine.has_work():
         engine.step()
 

@@ -1,5 +1,6 @@
 import json
 import threading
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +19,7 @@ TEMPLATE = (
 USER = {"role": "user", "content": "hi"}
 
 
-def save(folder, template=TEMPLATE, *, config=None, generation=None):
+def save(folder: Path, template: str | None = TEMPLATE, *, config=None, generation=None):
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -55,7 +55,7 @@ def test_the_text_begins_once_and_the_suffix_does_not(special: bool, begin: tupl
 
 
 def test_nothing_may_stand_before_the_gap() -> None:
-    body = CompletionRequest(model="m", prompt="", suffix="yz")
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "", "suffix": "yz"})
     assert body.prompts() == [""]
     assert infill_ids("", "yz", InfillTokenizer(QWEN), add_special_tokens=True) == (1, 2, *b"yz", 3)
 

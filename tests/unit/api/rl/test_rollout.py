@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 from mlx_parallm.api.http.forms import INT64
 from mlx_parallm.api.rl.rollout.answer import seed_of
 from mlx_parallm.api.rl.rollout.groups import Verdict
-from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
+from mlx_parallm.api.rl.rollout.schema import RolloutRequest
 from mlx_parallm.api.rl.rollout.verifier import check_url, read_verdict
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import TokenLimit
 from tests.fakes import EOS, ByteTokenizer
+
+
+def rollout_request(**fields: Any) -> RolloutRequest:
+    """Return a request as it is read from a body."""
+    return RolloutRequest.model_validate(fields)
 
 
 class TurnTokenizer(ByteTokenizer):
@@ -94,7 +99,7 @@ def test_a_template_that_drops_earlier_turns_is_refused() -> None:
 def test_no_two_samples_of_a_rollout_share_a_seed(
     seed: int, num_prompts: int, n: int, index: int
 ) -> None:
-    body = RolloutRequest(prompts=["x"] * num_prompts, n=n, seed=seed)
+    body = rollout_request(prompts=["x"] * num_prompts, n=n, seed=seed)
     firsts = [seed_of(number, item, body) for number, item in enumerate(body.items())]
     assert all(one is not None and -INT64 <= one < INT64 for one in firsts)
     samples = {(one + i) % (2 * INT64) for one in firsts if one is not None for i in range(n)}
@@ -103,7 +108,7 @@ def test_no_two_samples_of_a_rollout_share_a_seed(
 
 def test_a_prompts_own_seed_wins() -> None:
     prompts: Any = ["a", {"text": "b", "seed": 7}]
-    body = RolloutRequest(prompts=prompts, n=2, seeds=[1, 2], seed=3)
+    body = rollout_request(prompts=prompts, n=2, seeds=[1, 2], seed=3)
     assert [seed_of(number, one, body) for number, one in enumerate(body.items())] == [1, 7]
 
 
@@ -118,7 +123,7 @@ def test_a_prompts_own_seed_wins() -> None:
 )
 def test_fields_of_a_prompt_that_exclude_each_other(item: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]"):
-        RolloutRequest(prompts=["a", RolloutItem(**item)]).items()
+        rollout_request(prompts=["a", item]).items()
 
 
 @pytest.mark.parametrize(

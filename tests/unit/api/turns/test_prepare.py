@@ -62,7 +62,7 @@ async def prepare(
 def accepts(prepared: PreparedTurn, text: str) -> bool:
     """Whether the whole text matches the turn's grammar, reasoning aside."""
     compiler, grammar = prepared.model.grammars, prepared.request.params.grammar
-    assert compiler is not None
+    assert isinstance(compiler, GrammarCompiler)
     assert grammar is not None
     matcher = compiler.matcher(grammar.text)
     ids = prepared.model.tokenizer.encode(text, add_special_tokens=False)

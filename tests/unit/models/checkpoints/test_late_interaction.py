@@ -19,7 +19,7 @@ from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput, LateInteraction
 from tests.encoder_requests import post, refused_field
-from tests.fake_encoders import CLS, MASK, SEP, FakeEncoders, make_encoder
+from tests.fake_encoders import CLS, MASK, SEP, FakeEncoders, WordEncoder, make_encoder
 
 VECTORS = st.integers(1, 6).flatmap(
     lambda rows: arrays(np.float64, (rows, 3), elements=st.floats(-1, 1))
@@ -59,7 +59,7 @@ def resolved(spec: LateSpec, *, reads_on: bool = False, **facts: Any) -> Any:
 
 
 def test_a_mark_that_is_no_token_is_a_text() -> None:
-    class Words(type(make_encoder().tokenizer)):
+    class Words(WordEncoder):
         def token_id(self, token: str) -> int | None:
             return self._ids(token)[0] if token.startswith("w") else None
 

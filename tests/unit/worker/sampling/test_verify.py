@@ -80,7 +80,7 @@ def test_two_verified_tokens_have_the_models_joint_distribution(
     pairs: Counter[tuple[int, int]] = Counter()
     accepted = 0
     for row, token in enumerate(chosen_first.tolist()):
-        follow = int(after[row].item()) if token == proposal else int(later[row])
+        follow = int(after[row]) if token == proposal else int(later[row])
         accepted += token == proposal
         pairs[token, follow] += 1
     expected = joint(first, second, params)
