@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -21,15 +22,30 @@ def records(log: str) -> list[dict[str, Any]]:
     return lines
 
 
-@pytest.mark.parametrize("flags", [[], ["--engine-process"]])
-def test_every_line_is_json(flags: list[str]) -> None:
-    server = ServerProcess(*MODELS, "--log-format", "json", *flags)
+@dataclass(frozen=True)
+class Served:
+    """What a server that has ended printed, and its answer to a rerank request."""
+
+    log: str
+    reranked: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[[], ["--engine-process"]])
+def served(request: pytest.FixtureRequest) -> Served:
+    server = ServerProcess(*MODELS, "--log-format", "json", *request.param)
     server.wait_until_ready()
     assert httpx2.get(f"{server.url}/v1/models").status_code == 200
+    body = {"query": "a", "documents": ["b", "a"]}
+    reranked = httpx2.post(f"{server.url}/v1/rerank", json=body).json()
     server.process.terminate()
     server.process.wait()
-    lines = records(server.log)
+    log = server.log
     server.stop()
+    return Served(log, reranked)
+
+
+def test_every_line_is_json(served: Served) -> None:
+    lines = records(served.log)
     loading = [one for one in lines if one["message"] == "Loading demo:reward"]
     assert [one["progress"] for one in loading] == [0.0, 1.0]
     assert any(one.get("path") == "/v1/models" for one in lines)
@@ -38,13 +54,8 @@ def test_every_line_is_json(flags: list[str]) -> None:
     assert not [one for one in complaints if not one["logger"].startswith("mlx_parallm")]
 
 
-def test_rerank_prefers_an_embedder_to_the_embedded_reward_model() -> None:
-    server = ServerProcess(*MODELS)
-    server.wait_until_ready()
-    body = {"query": "a", "documents": ["b", "a"]}
-    answer = httpx2.post(f"{server.url}/v1/rerank", json=body).json()
-    server.stop()
-    assert answer["model"] == "demo:embed"
+def test_rerank_prefers_an_embedder_to_the_embedded_reward_model(served: Served) -> None:
+    assert served.reranked["model"] == "demo:embed"
 
 
 def test_a_failure_is_json_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -77,10 +78,16 @@ def generate(
     return results, session
 
 
+@cache
+def without_proposals(name: str, backend: type[ReferenceAttention]) -> dict[str, Generated]:
+    """Return what the requests get alone; computed once for all tests."""
+    return generate(name, None, backend)[0]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
 def test_every_kind_of_request_gets_the_same_tokens(name: str, backend: Any) -> None:
-    wanted, _ = generate(name, None, backend)
+    wanted = without_proposals(name, backend)
     actual, session = generate(name, NGRAM, backend)
     for request, result in wanted.items():
         assert actual[request].tokens == result.tokens, request
@@ -122,7 +129,7 @@ def with_draft(
 @pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
 @pytest.mark.parametrize(("noise", "larger"), [(0.0, 0), (0.01, 9), (0.01, -9)])
 def test_a_draft_model_changes_no_token(backend: Any, noise: float, larger: int) -> None:
-    wanted, _ = generate("llama", None, backend)
+    wanted = without_proposals("llama", backend)
     vocab = loaded_model("llama").config["vocab_size"] + larger
     runner = with_draft("llama", backend, noise=noise, vocab=vocab)
     config = SpeculativeConfig(method="draft_model", model="draft", disable_by_batch_size=8)
