@@ -63,12 +63,12 @@ def message_turn(body: MessagesRequest, *, request_id: str, client: str) -> Turn
     """
     turn = counted_turn(body, request_id=request_id, client=client)
     choice = body.tool_choice
-    structure = _structure(body)
+    structure, structure_field = _structure(body) or (None, "")
     return replace(
         turn,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
-        structure=None if structure is None else structure[0],
-        structure_field="" if structure is None else structure[1],
+        structure=structure,
+        structure_field=structure_field,
         thinking_budget=_thinking_budget(body),
         params=_params(body),
         truncate=body.truncate_prompt_tokens,

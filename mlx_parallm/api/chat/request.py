@@ -24,7 +24,7 @@ def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
     """
     body.check_supported()
     tools, choice = _tools(body)
-    structure = body_structure(body)
+    structure, structure_field = body_structure(body) or (None, "")
     limit = body.max_completion_tokens
     return TurnRequest(
         request_id=f"chatcmpl-{body.request_id or prelude.answer_id}",
@@ -32,8 +32,8 @@ def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls and not body.is_function_call,
-        structure=None if structure is None else structure[0],
-        structure_field="" if structure is None else structure[1],
+        structure=structure,
+        structure_field=structure_field,
         template_kwargs=body.template_kwargs(),
         thinking_budget=body.thinking_budget(),
         separate_reasoning=body.separate_reasoning,

@@ -12,7 +12,7 @@ from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import TEXT_FORMAT, body_structure
+from mlx_parallm.api.turns.structure import body_structure
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: What a body calls the names of the engine and of turns.
@@ -64,11 +64,12 @@ def response_turn(
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.
     """
-    structure = body_structure(body, text_format=body.text and body.text.format)
+    text_format = body.text and body.text.format
+    structure, structure_field = body_structure(body, text_format=text_format) or (None, "")
     return replace(
         input_turn(body, items, tools, request_id=request_id),
-        structure=None if structure is None else structure[0],
-        structure_field=TEXT_FORMAT if structure is None else structure[1],
+        structure=structure,
+        structure_field=structure_field,
         thinking_budget=body.thinking_budget(),
         params=sampling_params(
             body,

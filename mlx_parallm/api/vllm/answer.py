@@ -9,12 +9,12 @@ from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import TokenNames, prompt_logprobs, with_top
 from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.samples import Sample
-from mlx_parallm.api.turns.token_logprobs import TokenEntries
 from mlx_parallm.api.vllm.schema import (
     UNSUPPORTED,
     TokenGenerateRequest,
     TokenSamplingParams,
 )
+from mlx_parallm.api.vllm.token_logprobs import TokenEntries
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
