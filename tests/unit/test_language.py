@@ -36,6 +36,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/llm.py",
     "mlx_parallm/models",
     "mlx_parallm/numerics",
+    "mlx_parallm/offline",
     "mlx_parallm/parsing",
     "mlx_parallm/pooling",
     "mlx_parallm/tokenizer",
