@@ -43,7 +43,7 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOutput:
-    """What a model gives for a prompt, float32; ``types.pooling.Task`` has the shapes."""
+    """The array that a model gives for a prompt, float32; ``types.pooling.Task`` has the shapes."""
 
     data: np.ndarray
 

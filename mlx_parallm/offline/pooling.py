@@ -1,4 +1,4 @@
-"""What ``LLM`` does with a pooling model: embed, classify, score, reward, fill masks."""
+"""The methods of ``LLM`` for a pooling model: embed, classify, score, reward, fill masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the HTTP layer sees of the engine."""
+"""The engine as the HTTP layer sees it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Encoders(Protocol):
         ...
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """The encoder or adapter of this name, or the first encoder that can do one of the tasks.
+        """Return the encoder or adapter of this name, or the first that can do one of the tasks.
 
         Raises:
             ModelNotFoundError: none has the name.
@@ -104,7 +104,7 @@ class Encoders(Protocol):
         ...
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
-        """What each input's task asks for, float32; see ``encode.Task`` for the shapes.
+        """Return the result of each input's task, float32; see ``Task`` for the shapes.
 
         Raises:
             OverloadedError: too many inputs wait.
@@ -118,7 +118,7 @@ class PoolingClient(Encoders, Protocol):
     """The encoders, seen from the event loop."""
 
     def find(self, name: str) -> ModelStatus | None:
-        """The encoder, or the adapter of one, of this name."""
+        """Return the encoder, or the adapter of one, of this name; None if there is none."""
         ...
 
     async def wait(self, name: str) -> None:
@@ -136,7 +136,7 @@ class EngineClient(Protocol):
 
     @property
     def control(self) -> EngineControl:
-        """What an operator may ask of it."""
+        """Return the commands of an operator."""
         ...
 
     @property
@@ -177,15 +177,15 @@ class EngineClient(Protocol):
         ...
 
     def models(self) -> Sequence[GenerationModel]:
-        """The loaded models that generate, in the order they were given."""
+        """Return the loaded models that generate, in the order they were given."""
         ...
 
     def first_model(self) -> GenerationModel:
-        """The first of them; raise InvalidRequestError if there is none."""
+        """Return the first of them; raise InvalidRequestError if there is none."""
         ...
 
     def get_model(self, name: str) -> GenerationModel:
-        """The model or adapter of this name.
+        """Return the model or adapter of this name.
 
         Raises:
             ModelNotFoundError: none has it.
@@ -223,7 +223,7 @@ class EngineClient(Protocol):
         ...
 
     def open_requests(self) -> Sequence[GenerateRequest]:
-        """The requests that were submitted and have not ended."""
+        """Return the requests that were submitted and have not ended."""
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -235,7 +235,7 @@ class EngineClient(Protocol):
         ...
 
     async def load(self) -> EngineLoad:
-        """How busy the engine is."""
+        """Return how busy the engine is."""
         ...
 
     def check_health(self) -> None:
@@ -247,9 +247,9 @@ class EngineClient(Protocol):
         ...
 
     async def memory(self) -> Mapping[str, ModelMemory]:
-        """What each model takes, by its first name."""
+        """Return the memory of each model, by its first name."""
         ...
 
     async def render_metrics(self) -> tuple[bytes, str]:
-        """The Prometheus exposition and its content type."""
+        """Return the Prometheus exposition and its content type."""
         ...

@@ -39,6 +39,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/offline",
     "mlx_parallm/parsing",
     "mlx_parallm/pooling",
+    "mlx_parallm/serving",
     "mlx_parallm/tokenizer",
     "mlx_parallm/types",
     "mlx_parallm/units.py",
