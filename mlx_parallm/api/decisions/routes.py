@@ -70,17 +70,17 @@ async def _decide(
     template: GenerateRequest,
     questions: list[EncodedQuestion],
 ) -> Response:
-    scores = await score(admitted, template, questions)
+    scores, cached_tokens = await score(admitted, template, questions)
     answers = [
         answer(question, encoded.tree.probabilities(logprobs))
-        for question, encoded, logprobs in zip(
-            body.questions, questions, scores.logprobs, strict=True
-        )
+        for question, encoded, logprobs in zip(body.questions, questions, scores, strict=True)
     ]
+    # The prompts of the questions count, each once.
+    input_tokens = sum(len(encoded.prompt_ids) for encoded in questions)
     usage = DecisionUsage(
-        input_tokens=scores.input_tokens,
-        input_tokens_details=InputDetails(cached_tokens=scores.cached_tokens),
-        total_tokens=scores.input_tokens,
+        input_tokens=input_tokens,
+        input_tokens_details=InputDetails(cached_tokens=cached_tokens),
+        total_tokens=input_tokens,
     )
     whole = DecisionResponse(model=admitted.name, answers=answers, usage=usage)
     return JSONResponse(whole.model_dump())

@@ -15,6 +15,9 @@ from mlx_parallm.types.request import GenerateRequest
 
 FIELDS = {"prompt": "input", "messages": "input"}
 
+# The log-probability of each next token after each beginning of a question's labels.
+Logprobs = dict[tuple[Tokens, int], float]
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedQuestion:
@@ -31,18 +34,6 @@ class _Node:
     question: int
     start: Tokens
     request: GenerateRequest
-
-
-@dataclass(slots=True)
-class Scores:
-    """The engine's log-probabilities, for each question by beginning and next token.
-
-    Token counts are those of the questions' prompts, each once.
-    """
-
-    logprobs: list[dict[tuple[Tokens, int], float]]
-    input_tokens: int
-    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -90,8 +81,8 @@ def label_ids(tokenizer: Tokenizer, labels: Sequence[str]) -> list[Tokens]:
 
 async def score(
     admitted: Admitted, template: GenerateRequest, questions: Sequence[EncodedQuestion]
-) -> Scores:
-    """Ask the engine for the log-probability of every token of every label.
+) -> tuple[list[Logprobs], int]:
+    """Return the log-probabilities of every question's labels, and how many tokens were cached.
 
     The first question goes before the others, which then find the input in the prefix cache; what
     follows the first token of a label goes last, and finds the whole question there.
@@ -109,15 +100,12 @@ async def score(
     branches = [number for number, node in enumerate(nodes) if node.start]
     requests = [node.request for node in nodes]
     results = await known_tokens(admitted, requests, (roots[:1], roots[1:], branches), FIELDS)
-    scores = Scores(
-        [{} for _ in questions], sum(len(question.prompt_ids) for question in questions)
-    )
+    logprobs: list[Logprobs] = [{} for _ in questions]
+    cached_tokens = 0
     for node, known in zip(nodes, results, strict=True):
-        scores.cached_tokens += 0 if node.start else known.cached_tokens
-        scores.logprobs[node.question] |= {
-            (node.start, token): value for token, value in known.labels
-        }
-    return scores
+        cached_tokens += 0 if node.start else known.cached_tokens
+        logprobs[node.question] |= {(node.start, token): value for token, value in known.labels}
+    return logprobs, cached_tokens
 
 
 def _nodes(template: GenerateRequest, questions: Sequence[EncodedQuestion]) -> list[_Node]:
