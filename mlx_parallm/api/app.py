@@ -102,7 +102,7 @@ def create_app(
     max_waiting: int | None = None,
     bound_to: str | None = None,
 ) -> FastAPI:
-    """An application that serves an engine which is running already.
+    """Return an application that serves an engine which is running already.
 
     Args:
         engine: what it serves.
@@ -146,7 +146,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:
-    """The routes of modules in this package, by their names."""
+    """Return the routes of modules in this package, by their names."""
     modules = (import_module(f"mlx_parallm.api.{name}") for name in slices)
     return [route for module in modules for route in module.routes.all]
 

@@ -134,8 +134,8 @@ def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[
     tensors: dict[str, HostTensor] = {}
     for number, entry in enumerate(entries):
         data = from_base64(entry, param=f"{SERIALIZED}[{number}]")
-        found = read_safetensors(data, param=SERIALIZED, dtypes=dtypes)
-        if twice := found.keys() & tensors.keys():
+        part = read_safetensors(data, param=SERIALIZED, dtypes=dtypes)
+        if twice := part.keys() & tensors.keys():
             raise InvalidRequestError(f"{min(twice)[:100]!r} comes twice.", param=SERIALIZED)
-        tensors |= found
+        tensors |= part
     return tensors

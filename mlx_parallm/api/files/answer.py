@@ -10,7 +10,7 @@ from mlx_parallm.batch_jobs.records import BatchRecord
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
-    """A file."""
+    """Return a file."""
     return {
         "id": record.id,
         "object": "file",
@@ -25,7 +25,7 @@ def file_object(record: FileRecord) -> dict[str, Any]:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """A batch; its files are shown when they are whole."""
+    """Return a batch; its files are shown when they are whole."""
     has_ended = record.has_ended
     errors = record.errors
     return {
@@ -59,7 +59,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 
 def list_object(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """A page."""
+    """Return a page."""
     return {
         "object": "list",
         "data": list(objects),

@@ -57,7 +57,7 @@ async def list_files(
     records, has_more = batches.files.list(
         client, purpose=purpose, after=after, limit=limit, descending=order == "desc"
     )
-    return list_object([file_object(one) for one in records], has_more)
+    return list_object([file_object(record) for record in records], has_more)
 
 
 @routes.get("/v1/files/{file_id}")

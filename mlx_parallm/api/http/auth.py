@@ -24,14 +24,14 @@ class KeyRing:
         return bool(self._digests)
 
     def accepts(self, key: str | None) -> bool:
-        """Whether the key is one of the ring's; every one is compared."""
+        """True if the key is one of the ring's; every one is compared."""
         digest = hashlib.sha256((key or "").encode()).digest()
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return key is not None and any(matches)
 
 
 def key_of(headers: Headers) -> str | None:
-    """The key a request brings: ``Authorization: Bearer KEY`` or ``x-api-key: KEY``."""
+    """Return the key a request brings: ``Authorization: Bearer KEY`` or ``x-api-key: KEY``."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -39,7 +39,7 @@ def key_of(headers: Headers) -> str | None:
 
 
 def client_of(headers: Headers, config: ServerConfig) -> str:
-    """A short digest of the key, by which admission takes turns; empty where no key is needed."""
+    """Return a digest of the key, by which admission takes turns; "" where no key is needed."""
     key = key_of(headers)
     if not config.api_keys or key is None:
         return ""
@@ -76,7 +76,7 @@ def refuse_other_origins(request: Request) -> None:
 
 
 def may_reach_others(request: Request) -> bool:
-    """Whether the caller may touch requests of other clients.
+    """True if the caller may touch requests of other clients.
 
     An admin key may, and everybody where no key tells clients apart. Where keys are set but no
     admin key, nobody may.

@@ -74,12 +74,12 @@ BUG = Failure(http=500, type="server_error", message="The server failed; its log
 
 
 def status_of(error: errors.ParallmError) -> Status:
-    """The status of the nearest class in the table."""
+    """Return the status of the nearest class in the table."""
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
 def failure_of(error: errors.ParallmError) -> Failure:
-    """What one of this project's errors tells the client."""
+    """Return what one of this project's errors tells the client."""
     status = status_of(error)
     return Failure(
         http=status.http,
@@ -91,26 +91,26 @@ def failure_of(error: errors.ParallmError) -> Failure:
 
 
 def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
-    """The error object in the shape of the route's protocol."""
+    """Return the error object in the shape of the route's protocol."""
     request_id = scope.get("state", {}).get("request_id")
     return facts_of(scope).dialect.error_body(failure, request_id)
 
 
 def body_of(error: errors.ParallmError, scope: Scope) -> dict[str, Any]:
-    """The error object of one of this project's errors."""
+    """Return the error object of one of this project's errors."""
     return error_body(failure_of(error), scope)
 
 
 def error_response(
     failure: Failure, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """The HTTP answer in the shape of the route's protocol."""
+    """Return the HTTP answer in the shape of the route's protocol."""
     status = facts_of(scope).dialect.statuses.get(failure.http, failure.http)
     return JSONResponse(error_body(failure, scope), status, dict(headers or {}))
 
 
 def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
-    """The HTTP answer to one of this project's errors."""
+    """Return the HTTP answer to one of this project's errors."""
     failure = failure_of(error)
     headers: dict[str, str] = {}
     if isinstance(error, errors.OverloadedError):
@@ -144,7 +144,7 @@ async def _on_validation(request: Request, error: RequestValidationError) -> JSO
 
 
 def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
-    """What pydantic and FastAPI found wrong with a body, a query or a path."""
+    """Return what pydantic and FastAPI found wrong with a body, a query or a path."""
     first = problems[0]
     param = None
     if first["loc"] == ("body",) and first["type"] in NO_OBJECT:
@@ -174,8 +174,8 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     return error_response(failure, request.scope, headers)
 
 
-def _allowed(request: Request, told: str) -> list[str]:
-    """The methods of a path: ``told`` are those of one route only, and without HEAD."""
+def _allowed(request: Request, listed: str) -> list[str]:
+    """Return the methods of a path: ``listed`` are those of one route only, and without HEAD."""
     scope = request.scope
     probe = {"type": "http", "path": scope["path"], "headers": []}
     probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
@@ -185,12 +185,12 @@ def _allowed(request: Request, told: str) -> list[str]:
         for method in METHODS
         if any(route.matches({**probe, "method": method})[0] is Match.FULL for route in routes)
     }
-    methods |= {method.strip() for method in told.split(",")} - {""}
+    methods |= {method.strip() for method in listed.split(",")} - {""}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """A body was cut off."""
+    """Answer a request whose body was cut off; nobody reads it."""
     del request, error
     return Response(status_code=CLIENT_CLOSED)
 
@@ -210,7 +210,7 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
 
 
 def describe(problems: Sequence[Mapping[str, Any]]) -> str:
-    """A bounded sentence per problem of a body."""
+    """Return a bounded sentence per problem of a body."""
     lines = []
     for problem in problems[:MAX_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"][1:])
@@ -222,6 +222,6 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def param_of(location: Sequence[int | str]) -> str | None:
-    """The top-level field a problem is in, or the parameter of the query or path."""
+    """Return the top-level field a problem is in, or the parameter of the query or path."""
     field = location[1] if len(location) > 1 else None
     return field if isinstance(field, str) else None

@@ -36,7 +36,7 @@ class FreedMemory:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, size: int, held: int) -> None:
-        """A body of ``size`` bytes was answered; those of running requests have ``held``."""
+        """Count an answered body of ``size`` bytes; those of running requests have ``held``."""
         self._answered += size
         if self._answered < LARGE_BYTES or held >= LARGE_BYTES:
             return

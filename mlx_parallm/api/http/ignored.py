@@ -66,7 +66,7 @@ def _known_names(form: type[BaseModel]) -> set[str]:
 
 
 def _option_forms(form: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The fields that hold options of one form; other models hand their extra keys on."""
+    """Return the fields that hold options of one form; other models hand their extra keys on."""
     for name, field in form.model_fields.items():
         forms = {one for one in forms_of(field.annotation) if issubclass(one, NullIsAbsent)}
         if len(forms) == 1:

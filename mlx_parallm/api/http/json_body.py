@@ -69,14 +69,14 @@ class JsonRequest(Request):
     value: Any = None
 
     async def json(self) -> Any:
-        """The body's value; read once."""
+        """Return the body's value; read once."""
         if not hasattr(self, "_json"):
             self._json = self.value = parse_json(await self.body())
         return self._json
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    r"""The value of a JSON text in UTF-8 (RFC 8259).
+    r"""Return the value of a JSON text in UTF-8 (RFC 8259).
 
     pydantic's parser takes two thirds of the time of Python's, which the event loop waits for. It
     also ends at 200 levels of nesting, so that what walks the value later may recurse; and at

@@ -11,7 +11,7 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to the address; it listens once the server starts.
+    """Return a TCP socket bound to the address; it listens once the server starts.
 
     Args:
         host: a name or an address.
@@ -40,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def inherit(descriptor: int) -> socket.socket:
-    """The bound TCP socket that this process was started with.
+    """Return the bound TCP socket that this process was started with.
 
     Raises:
         ConfigError: the descriptor is not one.

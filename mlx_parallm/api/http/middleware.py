@@ -251,7 +251,7 @@ class HeadMiddleware(HttpMiddleware):
 
 
 def sane_id(value: str | None) -> str | None:
-    """A client's request id, if it is short and printable ASCII."""
+    """Return a client's request id, if it is short and printable ASCII."""
     if value and len(value) <= MAX_ID_CHARS and value.isascii() and value.isprintable():
         return value
     return None

@@ -30,12 +30,12 @@ BURST_S = 1.0
 
 
 async def maybe_in_thread(work: Callable[[], T], length: int) -> T:
-    """The result of ``work`` on a text of ``length`` characters."""
+    """Return the result of ``work`` on a text of ``length`` characters."""
     return await in_thread(work) if length > LONG_TEXT_CHARS else work()
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """The result of ``work``, from one of the threads that the request's client may use."""
+    """Return the result of ``work``, from one of the threads that the request's client may use."""
     serving = _SERVING.get()
     if serving is None:
         return await asyncio.to_thread(work)
@@ -84,7 +84,7 @@ class TextThreads:
             self._begin_waiting()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
-        """The result of ``work``, which begins when the client's turn comes.
+        """Return the result of ``work``, which begins when the client's turn comes.
 
         The thread is taken until ``work`` ends, even if the caller was cancelled before.
         """

@@ -83,12 +83,12 @@ async def receive(request: Request, *, file_field: str, header_prefix: str) -> R
 
 
 def is_json(kind: str) -> bool:
-    """Whether a content type is JSON."""
+    """True if a content type is JSON."""
     return kind == "application/json" or kind.endswith("+json")
 
 
 def json_object(body: bytes | bytearray) -> dict[str, Any]:
-    """A JSON body.
+    """Return a JSON body.
 
     Raises:
         InvalidRequestError: it is none, or no object.
@@ -100,7 +100,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def from_base64(value: Any, *, param: str) -> bytes:
-    """The bytes of a field.
+    """Return the bytes of a field.
 
     Raises:
         InvalidRequestError: it is no base64.

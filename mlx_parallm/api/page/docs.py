@@ -50,5 +50,5 @@ async def asset(path: str, request: Request) -> Response:
 
 
 def _base(request: Request) -> str:
-    """What a browser must write before a path (``--root-path``)."""
+    """Return what a browser must write before a path (``--root-path``)."""
     return request.scope.get("root_path", "").rstrip("/")

@@ -58,7 +58,7 @@ class PageFile:
 
 @cache
 def page_files() -> dict[str, PageFile]:
-    """The page's files by name."""
+    """Return the page's files by name."""
     found = {}
     for file in (files("mlx_parallm.api.page") / "assets").iterdir():
         content_type = TYPES.get(PurePath(file.name).suffix)

@@ -94,9 +94,9 @@ def _json_response(answer: Any) -> Response:
 
 
 def _json(value: Any) -> str:
-    """The value as JSON; long lists are written part by part, to hold the interpreter briefly."""
-    if isinstance(value, dict) and any(isinstance(one, list) for one in value.values()):
-        return f"{{{','.join(f'{_dumps(key)}:{_json(one)}' for key, one in value.items())}}}"
+    """Return the value as JSON; long lists are written in parts: each holds the interpreter."""
+    if isinstance(value, dict) and any(isinstance(each, list) for each in value.values()):
+        return f"{{{','.join(f'{_dumps(key)}:{_json(each)}' for key, each in value.items())}}}"
     if not isinstance(value, list):
         return _dumps(value)
     if value and isinstance(value[0], list):
@@ -125,7 +125,7 @@ def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
 
 
 def _ends(body: TokenizeRequest) -> dict[str, bool]:
-    """How a conversation ends, for a template."""
+    """Return how a conversation ends, for a template."""
     return {
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,

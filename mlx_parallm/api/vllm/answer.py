@@ -46,7 +46,7 @@ class TokenAnswer(SampledAnswer):
         self._is_begun = False
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once every event is in."""
+        """Return the answer, once every event is in."""
         choices = [
             self._choice(index, sample)
             | {"stop_reason": sample.stop_reason, "weight_versions": sample.versions.to_json()}
@@ -96,7 +96,7 @@ class TokenAnswer(SampledAnswer):
         return head
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        """A choice, or a piece of it."""
+        """Return a choice, or a piece of it."""
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": sample.finish_reason,

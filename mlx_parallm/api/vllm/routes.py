@@ -33,7 +33,7 @@ async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
             body.sampling_params, max_logprobs=prelude.config.max_logprobs, grammar=grammar
         )
     request_id = body.request_id or prelude.answer_id
-    asked = GenerateRequest(
+    generate_request = GenerateRequest(
         request_id=f"generate-{request_id}",
         model=model.names[0],
         prompt_ids=tuple(body.token_ids),
@@ -45,5 +45,5 @@ async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
     answer = TokenAnswer(
         body, request_id=request_id, model=admitted.name, tokenizer=model.tokenizer
     )
-    generation = await admitted.start([asked], FIELDS)
+    generation = await admitted.start([generate_request], FIELDS)
     return await respond(prelude, generation, answer, stream=body.stream)

@@ -20,7 +20,7 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "adapter_model"
-# Of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
+# Fields of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
 NOT_SERVED = ("added_tokens_config", "expected_checksums")
 
 

@@ -67,7 +67,7 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
 @routes.get("/v1/adapters")
 async def list_adapters(engine: EngineDep) -> AdapterList:
     """The loaded adapters of all models."""
-    return AdapterList(object="list", data=[card(one) for one in await engine.control.look()])
+    return AdapterList(object="list", data=[card(info) for info in await engine.control.look()])
 
 
 @routes.get("/v1/adapters/{name:path}")

@@ -25,7 +25,7 @@ FolderPath = Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)
 
 
 def _parsed(value: Any) -> Any:
-    """An object, from its JSON where a form, a query or a header brings it."""
+    """Return an object, from its JSON where a form, a query or a header brings it."""
     if not isinstance(value, str):
         return value
     try:

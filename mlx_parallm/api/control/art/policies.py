@@ -52,11 +52,11 @@ class Policies:
     _num_updates: int = 0
 
     def find(self, slot: str, label: str) -> Policy | None:
-        """The generation whose weights have this label, if an update of ART's brought it."""
+        """Return the generation whose weights have this label, if an update of ART's brought it."""
         return self._known.get((slot, label))
 
     def of(self, slot: str, label: str) -> Policy:
-        """The same for any adapter or model: what ART did not name is called by name and label."""
+        """Return the generation of any adapter or model; others than ART's have name and label."""
         known = self.find(slot, label)
         if known is not None:
             return known
@@ -82,11 +82,11 @@ class Policies:
         return policy
 
     def forget(self, policy: Policy) -> None:
-        """It was not loaded."""
+        """Forget a generation that was not loaded."""
         self._known.pop((policy.lora_slot, policy.generation_id), None)
 
     def result_of(self, operation_id: str, request: Mapping[str, Any]) -> Any:
-        """What an operation answered that is asked for again; None if it is new.
+        """Return what an operation answered that is asked for again; None if it is new.
 
         Raises:
             InvalidRequestError: another request had this id.

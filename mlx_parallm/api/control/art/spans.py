@@ -26,13 +26,15 @@ class PolicySpans:
     num_prompt_tokens: int
 
     def of(self, versions: VersionSpans) -> dict[str, Any]:
-        """The two fields of a choice.
+        """Return the two fields of a choice.
 
         ``policy_token_spans`` partition its tokens. ``prompt_policy_token_spans`` partition the
         prompt's tokens but the first, which nothing predicts: weights that change during a prompt
         compute all of it anew, so it is of the version of the first token.
         """
-        made = [self._span(one["version"], one["start"], one["end"]) for one in versions.to_json()]
+        made = [
+            self._span(span["version"], span["start"], span["end"]) for span in versions.to_json()
+        ]
         label = versions.labels[0] if versions.labels else self.label
         prompt = [self._span(label, 1, self.num_prompt_tokens)]
         return {

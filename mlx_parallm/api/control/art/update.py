@@ -38,7 +38,7 @@ async def update_in_flight(
     _check(body)
     request = body.model_dump()
     async with policies.lock:
-        info = next((one for one in await control.look() if one.name == body.model_name), None)
+        info = next((each for each in await control.look() if each.name == body.model_name), None)
         result: InFlightUpdated | None = policies.result_of(body.operation_id, request)
         if result is None or info is None or info.version != result.generation_id:
             policy = await _advance(body, control, policies, info)
@@ -81,7 +81,7 @@ async def _advance(
 
 
 def _same(body: InFlightUpdate, current: Policy, info: AdapterInfo | None) -> Policy:
-    """What is there, if the update is of exactly that: a trainer that was started anew."""
+    """Return what is there, if the update is of exactly that: a trainer that was started anew."""
     paths = (body.lora_path, str(Path(body.lora_path).resolve()))
     is_there = info is not None and info.source in paths
     if not is_there or body.policy_version != current.policy_version:

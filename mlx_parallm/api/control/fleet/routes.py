@@ -109,8 +109,8 @@ def _address(url: str) -> tuple[str | None, int | None]:
 async def _make_token(engine: EngineClient, request_id: str) -> None:
     model = engine.first_model().names[0]
     params = SamplingParams(temperature=0, max_tokens=1)
-    asked = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
-    handle = await engine.submit(asked)
+    probe = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
+    handle = await engine.submit(probe)
     async for event in handle.events:
         if isinstance(event, ErrorEvent):
             raise event.error

@@ -44,7 +44,7 @@ def _status(engine: EngineClient, name: str) -> ModelStatus:
 @routes.post("/v1/models/load", access=Access.ADMIN)
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve one more encoder; answered once it is loaded."""
-    asked = ModelLoad(
+    wanted = ModelLoad(
         model=body.model,
         names=tuple(body.name),
         task=body.task,
@@ -53,7 +53,7 @@ async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
         max_model_len=body.max_model_len,
         is_pinned=body.pin,
     )
-    status = await engine.load_model(asked)
+    status = await engine.load_model(wanted)
     return model_card(status.names[0], status, await engine.memory())
 
 

@@ -66,9 +66,9 @@ async def pause_generation(
     body: Annotated[PauseGeneration | None, Body()] = None,
 ) -> PausedGeneration:
     """SGLang's: generate nothing more."""
-    asked = body or PauseGeneration(mode="abort")
-    count = await engine.control.pause(MODES[asked.mode])
-    if asked.mode == "retract":
+    mode = (body or PauseGeneration(mode="abort")).mode
+    count = await engine.control.pause(MODES[mode])
+    if mode == "retract":
         await engine.control.reset_prefix_cache(reset_running=True)
     return PausedGeneration(
         success=True,
@@ -120,7 +120,7 @@ async def flush_cache(
 
 
 async def _is_quiet(engine: EngineClient, wait_s: float) -> bool:
-    """Whether nothing is generated, now or before the time is over."""
+    """True if nothing is generated, now or before the time is over."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + wait_s
     while (await engine.load()).num_requests and not engine.control.is_paused:

@@ -22,7 +22,7 @@ from mlx_parallm.serving.interface import EngineClient
 
 routes = Routes(SERVER)
 
-# Whoever holds a key need not learn the others.
+# The holder of a key need not learn the others.
 SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
 # Only those who may change the server learn where it keeps the files of all keys.
 ADMIN_ONLY = frozenset({"data_dir"})
@@ -58,7 +58,7 @@ async def server_info(
 
 
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
-    """What was found out about each model; encoders come last, and those unloaded lack much."""
+    """Return what is known of each model; encoders come last, and unloaded ones lack much."""
     memory = await engine.memory()
     return [
         {"names": list(each.names), "root": each.model.root if each.model else each.root}
@@ -89,7 +89,7 @@ def _model_info(engine: EngineClient) -> ModelInfo:
 
 
 def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
-    """The groups of vLLM's configuration that its clients read, with what is true here."""
+    """Return the groups of vLLM's configuration that its clients read, with what is true here."""
     info = model.info
     return {
         "model_config": {
@@ -127,7 +127,7 @@ def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]
 
 
 def as_text(known: dict[str, Any], prefix: str = "") -> str:
-    """A line per setting, ``part.name=value``."""
+    """Return a line per setting, ``part.name=value``."""
     lines = [
         as_text(value, f"{prefix}{name}.") if isinstance(value, dict) else f"{prefix}{name}={value}"
         for name, value in known.items()

@@ -68,12 +68,12 @@ async def resume_memory(engine: EngineDep, body: MemoryTags | None = None) -> Me
     """SGLang's: have memory again; requests go on once all is there."""
     tags = _known(body)
     asleep = await engine.control.wake_up(tags) if tags else ()
-    told = f"Still put away: {', '.join(asleep)}." if asleep else "Memory is there again."
-    return MessageAnswer(success=True, message=told, status="ok")
+    message = f"Still put away: {', '.join(asleep)}." if asleep else "Memory is there again."
+    return MessageAnswer(success=True, message=message, status="ok")
 
 
 def _known(body: MemoryTags | None) -> list[str]:
-    """What a body names of what can be put away; all of it if it names nothing."""
+    """Return the tags of a body that are served; all of them if it has none."""
     if body is None or body.tags is None:
         return list(SLEEP_TAGS)
     return [tag for tag in body.tags if tag in (WEIGHTS, KV_CACHE)]

@@ -20,7 +20,7 @@ NO_TRANSFER = (
 
 
 def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor] | None]:
-    """The fields and the tensors of a body of ``/update_weights``; no tensors, but a folder.
+    """Return the fields and the tensors of a body of ``/update_weights``; no tensors, but a folder.
 
     It is long work, for a thread of its own.
 
@@ -43,7 +43,7 @@ def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor]
 
 
 def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTensor]]:
-    """The fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
+    """Return fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
 
     Raises:
         InvalidRequestError: a field is wrong, or the tensors are; see ``take_serialized``.
@@ -53,21 +53,21 @@ def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTen
     return validated(TensorFields, fields), tensors
 
 
-def checksums(found: dict[str, str]) -> CheckedWeights:
-    """What each tensor's content is."""
+def checksums(by_name: dict[str, str]) -> CheckedWeights:
+    """Return what each tensor's content is."""
     return CheckedWeights(
         success=True,
-        message=f"{len(found)} tensors.",
-        checksums=found,
+        message=f"{len(by_name)} tensors.",
+        checksums=by_name,
         match=None,
         mismatches=None,
     )
 
 
-def compared(found: Mapping[str, str], baseline: Mapping[str, str]) -> CheckedWeights:
+def compared(current: Mapping[str, str], baseline: Mapping[str, str]) -> CheckedWeights:
     """Which tensors are others than before."""
-    names = sorted(found.keys() | baseline.keys())
-    other = [name for name in names if found.get(name) != baseline.get(name)]
+    names = sorted(current.keys() | baseline.keys())
+    other = [name for name in names if current.get(name) != baseline.get(name)]
     return CheckedWeights(
         success=True,
         message=f"{len(other)} of {len(names)} tensors differ.",

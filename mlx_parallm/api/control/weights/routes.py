@@ -158,12 +158,12 @@ async def check_weights(body: CheckWeights, request: Request, engine: EngineDep)
     baseline = body.baseline or getattr(state, "weights_snapshot", None)
     if body.action == "compare" and baseline is None:
         raise InvalidRequestError("compare needs a baseline or a snapshot.", param="baseline")
-    found = dict(await engine.control.checksums())
+    current = dict(await engine.control.checksums())
     if body.action == "compare":
-        return compared(found, baseline or {})
+        return compared(current, baseline or {})
     if body.action == "snapshot":
-        state.weights_snapshot = found
-    return checksums(found)
+        state.weights_snapshot = current
+    return checksums(current)
 
 
 @routes.post("/init_weight_transfer_engine")
@@ -180,5 +180,5 @@ async def refuse_transfer(request: Request) -> None:
 
 async def _abort_all(engine: EngineClient, is_wanted: bool) -> None:
     if is_wanted:
-        for one in engine.open_requests():
-            await engine.cancel(one.request_id)
+        for each in engine.open_requests():
+            await engine.cancel(each.request_id)

@@ -47,7 +47,7 @@ async def list_batches(
 ) -> dict[str, Any]:
     """The caller's batches, newest first; ``after`` is the last id of the page before."""
     records, has_more = batches.list(client, after=after, limit=limit)
-    return list_object([batch_object(one) for one in records], has_more)
+    return list_object([batch_object(record) for record in records], has_more)
 
 
 @routes.get("/v1/batches/{batch_id}")

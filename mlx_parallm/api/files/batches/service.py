@@ -27,7 +27,7 @@ LINE_BYTES = 4096
 def make_batch_service(
     app: ASGIApp, engine: EngineClient, config: ServerConfig, max_waiting: int | None
 ) -> BatchService | None:
-    """The files and batches of an application; None where it has no data folder."""
+    """Return the files and batches of an application; None where it has no data folder."""
     if config.data_dir is None:
         return None
     limits = BatchLimits(
@@ -84,7 +84,7 @@ class LineSender:
 
 
 def line_response(response: httpx2.Response) -> LineResponse:
-    """What a batch's output says of an answer."""
+    """Return what a batch's output says of an answer."""
     try:
         body = response.json()
     except ValueError:  # a redirect, or a page
@@ -93,7 +93,7 @@ def line_response(response: httpx2.Response) -> LineResponse:
 
 
 def is_shutting_down(response: httpx2.Response) -> bool:
-    """Whether the request was not admitted because the server ends."""
+    """True if the request was not admitted because the server ends."""
     if response.status_code not in (503, 529):
         return False
     body = line_response(response).body
@@ -105,7 +105,7 @@ def is_shutting_down(response: httpx2.Response) -> bool:
 
 
 async def get_batches(request: Request) -> BatchService:
-    """The files and batches of this application."""
+    """Return the files and batches of this application."""
     return request.app.state.batches
 
 

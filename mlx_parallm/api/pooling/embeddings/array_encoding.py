@@ -37,7 +37,7 @@ def _in_json(array: np.ndarray, body: ArraysRequest) -> Any:
 
 
 def as_bytes(array: np.ndarray, dtype: str = "float32", endianness: str = "little") -> bytes:
-    """The numbers one after the other; native is little-endian, whatever the machine."""
+    """Return the numbers one after the other; native is little-endian, whatever the machine."""
     order = ">" if endianness == "big" else "<"
     if dtype == "bfloat16":
         return _bfloat16(array).astype(f"{order}u2").tobytes()
@@ -47,7 +47,10 @@ def as_bytes(array: np.ndarray, dtype: str = "float32", endianness: str = "littl
 
 
 def _bfloat16(array: np.ndarray) -> np.ndarray:
-    """The bits of the nearest bfloat16, uint16: the upper half of a float32; ties go to even."""
+    """Return the bits of the nearest bfloat16, uint16: the upper half of a float32.
+
+    Ties go to even.
+    """
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -76,7 +79,7 @@ def arrays_response(
 def _bytes_response(
     arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest
 ) -> Response:
-    """The bytes of all arrays, and a header ``metadata`` unless the body asks for bytes only."""
+    """Return the bytes of all arrays, with a header ``metadata`` unless bytes only are wanted."""
     parts = [as_bytes(array, body.embed_dtype, body.endianness) for array in arrays]
     headers = None
     if body.encoding_format == "bytes":

@@ -56,7 +56,7 @@ def choose(
     name: str | None = None,
     task: str | None = None,
 ) -> tuple[PoolingModel, Run]:
-    """The model, and what it shall do.
+    """Return the model, and what it shall do.
 
     The task is the one of the path, or what the body tells, or what the model was made for. Without
     a name it is the first model that can do the task, or whose mask token a text has, or the first.
@@ -73,15 +73,15 @@ def choose(
         needed, run = TASKS[task]
         return encoders.get(name, needed), run
     model = _first(encoders, inputs) if name is None else encoders.get(name, *DEFAULTS)
-    made_for = [DEFAULTS.get(one) for one in model.info.tasks]
-    return model, next(TASKS[one][1] for one in made_for if one is not None)
+    made_for = [DEFAULTS.get(task) for task in model.info.tasks]
+    return model, next(TASKS[task][1] for task in made_for if task is not None)
 
 
 def _told(inputs: Any, parameters: TaskParameters) -> str | None:
     if isinstance(inputs, dict):
         return "sentence-similarity" if "sentences" in inputs else "text-classification"
-    given = parameters.model_fields_set
-    return next((task for field, task in TELLING.items() if field in given), None)
+    names = parameters.model_fields_set
+    return next((task for field, task in TELLING.items() if field in names), None)
 
 
 def _first(encoders: PoolingClient, inputs: Any) -> PoolingModel:

@@ -35,7 +35,7 @@ class LabelledTokens:
 
 
 def entities(tokens: LabelledTokens, strategy: str, join: Join) -> list[dict[str, Any]]:
-    """What is told of a text.
+    """Return what is told of a text.
 
     Args:
         tokens: of the text.
@@ -45,10 +45,10 @@ def entities(tokens: LabelledTokens, strategy: str, join: Join) -> list[dict[str
         join: makes a text of tokens.
     """
     if strategy in ("none", "simple"):
-        found = list(_of_tokens(tokens))
+        labelled = list(_of_tokens(tokens))
     else:
-        found = [_of_word(tokens, word, strategy, join) for word in _words(tokens.spans)]
-    return found if strategy == "none" else [_merged(group, join) for group in _groups(found)]
+        labelled = [_of_word(tokens, word, strategy, join) for word in _words(tokens.spans)]
+    return labelled if strategy == "none" else [_merged(group, join) for group in _groups(labelled)]
 
 
 def _of_tokens(tokens: LabelledTokens) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ def _of_tokens(tokens: LabelledTokens) -> Iterator[dict[str, Any]]:
 
 
 def _words(spans: Sequence[TokenSpan]) -> list[list[int]]:
-    """The numbers of the tokens of each word."""
+    """Return the numbers of the tokens of each word."""
     words: list[list[int]] = []
     for number, span in enumerate(spans):
         if words and span.continues:
@@ -96,16 +96,16 @@ def _of_word(
     }
 
 
-def _groups(found: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Neighbours with the same label, where none begins a new one."""
+def _groups(labelled: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return neighbours with the same label together, where none begins a new group."""
     groups: list[list[dict[str, Any]]] = []
-    for one in found:
-        label = one["entity"]
+    for each in labelled:
+        label = each["entity"]
         begins = label.startswith("B-")
         if groups and not begins and _bare(label) == _bare(groups[-1][-1]["entity"]):
-            groups[-1].append(one)
+            groups[-1].append(each)
         else:
-            groups.append([one])
+            groups.append([each])
     return groups
 
 
@@ -117,8 +117,8 @@ def _merged(group: Sequence[dict[str, Any]], join: Join) -> dict[str, Any]:
     return {
         # As transformers has it: any prefix ends at the first dash.
         "entity_group": group[0]["entity"].split("-", 1)[-1],
-        "score": sum(one["score"] for one in group) / len(group),
-        "word": join([one["word"] for one in group]),
+        "score": sum(each["score"] for each in group) / len(group),
+        "word": join([each["word"] for each in group]),
         "start": group[0]["start"],
         "end": group[-1]["end"],
     }

@@ -40,9 +40,9 @@ async def text_classification(job: Job) -> Done:
 
 async def _inputs(job: Job) -> tuple[EncodeInput, ...]:
     model, how = job.call.model, reading(job.parameters)
-    given = [job.inputs] if isinstance(job.inputs, dict) else job.inputs
-    if is_list_of(given, dict) and len(given) <= MAX_INPUTS:
-        return await pair_inputs([_pair(each) for each in given], model, how)
+    pairs = [job.inputs] if isinstance(job.inputs, dict) else job.inputs
+    if is_list_of(pairs, dict) and len(pairs) <= MAX_INPUTS:
+        return await pair_inputs([_pair(each) for each in pairs], model, how)
     return await single_inputs(texts_of(job.inputs), model, "classify", how)
 
 

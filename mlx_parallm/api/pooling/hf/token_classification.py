@@ -54,7 +54,7 @@ async def token_classification(job: Job) -> Done:
 
 
 def _kept(spans: list[TokenSpan], length: int) -> list[int]:
-    """The places of tokens of the text in an input that may have been cut to a length."""
+    """Return the places of tokens of the text in an input that may have been cut to a length."""
     own = [place for place, span in enumerate(spans) if not span.is_special]
     behind = len(spans) - 1 - own[-1] if own else 0
     return [place for place in own if place < length - behind]

@@ -36,8 +36,8 @@ async def sentence_similarity(job: Job) -> Done:
     Raises:
         ParallmError: ``inputs`` is no object with these; see also ``feature_extraction``.
     """
-    given = job.inputs if isinstance(job.inputs, dict) else {}
-    source, sentences = given.get("source_sentence"), given.get("sentences")
+    content = job.inputs if isinstance(job.inputs, dict) else {}
+    source, sentences = content.get("source_sentence"), content.get("sentences")
     is_list = isinstance(sentences, list) and 0 < len(sentences) < MAX_INPUTS
     if not isinstance(source, str) or sentences is None or not is_list:
         raise InvalidRequestError(

@@ -51,7 +51,7 @@ ANY_TEXT = Role()
 
 
 async def single_inputs(
-    given: Sequence[Any],
+    sources: Sequence[Any],
     model: PoolingModel,
     task: Task,
     reading: Reading = AS_IT_IS,
@@ -61,7 +61,7 @@ async def single_inputs(
     """Return inputs of one text each.
 
     Args:
-        given: texts, which get the model's special tokens; or token ids, taken as they are.
+        sources: texts, which get the model's special tokens; or token ids, taken as they are.
         model: reads them.
         task: of all.
         reading: what the request says of them.
@@ -72,14 +72,14 @@ async def single_inputs(
         ContextLengthError: one is too long and is not to be cut.
     """
     limit = text_limit(model, reading, longest=role.longest)
-    if not isinstance(given[0], str):
-        ids = [tuple(each) for each in given]
+    if not isinstance(sources[0], str):
+        ids = [tuple(each) for each in sources]
         _check_ids(ids, model.info.vocab_size, reading.param)
         return tuple(EncodeInput(each, task) for each in _fitting(ids, model, limit))
     leaves_prompt = bool(role.prompt) and task == "embed" and not model.info.pools_prompts
     # How much of the prompt is cut at the left tells the length of the whole text.
     needs_all = leaves_prompt and limit.cuts and limit.from_left
-    ids = await _encoded(given, model, reading, role, ANY_LENGTH if needs_all else limit)
+    ids = await _encoded(sources, model, reading, role, ANY_LENGTH if needs_all else limit)
     fitting = _fitting(ids, model, limit)
     if not leaves_prompt:
         return tuple(EncodeInput(each, task) for each in fitting)
@@ -95,10 +95,10 @@ async def single_inputs(
 
 
 async def _encoded(
-    given: Sequence[str], model: PoolingModel, reading: Reading, role: Role, limit: TokenLimit
+    sources: Sequence[str], model: PoolingModel, reading: Reading, role: Role, limit: TokenLimit
 ) -> list[tuple[int, ...]]:
     """Return the ids of texts in their role."""
-    texts = [role.prompt + text for text in given] if role.prompt else given
+    texts = [role.prompt + text for text in sources] if role.prompt else sources
     has_special = reading.add_special_tokens
     ids = await maybe_in_thread(
         lambda: model.tokenizer.encode(texts, add_special_tokens=has_special, limit=limit),
@@ -115,7 +115,7 @@ async def pair_inputs(
 ) -> tuple[EncodeInput, ...]:
     """Return inputs to classify, of two texts each, such as a query and a document.
 
-    Of a pair that is too long the second text is cut. See also ``single_inputs``.
+    If a pair is too long, its second text is cut. See also ``single_inputs``.
     """
     limit = text_limit(model, replace(reading, from_left=False))
     encoded = await maybe_in_thread(

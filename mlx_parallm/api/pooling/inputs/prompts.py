@@ -16,7 +16,7 @@ OTHERS = frozenset({"classification", "clustering", "separation", "text-matching
 
 
 def named_prompt(info: EncoderInfo, name: str | None) -> str:
-    """The prompt of this name, the default one if it is None; "" if there is none by default.
+    """Return the prompt of this name, the default one if it is None; "" if there is no default.
 
     Raises:
         InvalidRequestError: the model has none of this name.
@@ -30,7 +30,7 @@ def named_prompt(info: EncoderInfo, name: str | None) -> str:
 
 
 def prompt_of_type(info: EncoderInfo, input_type: str) -> str:
-    """The prompt for inputs of this type, by any of the names that the type has.
+    """Return the prompt for inputs of this type, by any of the names that the type has.
 
     A model without such a prompt treats them as any other text.
 

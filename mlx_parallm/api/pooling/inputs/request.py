@@ -72,5 +72,5 @@ async def _rendered(
 
 
 def _conversations(messages: Sequence[Any] | None) -> list[Sequence[ChatMessage]]:
-    given = list(messages or ())
-    return given if isinstance(given[0], list) else [given]
+    conversation = list(messages or ())
+    return conversation if isinstance(conversation[0], list) else [conversation]

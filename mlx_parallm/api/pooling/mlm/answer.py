@@ -16,7 +16,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
-# Of an answer, which has some 20 bytes for each.
+# MAX_LOGITS: most logits of an answer, whose text has some 20 bytes for each.
 MAX_LOGITS = 4_000_000
 
 
@@ -50,7 +50,7 @@ class MaskQuestion:
         return cls(body, model, await candidates_of(body.words, model, param))
 
     async def inputs(self) -> tuple[EncodeInput, ...]:
-        """What the model reads.
+        """Return what the model reads.
 
         Raises:
             InvalidRequestError: see ``masked_inputs``; the answer would be too long.
@@ -69,35 +69,35 @@ class MaskQuestion:
             () if all_logits else self.words.ids,
             top_k=kept_top_k(body.return_top_k, self.model) if task == "mlm_top" else 0,
         )
-        told = len(self.words.ids) or self.model.info.vocab_size
-        if body.return_logits and told * sum(len(one.places) for one in inputs) > MAX_LOGITS:
+        num_words = len(self.words.ids) or self.model.info.vocab_size
+        if body.return_logits and num_words * sum(len(each.places) for each in inputs) > MAX_LOGITS:
             raise InvalidRequestError(
                 f"return_logits asks for more than {MAX_LOGITS} numbers.", param="return_logits"
             )
         return inputs
 
-    def answer(self, one: EncodeInput, result: np.ndarray) -> dict[str, Any]:
-        """What is told of a text."""
-        logits = result if one.task == "mlm" else None
-        # Of ``mlm_top`` it is what ``fillings`` takes.
+    def answer(self, text: EncodeInput, result: np.ndarray) -> dict[str, Any]:
+        """Return what is told of a text."""
+        logits = result if text.task == "mlm" else None
+        # The result of ``mlm_top`` is what ``fillings`` takes.
         logprobs = result if logits is None else log_softmax(result)
-        if self.words.ids and not one.candidates and logits is not None:
-            one = replace(one, candidates=self.words.ids)
+        if self.words.ids and not text.candidates and logits is not None:
+            text = replace(text, candidates=self.words.ids)
             chosen = np.array(self.words.ids)
             logits, logprobs = logits[:, chosen], logprobs[:, chosen]
-        found: list[dict[str, Any]] = [{"position": place} for place in one.places]
-        for row, told in enumerate(found):
+        masks: list[dict[str, Any]] = [{"position": place} for place in text.places]
+        for row, mask in enumerate(masks):
             if self.words.ids:
-                told["words"] = self._words(logprobs[row])
+                mask["words"] = self._words(logprobs[row])
             if self.body.label_words is not None:
-                told["label"] = self.words.labels[int(logprobs[row].argmax())]
+                mask["label"] = self.words.labels[int(logprobs[row].argmax())]
             if self.body.return_logits and logits is not None:
-                told["logits"] = logits[row].tolist()
+                mask["logits"] = logits[row].tolist()
         if self.body.return_top_k:
-            best = fillings(one, logprobs, self.body.return_top_k, self.model)
-            for told, tokens in zip(found, best, strict=True):
-                told["top_k"] = tokens
-        return {"num_tokens": len(one.token_ids), "predictions": found}
+            best = fillings(text, logprobs, self.body.return_top_k, self.model)
+            for mask, tokens in zip(masks, best, strict=True):
+                mask["top_k"] = tokens
+        return {"num_tokens": len(text.token_ids), "predictions": masks}
 
     def _words(self, logprobs: np.ndarray) -> list[dict[str, Any]]:
         return [
@@ -111,13 +111,13 @@ class MaskQuestion:
 def mlm_answer(
     texts: list[dict[str, Any]], body: MlmRequest, model: str, warnings: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The body of the answer."""
+    """Return the body of the answer."""
     names = body.request_ids or [None] * len(texts)
     return {
         "object": "list",
         "data": [
-            {"object": "mlm", "index": index, "request_id": name, **one}
-            for index, (name, one) in enumerate(zip(names, texts, strict=True))
+            {"object": "mlm", "index": index, "request_id": name, **text}
+            for index, (name, text) in enumerate(zip(names, texts, strict=True))
         ],
         "model": model,
         "usage": prompt_usage(sum(text["num_tokens"] for text in texts)),

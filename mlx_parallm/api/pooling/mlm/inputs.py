@@ -33,20 +33,20 @@ class Candidates:
 
 
 def mask_id(model: PoolingModel) -> int:
-    """The id that stands for a word to be found.
+    """Return the id that stands for a word to be found.
 
     Raises:
         InvalidRequestError: the model's tokenizer has none.
     """
     token = model.tokenizer.mask_token
-    found = None if token is None else model.tokenizer.token_id(token)
-    if found is None:
+    known = None if token is None else model.tokenizer.token_id(token)
+    if known is None:
         raise InvalidRequestError(f"{model.names[0]} has no mask token.", param="model")
-    return found
+    return known
 
 
 async def masked_inputs(
-    given: Sequence[Any],
+    sources: Sequence[Any],
     model: PoolingModel,
     task: Task,
     reading: Reading,
@@ -62,7 +62,7 @@ async def masked_inputs(
     """
     mask = mask_id(model)
     inputs = []
-    for number, each in enumerate(await single_inputs(given, model, task, reading)):
+    for number, each in enumerate(await single_inputs(sources, model, task, reading)):
         places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
         if not places:
             raise InvalidRequestError(
@@ -76,10 +76,10 @@ async def masked_inputs(
 async def candidates_of(
     words: Mapping[str, str | int] | Iterable[str], model: PoolingModel, param: str
 ) -> Candidates:
-    """The ids of words, by the rule of transformers' fill-mask pipeline.
+    """Return the ids of words, by the rule of transformers' fill-mask pipeline.
 
-    A word that is no token is tokenised, and its first token stands for it. Of words with the same
-    id the first is kept.
+    A word that is no token is tokenised, and its first token stands for it. Among words with the
+    same id, the first is kept.
 
     Args:
         words: tokens, words or ids; perhaps by their labels.
@@ -96,16 +96,18 @@ async def candidates_of(
 
 
 def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str) -> Candidates:
-    found: dict[int, str] = {}
+    labels: dict[int, str] = {}
     warnings = []
     for label, word in words.items():
         number, warning = _candidate(word, model, param)
         warnings += [] if warning is None else [warning]
-        if number is not None and found.setdefault(number, label) != label:
-            warnings.append(f"{label!r} and {found[number]!r} are the same token; it is told once.")
-    if not found:
+        if number is not None and labels.setdefault(number, label) != label:
+            warnings.append(
+                f"{label!r} and {labels[number]!r} are the same token; it is told once."
+            )
+    if not labels:
         raise InvalidRequestError(f"{param} has no word that can be read.", param=param)
-    return Candidates(tuple(found), tuple(found.values()), tuple(warnings))
+    return Candidates(tuple(labels), tuple(labels.values()), tuple(warnings))
 
 
 def _candidate(word: str | int, model: PoolingModel, param: str) -> tuple[int | None, str | None]:

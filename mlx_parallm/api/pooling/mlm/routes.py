@@ -28,8 +28,8 @@ async def predict_masks(body: MlmRequest, pooling: PoolingDep) -> Response:
 
 async def _fill(body: MlmRequest, call: PoolingCall) -> Response:
     question = await MaskQuestion.of(body, call.model)
-    told, hits = await call.written(await question.inputs(), question.answer)
-    texts = [{**text, "cache_hit": hit} for text, hit in zip(told, hits, strict=True)]
+    answers, hits = await call.written(await question.inputs(), question.answer)
+    texts = [{**text, "cache_hit": hit} for text, hit in zip(answers, hits, strict=True)]
     return JSONResponse(mlm_answer(texts, body, call.name, question.words.warnings))
 
 

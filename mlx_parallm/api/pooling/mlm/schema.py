@@ -31,21 +31,21 @@ _WORD = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
 
 
 def _token_ids(value: Any) -> list[list[int]]:
-    given = [value] if is_list_of(value, int) else value
-    is_list = is_list_of(given, list) and len(given) <= MAX_INPUTS
-    if is_list and all(is_list_of(ids, int) for ids in given):
-        return given
+    values = [value] if is_list_of(value, int) else value
+    is_list = is_list_of(values, list) and len(values) <= MAX_INPUTS
+    if is_list and all(is_list_of(ids, int) for ids in values):
+        return values
     raise ValueError(f"must be token ids, or a list of 1 to {MAX_INPUTS} lists of them")
 
 
 def _words(value: Any) -> dict[str, str | int]:
     """Return words by their labels; a word without one is its own."""
-    given = [value] if isinstance(value, (str, int)) else value
-    if isinstance(given, list):
-        given = {str(word): word for word in given}
-    is_object = isinstance(given, dict) and 0 < len(given) <= MAX_WORDS
-    if is_object and all(type(word) in (str, int) for word in given.values()):
-        return given
+    values = [value] if isinstance(value, (str, int)) else value
+    if isinstance(values, list):
+        values = {str(word): word for word in values}
+    is_object = isinstance(values, dict) and 0 < len(values) <= MAX_WORDS
+    if is_object and all(type(word) in (str, int) for word in values.values()):
+        return values
     raise ValueError(
         f"must be 1 to {MAX_WORDS} words or token ids, in a list or, by their labels, an object"
     )

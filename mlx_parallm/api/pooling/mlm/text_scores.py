@@ -22,7 +22,7 @@ MAX_SCORED_TOKENS = 8192
 
 
 async def scored_texts(
-    given: Sequence[Any], model: PoolingModel, reading: Reading
+    sources: Sequence[Any], model: PoolingModel, reading: Reading
 ) -> list[EncodeInput]:
     """Return texts whose places are those of all tokens but the special ones.
 
@@ -37,7 +37,7 @@ async def scored_texts(
                 place for place, token in enumerate(text.token_ids) if token not in special
             ),
         )
-        for text in await single_inputs(given, model, "mlm", reading)
+        for text in await single_inputs(sources, model, "mlm", reading)
     ]
     if sum(len(text.places) for text in texts) > MAX_SCORED_TOKENS:
         raise InvalidRequestError(

@@ -59,7 +59,7 @@ UNNAMED = re.compile(r"LABEL_\d+")
 
 
 def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
-    """The classifier of this name, or the first that tells what is harmful.
+    """Return the classifier of this name, or the first that tells what is harmful.
 
     Raises:
         NotImplementedRouteError: none does.
@@ -67,14 +67,15 @@ def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
         InvalidRequestError: it tells something else.
     """
     if name is None:
-        able = (one for one in encoders.models() if moderates(one.info) and _names_harms(one.info))
-        found = next(able, None)
-        if found is None:
+        infos = ((model, model.info) for model in encoders.models())
+        able = (model for model, info in infos if moderates(info) and _names_harms(info))
+        first = next(able, None)
+        if first is None:
             raise NotImplementedRouteError(
                 "POST /v1/moderations needs a classifier of what is harmful, and none of the "
                 "loaded models is one."
             )
-        return found
+        return first
     model = encoders.get(name, "classify")
     if not moderates(model.info):
         raise InvalidRequestError(
@@ -86,7 +87,7 @@ def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
 
 
 def moderates(info: EncoderInfo) -> bool:
-    """Whether a model's labels say what of a text is harmful.
+    """True if a model's labels say what of a text is harmful.
 
     Where labels exclude each other, one is the likeliest of any text: one must mean harmless.
     """
@@ -104,10 +105,10 @@ def _names_harms(info: EncoderInfo) -> bool:
 
 
 def harmful(labels: Sequence[str]) -> dict[int, str]:
-    """The categories of the labels that do not mean harmless, by their numbers."""
-    own = {_bare(one): one for one in CATEGORIES}
+    """Return the categories of the labels that do not mean harmless, by their numbers."""
+    own = {_bare(category): category for category in CATEGORIES}
     short = SHORT if set(SHORT) < set(labels) else {}
-    bare = {_bare(one) for one in labels}
+    bare = {_bare(label) for label in labels}
     return {
         number: short.get(label) or own.get(_bare(label)) or label
         for number, label in enumerate(labels)
@@ -149,7 +150,7 @@ def _is_harmless(label: str, labels: set[str]) -> bool:
     if bare in HARMLESS or (len(words) > 1 and words[0] in NEGATIONS):
         return True
     # Such as "nothate" beside "hate".
-    return any(bare.startswith(one) and bare[len(one) :] in labels for one in NEGATIONS)
+    return any(bare.startswith(no) and bare[len(no) :] in labels for no in NEGATIONS)
 
 
 def _bare(label: str) -> str:

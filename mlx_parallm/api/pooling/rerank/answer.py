@@ -18,7 +18,7 @@ def ranked(values: Sequence[float]) -> list[int]:
 def rerank_answer(
     scores: PairScores, body: RerankRequest, documents: Sequence[str], call: PoolingCall
 ) -> dict[str, Any]:
-    """The object of Jina, Cohere and vLLM."""
+    """Return the object of Jina, Cohere and vLLM."""
     results = []
     for place in ranked(scores.values)[: body.top_n or None]:
         result: dict[str, Any] = {"index": place, "relevance_score": scores.values[place]}
@@ -32,7 +32,7 @@ def rerank_answer(
 def tei_answer(
     scores: PairScores, body: RerankRequest, documents: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """TEI's list."""
+    """Return TEI's list."""
     return [
         {"index": place, "score": scores.values[place]}
         | ({"text": documents[place]} if body.return_text else {})

@@ -56,16 +56,16 @@ class RerankRequest(OpenForm):
 
     @property
     def is_tei(self) -> bool:
-        """Whether the body is TEI's."""
+        """True if the body is TEI's."""
         return self.texts is not None
 
     def given(self) -> list[str]:
-        """The texts to be ranked.
+        """Return the texts to be ranked.
 
         Raises:
             InvalidRequestError: there are none, or two kinds of them.
         """
         if (self.documents is None) == (self.texts is None):
             raise InvalidRequestError("Give documents (or, for TEI, texts).", param="documents")
-        given = self.documents if self.texts is None else self.texts
-        return [one.text if isinstance(one, RerankDocument) else one for one in given or ()]
+        texts = self.documents if self.texts is None else self.texts
+        return [each.text if isinstance(each, RerankDocument) else each for each in texts or ()]

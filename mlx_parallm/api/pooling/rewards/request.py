@@ -1,4 +1,4 @@
-"""What a reward model says of texts and conversations."""
+"""Rewards: what a reward model says of texts and conversations."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ async def reward_inputs(
 def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
     """Return the reward that the logits of one or two labels mean.
 
-    Of one label it is the logit. Of two it is how much larger that of the second is, so that its
-    logistic function is the second's probability.
+    With one label it is the logit. With two it is how much larger the second logit is, so that
+    its logistic function is the second's probability.
 
     Args:
         logits: ``[labels]``.

@@ -71,20 +71,20 @@ class PairScores:
 
 
 def pairs_of(body: ScoreRequest) -> Pairs:
-    """The pairs that a body of vLLM's names.
+    """Return the pairs that a body of vLLM's names.
 
     Raises:
         InvalidRequestError: not exactly two sides are there, or their lengths do not fit.
     """
-    told = {name for pair in NAMES for name in pair} & body.model_fields_set
-    names = next((pair for pair in NAMES if set(pair) == told), None)
+    present = {name for pair in NAMES for name in pair} & body.model_fields_set
+    names = next((pair for pair in NAMES if set(pair) == present), None)
     if names is None:
         known = ", ".join(f"{first} and {second}" for first, second in NAMES)
         raise InvalidRequestError(
-            f"Give {known}; or query and items.", param=min(told, default="text_1")
+            f"Give {known}; or query and items.", param=min(present, default="text_1")
         )
     queries, documents = getattr(body, names[0]), getattr(body, names[1])
-    if not all(isinstance(one, str) for one in documents):
+    if not all(isinstance(text, str) for text in documents):
         raise InvalidRequestError(f"{names[1]} must be texts.", param=names[1])
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
@@ -95,26 +95,27 @@ def pairs_of(body: ScoreRequest) -> Pairs:
 
 
 def scoring_model(encoders: Encoders, name: str | None) -> PoolingModel:
-    """The model of this name, else the one that was made most for ranking; see ``_rank``.
+    """Return the model of this name, else the one that was made most for ranking; see ``_rank``.
 
     Raises:
         ModelNotFoundError: none has the name.
         InvalidRequestError: it cannot score pairs.
     """
     if name is not None:
-        found = encoders.get(name, "classify", "embed")
-        if not (_reads_pairs(found.info) or _embeds(found.info)):
+        named = encoders.get(name, "classify", "embed")
+        if not (_reads_pairs(named.info) or _embeds(named.info)):
             raise InvalidRequestError(
-                f"{name} tells {len(found.info.labels)} labels apart; "
+                f"{name} tells {len(named.info.labels)} labels apart; "
                 "one that scores pairs has one label, or gives vectors.",
                 param="model",
             )
-        return found
-    able = [one for one in encoders.models() if _reads_pairs(one.info) or _embeds(one.info)]
+        return named
+    infos = ((model, model.info) for model in encoders.models())
+    able = [model for model, info in infos if _reads_pairs(info) or _embeds(info)]
     if not able:
         raise InvalidRequestError("No model that can score pairs is served here.", param="model")
     # The first of equals.
-    return min(able, key=lambda one: _rank(one.info))
+    return min(able, key=lambda model: _rank(model.info))
 
 
 async def score_pairs(

@@ -57,7 +57,7 @@ def predictions(logits: np.ndarray, info: EncoderInfo, *, raw_scores: bool) -> l
 
 
 def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
-    """The words of the vocabulary that have a weight, in its order."""
+    """Return the words of the vocabulary that have a weight, in its order."""
     (places,) = weights.nonzero()
     values = weights[places].tolist()
     return [
@@ -67,35 +67,35 @@ def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
 
 
 def text_tokens(text: str, spans: Sequence[TokenSpan]) -> list[dict[str, Any]]:
-    """The tokens of a text, and where they are in its UTF-8 bytes; special ones are nowhere."""
-    places = {place for one in spans for place in (one.start, one.end)}
+    """Return the tokens of a text and their places in its UTF-8 bytes; special ones have none."""
+    places = {place for span in spans for place in (span.start, span.end)}
     at_byte = _byte_offsets(text, sorted(places))
     return [
-        {"id": one.token_id, "text": one.token, "special": True, "start": None, "stop": None}
-        if one.is_special
+        {"id": span.token_id, "text": span.token, "special": True, "start": None, "stop": None}
+        if span.is_special
         else {
-            "id": one.token_id,
-            "text": text[one.start : one.end],
+            "id": span.token_id,
+            "text": text[span.start : span.end],
             "special": False,
-            "start": at_byte[one.start],
-            "stop": at_byte[one.end],
+            "start": at_byte[span.start],
+            "stop": at_byte[span.end],
         }
-        for one in spans
+        for span in spans
     ]
 
 
 def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
-    """Where characters at ascending places are among the bytes."""
-    found = {}
+    """Return where characters at ascending places are among the bytes."""
+    offsets = {}
     begin = num_bytes = 0
     for place in places:
         num_bytes += len(text[begin:place].encode())
-        found[place], begin = num_bytes, place
-    return found
+        offsets[place], begin = num_bytes, place
+    return offsets
 
 
 def model_facts(model: PoolingModel) -> dict[str, Any]:
-    """What TEI tells of a model, and of what is done with it here."""
+    """Return what TEI tells of a model, and of what is done with it here."""
     return {
         "model_id": model.root,
         "model_sha": None,
@@ -124,12 +124,12 @@ def _model_type(info: EncoderInfo) -> dict[str, Any]:
         by_number = {str(number): label for number, label in enumerate(info.labels)}
         by_label = {label: number for number, label in enumerate(info.labels)}
         return {kind: {"id2label": by_number, "label2id": by_label}}
-    poolings = [_POOLINGS.get(one, one) for one in info.poolings]
+    poolings = [_POOLINGS.get(name, name) for name in info.poolings]
     pooling = {"mlm": "splade", "token_embed": "none"}.get(purpose, "+".join(poolings))
     return {"embedding": {"pooling": pooling}}
 
 
 def similarities(vectors: Sequence[np.ndarray]) -> list[float]:
-    """The cosine of the first vector with each of the others."""
+    """Return the cosine of the first vector with each of the others."""
     array = unit_vectors(np.stack(vectors).astype(np.float64))
     return (array[1:] @ array[0]).tolist()

@@ -123,10 +123,10 @@ async def decode(body: DecodeRequest, pooling: PoolingDep) -> list[str]:
     ids: Sequence[Sequence[int]] = body.ids if is_batch else [body.ids]  # type: ignore[list-item]
 
     def decoded() -> list[str]:
-        if any(not 0 <= one < model.info.vocab_size for text in ids for one in text):
+        if any(not 0 <= token_id < model.info.vocab_size for text in ids for token_id in text):
             raise InvalidRequestError("ids has an id outside the vocabulary.", param="ids")
         options = {"skip_special_tokens": body.skip_special_tokens}
-        return [model.tokenizer.decode(one, **options) for one in ids]
+        return [model.tokenizer.decode(text, **options) for text in ids]
 
     return await in_thread(decoded)
 

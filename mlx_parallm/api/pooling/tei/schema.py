@@ -28,7 +28,7 @@ def _sequences(value: Any) -> Sequences:
     if _is_sequence(value):
         return [tuple(value)], False
     if isinstance(value, list) and 0 < len(value) <= MAX_INPUTS and all(map(_is_sequence, value)):
-        return [tuple(one) for one in value], True
+        return [tuple(each) for each in value], True
     raise ValueError(
         "must be a text, a pair of texts, or a list of lists of one or two texts; "
         f"at most {MAX_INPUTS}, none empty"
@@ -36,11 +36,11 @@ def _sequences(value: Any) -> Sequences:
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it is a list of one text or two."""
+    """True if it is a list of one text or two."""
     return (
         isinstance(value, list)
         and len(value) in (1, 2)
-        and all(isinstance(one, str) and one for one in value)
+        and all(isinstance(text, str) and text for text in value)
     )
 
 

@@ -22,7 +22,7 @@ def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
     Raises:
         InvalidRequestError: there are fields that go with another task, or that mean plugins.
     """
-    task: Task = body.task or next(one for one in info.tasks if one in POOLING_TASKS)
+    task: Task = body.task or next(each for each in info.tasks if each in POOLING_TASKS)
     if "data" in (body.model_extra or {}):
         raise InvalidRequestError(
             "data is for plugins, and there are none: send input or messages.",
