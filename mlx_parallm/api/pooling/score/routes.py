@@ -105,12 +105,7 @@ async def _labels(
         scores = await classifier_scores(call, body, parts, apply_softmax=apply_softmax)
         return body.model or classifier.names[0], scores
     name, model = generator(prelude.engine, body.model)
-    if not body.label_token_ids:
-        raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
-    if body.truncate_prompt_tokens is not None:
-        raise InvalidRequestError(
-            f"{name} generates: its prompts are not cut.", param="truncate_prompt_tokens"
-        )
+    _check_for_generator(body, name)
     admitted = await prelude.admit_to(model, name, num_prompts=len(parts), fields=FIELDS)
     with named_by(FIELDS):
         prompts = await encode_prompts(
@@ -130,6 +125,16 @@ async def _labels(
     return name, await generator_scores(
         admitted, prompts, body.label_token_ids, template, apply_softmax=apply_softmax
     )
+
+
+def _check_for_generator(body: ScoreRequest, name: str) -> None:
+    """Refuse what a model that generates needs or cannot do."""
+    if not body.label_token_ids:
+        raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequestError(
+            f"{name} generates: its prompts are not cut.", param="truncate_prompt_tokens"
+        )
 
 
 def _answer(values: list[float], usage: Usage, *, answer_id: str, model: str) -> dict[str, Any]:
