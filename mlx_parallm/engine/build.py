@@ -86,16 +86,16 @@ def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit | None) -> lis
         return list(models)
     free = limit.num_bytes
     kept: list[BuiltModel] = []
-    for one in reversed(models):
-        free -= 0 if one.engine is None else one.model.memory.weights
+    for built in reversed(models):
+        free -= 0 if built.engine is None else built.model.memory.weights
         if free < 0 and not kept:
             raise ConfigError(
-                f"{one.model.names[0]} takes {one.model.memory.weights} bytes, and "
+                f"{built.model.names[0]} takes {built.model.memory.weights} bytes, and "
                 f"{limit.flag} is {limit.num_bytes}."
             )
-        if free < 0 and one.engine is not None:
-            one.engine.release()
-        kept.append(one if free >= 0 else replace(one, engine=None))
+        if free < 0 and built.engine is not None:
+            built.engine.release()
+        kept.append(built if free >= 0 else replace(built, engine=None))
     return kept[::-1]
 
 
@@ -117,10 +117,10 @@ def sort_by_kind(
 ) -> list[list[ModelFolder]]:
     """Fetch every model; return those of each kind, in the order they were given."""
     folders = [_folder(model, on_progress) for model in config.models]
-    found: list[list[ModelFolder]] = [[] for _ in kinds]
-    for one in folders:
-        found[kinds.index(kind_of(kinds, one.config, one.path))].append(one)
-    return found
+    by_kind: list[list[ModelFolder]] = [[] for _ in kinds]
+    for folder in folders:
+        by_kind[kinds.index(kind_of(kinds, folder.config, folder.path))].append(folder)
+    return by_kind
 
 
 def kind_of(kinds: Sequence[Kind], config: ModelConfig, path: Path) -> Kind:
@@ -137,7 +137,7 @@ def kind_of(kinds: Sequence[Kind], config: ModelConfig, path: Path) -> Kind:
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:
-    """The names clients may use for a model; the first is the one reported."""
+    """Return the names that clients may use for a model; the first is the one reported."""
     return model.served_names or (model.path or DEMO_NAME,)
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of the engine thread. Commands are applied between steps, in order.
+"""The commands of the engine thread. They are applied between steps, in order.
 
 Replies may be called on any thread: on the engine's, or on one that speaks to its process.
 """
@@ -30,7 +30,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class EngineHost(Protocol):
-    """What the engine thread has."""
+    """The engine thread, as commands see it."""
 
     @property
     def engines(self) -> MutableMapping[str, ServedEngine]:

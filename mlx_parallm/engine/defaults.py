@@ -1,4 +1,4 @@
-"""What most kinds of models do alike; a kind overrides what it does otherwise.
+"""Behaviour that most kinds of models share; a kind overrides what it does otherwise.
 
 A request has one answer, nothing is in flight between two turns, and nothing is kept.
 """
@@ -34,7 +34,7 @@ class Answer(Protocol[T_co]):
 
     @property
     def results(self) -> T_co:
-        """What it asked for."""
+        """Return what it asked for."""
         ...
 
 

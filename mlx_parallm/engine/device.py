@@ -1,4 +1,4 @@
-"""What one model has on the device, as the bookkeeping sees it: every change is an op."""
+"""One model's state on the device, as the bookkeeping sees it: every change is an op."""
 
 from __future__ import annotations
 

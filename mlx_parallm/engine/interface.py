@@ -1,4 +1,4 @@
-"""What the core knows of the models that it serves, whatever they do.
+"""The core's view of the models that it serves, whatever they do.
 
 A kind of model is one package: it implements ``Kind``, which makes a ``ServedEngine`` and a
 ``ServedModel`` of a folder. The engine lives on the engine thread; the model is what the event loop
@@ -189,7 +189,7 @@ class PackedModel(Protocol):
 
 
 class ServedModel(Protocol):
-    """What the event loop knows of a loaded model, or of an adapter of one."""
+    """The event loop's view of a loaded model, or of an adapter of one."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -213,12 +213,12 @@ class ServedModel(Protocol):
 
     @property
     def memory(self) -> ModelMemory:
-        """What it takes while it is loaded, its adapters and kept results apart."""
+        """Return what it takes while it is loaded, its adapters and kept results apart."""
         ...
 
     @property
     def traits(self) -> KindTraits:
-        """What every model of its kind has in common."""
+        """Return what every model of its kind has in common."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
@@ -254,7 +254,7 @@ class ServedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTraits:
-    """What the models of one kind have in common.
+    """Facts that the models of one kind have in common.
 
     Attributes:
         name: says what they do.
@@ -294,7 +294,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
-    """What a model takes, in bytes.
+    """Memory of a model, in bytes.
 
     Attributes:
         weights: its parameters and those of its draft model; 0 while they are not in memory.
@@ -431,7 +431,7 @@ class ModelFolder:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What every kind of model is built with.
+    """Parts that every kind of model is built with.
 
     Attributes:
         settings: of the server.
@@ -483,7 +483,7 @@ class Kind(Protocol):
 
     @property
     def traits(self) -> KindTraits:
-        """What its models have in common."""
+        """Return what its models have in common."""
         ...
 
     def declare(self, families: MetricFamilies) -> None:

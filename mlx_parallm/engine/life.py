@@ -46,7 +46,7 @@ class EngineLife(Protocol):
         ...
 
     async def query(self, ask: Callable[[EngineState], T]) -> T:
-        """What the engines' state tells, without waiting for a step; ``ask`` can be pickled.
+        """Return what the engines' state tells, without waiting for a step; ``ask`` can be pickled.
 
         Raises:
             EngineDeadError: no engines are there.
@@ -59,7 +59,7 @@ class EngineLife(Protocol):
         ...
 
     def end(self) -> None:
-        """The thread of ``run`` is about to end, and calls this."""
+        """Free what belongs to the thread of ``run``, which calls this before it ends."""
         ...
 
 
@@ -84,9 +84,11 @@ class LocalLife:
         worker = Worker()
         built = self._build(self._config, self._families, worker, self._on_progress)
         spare_garbage_collection()
-        engines = {one.model.names[0]: one.engine for one in built if one.engine is not None}
+        engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
         self._state = EngineState(self._families, engines)
-        on_loaded([StartedModel(one.config, one.model, one.engine is not None) for one in built])
+        on_loaded(
+            [StartedModel(each.config, each.model, each.engine is not None) for each in built]
+        )
         stall_ms = self._config.scheduler.max_decode_stall_ms
         EngineLoop(
             engines,

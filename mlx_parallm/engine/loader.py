@@ -17,7 +17,7 @@ from mlx_parallm.engine.residency import MakeRoom
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.types.errors import InvalidRequestError
 
-# Of the files that are read ahead.
+# CHUNK_BYTES: bytes of a file that are read ahead at once.
 CHUNK_BYTES = 1 << 24
 
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class EngineThread(Protocol):
-    """What this needs of the engine."""
+    """The methods of ``EngineCore`` that ``ThreadLoader`` uses."""
 
     async def call(self, action: HostCommand[R]) -> R:
         """Return a command's result; raise its error."""

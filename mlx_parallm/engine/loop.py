@@ -53,7 +53,9 @@ class EngineLoop:
                 is bounded.
         """
         self.engines = engines
-        self.adapters: dict[str, AdapterSet] = {name: one.adapters for name, one in engines.items()}
+        self.adapters: dict[str, AdapterSet] = {
+            name: engine.adapters for name, engine in engines.items()
+        }
         self.families = families
         self.worker = worker or Worker()
         self.pending: dict[int, PendingModel] = {}
@@ -75,7 +77,7 @@ class EngineLoop:
     def deliver(self, events: Sequence[Event]) -> None:
         """Send events to their readers: on this thread, or on the event loop."""
         if self._readers:
-            events = [one for one in events if not self._read_here(one)]
+            events = [event for event in events if not self._read_here(event)]
         if events:
             self._deliver(list(events))
 

@@ -89,7 +89,7 @@ class ModelEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights, in memory or not; 0 until it was loaded once."""
+        """Return the bytes of its weights, in memory or not; 0 until it was loaded once."""
         return 0 if self.model is None else self.model.memory.weights
 
     @property
@@ -102,7 +102,7 @@ class ModelEntry:
         return self.model is not None and self.model.traits == traits
 
     def status(self) -> ModelStatus:
-        """What clients see of it."""
+        """Return what clients see of it."""
         state, progress = ModelState.EVICTED, 0.0
         if self.is_loaded:
             state, progress = ModelState.LOADED, 1.0
@@ -135,21 +135,23 @@ class Residency:
         self.by_name: dict[str, ModelEntry] = {}
 
     def entries(self) -> list[ModelEntry]:
-        """All that requests may name, in the order they were given."""
-        return list({id(one): one for one in self.by_name.values()}.values())
+        """Return all models that requests may name, in the order they were given."""
+        return list({id(entry): entry for entry in self.by_name.values()}.values())
 
     def replace(self, loaded: Sequence[StartedModel]) -> None:
-        """The engine thread has loaded these, and nothing else."""
+        """Note that the engine thread has loaded these models, and nothing else."""
         entries = [
-            ModelEntry(one.config, one.model.names, one.model, is_loaded=one.is_loaded)
-            for one in loaded
+            ModelEntry(
+                started.config, started.model.names, started.model, is_loaded=started.is_loaded
+            )
+            for started in loaded
         ]
-        by_name = {name: one for one in entries for name in one.names}
-        others = [one for one in self.entries() if one.names[0] not in by_name]
-        for one in others:
+        by_name = {name: entry for entry in entries for name in entry.names}
+        others = [entry for entry in self.entries() if entry.names[0] not in by_name]
+        for entry in others:
             # Loaded at run time, before the thread was started anew: they come when asked for.
-            one.is_loaded = False
-        self.by_name = by_name | {name: one for one in others for name in one.names}
+            entry.is_loaded = False
+        self.by_name = by_name | {name: entry for entry in others for name in entry.names}
 
     def add(self, entry: ModelEntry) -> None:
         """Let requests name a model, whose names are free."""
@@ -183,7 +185,7 @@ class Residency:
             raise
 
     def end(self, entry: ModelEntry) -> None:
-        """A request that ``begin`` let in is answered."""
+        """Note that a request that ``begin`` let in is answered."""
         entry.num_open -= 1
         if not entry.num_open:
             entry.idle.set()
@@ -191,7 +193,7 @@ class Residency:
     async def unload(self, entry: ModelEntry) -> None:
         """Admit no more requests of a model, let those that run end, give back its memory."""
         entry.is_gone = True
-        self.by_name = {name: one for name, one in self.by_name.items() if one is not entry}
+        self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
         async with self._turn:
             if entry.is_loaded:
                 await self._evict(entry)
@@ -211,14 +213,14 @@ class Residency:
                 failure = problem
             entry.loading = None
             waiting, entry.waiting = entry.waiting, []
-            for one in waiting:
-                if one.done():
+            for waiter in waiting:
+                if waiter.done():
                     continue
                 if failure is None:
                     self._let_in(entry)
-                    one.set_result(None)
+                    waiter.set_result(None)
                 else:
-                    one.set_exception(failure)
+                    waiter.set_exception(failure)
 
     async def _bring(self, entry: ModelEntry) -> None:
         if entry.is_gone:
@@ -244,20 +246,22 @@ class Residency:
         limit = self._limits.get(traits.name)
         if limit is None:
             return
-        loaded = [one for one in self.entries() if one.is_loaded and one.is_of(traits)]
-        kept = sum(one.num_bytes for one in loaded if one.is_pinned)
+        loaded = [other for other in self.entries() if other.is_loaded and other.is_of(traits)]
+        kept = sum(other.num_bytes for other in loaded if other.is_pinned)
         if num_bytes + kept > limit.num_bytes:
             raise ModelLoadError(
                 f"{entry.names[0]} takes {num_bytes} bytes. {limit.owners} may take "
                 f"{limit.num_bytes} together ({limit.flag}), and {kept} of them are pinned."
             )
-        used = sum(one.num_bytes for one in loaded)
-        movable = sorted((one for one in loaded if not one.is_pinned), key=lambda one: one.used)
-        for one in movable:
+        used = sum(other.num_bytes for other in loaded)
+        movable = sorted(
+            (other for other in loaded if not other.is_pinned), key=lambda other: other.used
+        )
+        for other in movable:
             if used + num_bytes <= limit.num_bytes:
                 return
-            await self._evict(one)
-            used -= one.num_bytes
+            await self._evict(other)
+            used -= other.num_bytes
 
     async def _evict(self, entry: ModelEntry) -> None:
         # Requests that come from now on begin another load, which waits for its turn.

@@ -19,7 +19,7 @@ STALL_WAIT_S = 0.01
 
 
 class TurnClass(IntEnum):
-    """What waits for a turn-taker's steps, most urgent first.
+    """Kinds of work that wait for a turn-taker's steps, most urgent first.
 
     streams: clients that read tokens; every turn-taker of this class steps in every round.
     forward: somebody waits for one short forward.
@@ -107,13 +107,13 @@ class Turns:
         Returns:
             For how many seconds the loop may wait for a command; None if nothing else is to do.
         """
-        busy = [one for one in takers if one.has_work()]
-        streams = [one for one in busy if one.turn_class is TurnClass.STREAMS]
-        others = [one for one in busy if one.turn_class is not TurnClass.STREAMS]
-        outcomes = [one.step() for one in streams]
+        busy = [taker for taker in takers if taker.has_work()]
+        streams = [taker for taker in busy if taker.turn_class is TurnClass.STREAMS]
+        others = [taker for taker in busy if taker.turn_class is not TurnClass.STREAMS]
+        outcomes = [taker.step() for taker in streams]
         # Tokens do not wait for the steps of others.
         self._send([event for outcome in outcomes if outcome for event in outcome])
-        self._step_others(others, [one for one in streams if one.has_work()])
+        self._step_others(others, [taker for taker in streams if taker.has_work()])
         is_stalled = all(outcome is None for outcome in outcomes)
         return _wait_s(streams, others, is_stalled=is_stalled)
 
@@ -123,12 +123,12 @@ class Turns:
 
     def _step_others(self, others: Sequence[TurnTaker], streams: Sequence[TurnTaker]) -> None:
         """Step all that are ready; beside streams only the first by class and age."""
-        ready = [one for one in others if one.ready_in_s() == 0.0]
+        ready = [taker for taker in others if taker.ready_in_s() == 0.0]
         if not streams:
-            for one in ready:
-                self._send(one.step() or ())
+            for taker in ready:
+                self._send(taker.step() or ())
         elif ready:
-            first = min(ready, key=lambda one: (one.turn_class, one.waiting_since_s))
+            first = min(ready, key=lambda taker: (taker.turn_class, taker.waiting_since_s))
             if first.settles_others:
                 for stream in streams:
                     self._send(stream.settle())
@@ -136,7 +136,7 @@ class Turns:
 
     def _allowed_s(self, streams: Sequence[TurnTaker]) -> float:
         """Return how long streams may wait for a step of others, in seconds."""
-        turn_s = sum(one.step_s for one in streams)
+        turn_s = sum(taker.step_s for taker in streams)
         if self._max_stall_s is None:
             return BATCH_SHARE * turn_s
         return max(0.0, TARGET_SHARE * self._max_stall_s - turn_s)
@@ -145,7 +145,7 @@ class Turns:
 def _wait_s(
     streams: Sequence[TurnTaker], others: Sequence[TurnTaker], *, is_stalled: bool
 ) -> float | None:
-    waits = [one.ready_in_s() for one in others if one.has_work()]
-    if any(one.has_work() for one in streams):
+    waits = [taker.ready_in_s() for taker in others if taker.has_work()]
+    if any(taker.has_work() for taker in streams):
         waits.append(STALL_WAIT_S if is_stalled else 0.0)
     return min(waits, default=None)
