@@ -43,6 +43,7 @@ class RolloutOptions(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    top_n_sigma: float
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float

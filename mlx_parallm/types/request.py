@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
@@ -103,13 +104,15 @@ class SamplingParams:
         top_p: nucleus mass, in (0, 1].
         top_k: keep the k likeliest tokens; 0 and -1 keep all.
         min_p: keep tokens at least this share as likely as the likeliest, in [0, 1].
+        top_n_sigma: keep tokens whose logit is at most so many standard deviations of the row's
+            logits below the largest (top-nsigma, arXiv:2411.07641); 0 is off.
         presence_penalty: subtracted once from the logit of every token already generated.
         frequency_penalty: subtracted once per occurrence among the generated tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in
             the prompt or the output (CTRL, arXiv:1909.05858); 1 is off.
         logit_bias: ``(token id, bias)`` pairs added to the logits.
         allowed_token_ids: when given, only these tokens can be sampled.
-        seed: fixes the sampled tokens, whatever else is in the batch, unless top-k, top-p or min-p
+        seed: fixes the sampled tokens, whatever else is in the batch, unless a truncation
             cuts between logits that differ only by rounding (docs/logprobs.md); None draws one.
         max_tokens: most tokens to generate; None means up to the context length; 0 scores only.
         min_tokens: before this many tokens, neither end-of-sequence nor a stop token is sampled,
@@ -124,7 +127,7 @@ class SamplingParams:
         logprobs_mode: whose log-probabilities ``logprobs`` and ``entropy`` are.
             "raw_logprobs": the model's, before temperature, penalties, biases and masks.
             "processed_logprobs": those of the distribution the token was drawn from, after all of
-            these and top-k, top-p and min-p. A greedy row counts as temperature 1 without
+            these and truncation. A greedy row counts as temperature 1 without
             truncation. None takes the engine's mode.
         logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
             likeliest.
@@ -146,6 +149,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -177,6 +181,10 @@ class SamplingParams:
         if self.top_k < -1:
             raise InvalidRequestError("top_k must be -1, 0 or positive.", param="top_k")
         self._check_range("min_p", self.min_p, 0, 1)
+        if not 0 <= self.top_n_sigma < math.inf:
+            raise InvalidRequestError(
+                "top_n_sigma must be finite and not negative.", param="top_n_sigma"
+            )
         self._check_range("presence_penalty", self.presence_penalty, -2, 2)
         self._check_range("frequency_penalty", self.frequency_penalty, -2, 2)
         if not 0 < self.repetition_penalty <= 100:

@@ -282,6 +282,8 @@ def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
         (logits, [greedy, random], ["draw"]),
         (logits, [greedy, spec(temperature=0.0, logprobs=3)], ["logprobs"]),
         (logits, [spec(logprobs=MAX_TOP + 1), random], ["draw"]),
+        (logits, [random, spec(top_n_sigma=1.0)], []),
+        (logits, [random, spec(top_n_sigma=1.0, temperature=0.0)], ["draw"]),
         (logits.astype(mx.float16), [random, random], []),
         (logits[:, 1:], [random, random], []),
     ]

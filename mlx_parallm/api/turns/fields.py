@@ -188,6 +188,9 @@ class SamplingFields(NullIsAbsent):
     min_p: Number = Field(
         0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest."
     )
+    top_n_sigma: Number = Field(
+        0.0, ge=0, description="Keep logits at most so many standard deviations below the largest."
+    )
     presence_penalty: Number = Field(
         0.0, ge=-2, le=2, description="Subtracted once from tokens generated before."
     )

@@ -86,6 +86,27 @@ def truncate(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     return logits
 
 
+def _top_n_sigma(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+    """Keep logits from ``max - n * std`` on; masked tokens do not count for the deviation.
+
+    This is arXiv:2411.07641, with the population's deviation as in llama.cpp.
+    """
+    is_on = mx.array([row.top_n_sigma > 0 for row in params])[:, None]
+    with np.errstate(over="ignore"):
+        n = mx.array(np.array([row.top_n_sigma for row in params]).astype(np.float32))[:, None]
+    is_possible = logits > -mx.inf
+    count = mx.sum(is_possible, axis=-1, keepdims=True)
+    largest = mx.max(logits, axis=-1, keepdims=True)
+    # Logits minus the largest have the same deviation, and a small mean even if they are large.
+    below = mx.where(is_possible, logits - largest, 0.0)
+    mean = mx.sum(below, axis=-1, keepdims=True) / count
+    squares = mx.where(is_possible, mx.square(below - mean), 0.0)
+    deviation = mx.sqrt(mx.sum(squares, axis=-1, keepdims=True) / count)
+    # Where the product is no number, for an infinite n or deviation, nothing is dropped.
+    is_dropped = is_on & (below < -n * deviation)
+    return mx.where(is_dropped, -mx.inf, logits)
+
+
 def _scale(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     return logits / mx.array(np.array([row.temperature for row in params], np.float32))[:, None]
 
@@ -164,6 +185,7 @@ def _threshold(ordered: mx.array, params: Sequence[SamplingParams]) -> mx.array:
 # STAGES: in the order in which they apply. A device's kernels draw only for the settings that they
 # know, so a stage that is added here is honoured on every device.
 STAGES: tuple[Stage, ...] = (
+    Stage(("top_n_sigma",), lambda row: row.top_n_sigma > 0, _top_n_sigma),
     Stage(("temperature",), lambda row: row.temperature != 1.0, _scale),
     Stage(
         ("min_p", "top_k", "top_p"),

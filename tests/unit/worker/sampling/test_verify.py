@@ -14,7 +14,7 @@ from hypothesis import given
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampledToken, SampleSpec
 from mlx_parallm.worker.sampling.sampler import Sampler
-from mlx_parallm.worker.sampling.truncation import truncate
+from mlx_parallm.worker.sampling.truncation import draw_logits
 from mlx_parallm.worker.sampling.verify import count_accepted, keep_valid
 
 VOCAB = 8
@@ -55,6 +55,7 @@ PARAMS = [
     {"temperature": 0.6, "top_p": 0.9},
     {"temperature": 1.5, "top_k": 4},
     {"min_p": 0.2, "logit_bias": ((3, 1.5),)},
+    {"temperature": 1.4, "top_n_sigma": 1.2},
 ]
 
 
@@ -99,7 +100,7 @@ def joint(first: mx.array, second: mx.array, params: SamplingParams) -> np.ndarr
 def probabilities(logits: mx.array, params: SamplingParams) -> np.ndarray:
     for token, bias in params.logit_bias:
         logits = logits + bias * (mx.arange(VOCAB) == token)
-    cut = truncate(logits / params.temperature, [params] * logits.shape[0])
+    cut = draw_logits(logits, [params] * logits.shape[0])
     return np.array(mx.softmax(cut, axis=-1)).astype(np.float64)
 
 
