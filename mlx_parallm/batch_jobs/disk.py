@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ MAX_HOLDER_BYTES = 1000
 
 
 @contextlib.contextmanager
-def storage_errors() -> Iterator[None]:
+def storage_errors() -> Generator[None]:
     """Turn OSError into StorageError without the path, because clients see the text."""
     try:
         yield

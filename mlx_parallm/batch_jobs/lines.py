@@ -123,7 +123,7 @@ class FileReport:
 
     total: int = 0
     model: str | None = None
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 def check_file(source: Path, endpoint: str, max_line_bytes: int) -> FileReport:

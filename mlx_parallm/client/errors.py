@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.types.errors import ParallmError
 
@@ -51,9 +51,10 @@ def failure_of(status: int, body: bytes) -> RequestFailedError:
 
 def failure_in(status: int, answer: Any) -> RequestFailedError | None:
     """Return the error in a JSON object ``{"error": {"message": …}}``; None if there is none."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict):
+    fields = cast("dict[str, Any]", answer if isinstance(answer, dict) else {})
+    if not isinstance(fields.get("error"), dict):
         return None
+    error: dict[str, Any] = fields["error"]
     return RequestFailedError(
         status, str(error.get("message")), code=error.get("code"), param=error.get("param")
     )

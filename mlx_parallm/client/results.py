@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class Rollout:
     model: str
     logprobs_mode: str
     groups: Sequence[Group]
-    usage: Mapping[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def samples(self) -> list[Sample]:
@@ -157,7 +157,7 @@ class AdapterInfo:
 
 
 @contextlib.contextmanager
-def expected(what: str) -> Iterator[None]:
+def expected(what: str) -> Generator[None]:
     """Raise UnexpectedAnswerError if a field of the answer is missing or of another type."""
     try:
         yield

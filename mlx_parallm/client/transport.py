@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Generator, Mapping
+from typing import Any, cast
 
 import httpx2
 
@@ -72,7 +72,7 @@ class Transport:
 
 
 @contextlib.contextmanager
-def _unreachable(client: httpx2.AsyncClient) -> Iterator[None]:
+def _unreachable(client: httpx2.AsyncClient) -> Generator[None]:
     try:
         yield
     except httpx2.TransportError as error:
@@ -87,4 +87,4 @@ def _event(path: str, data: str) -> dict[str, Any]:
         event = None
     if not isinstance(event, dict):
         raise UnexpectedAnswerError(f"An event of {path} is no JSON object: {data[:80]}")
-    return event
+    return cast("dict[str, Any]", event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit | None) -> lis
 
 
 @contextlib.contextmanager
-def loading(config: EngineConfig, on_progress: TellProgress) -> Iterator[EngineConfig]:
+def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[EngineConfig]:
     """Prepare the process to load models; yield the configuration with all their names.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
@@ -104,7 +104,7 @@ class ControlMetrics:
             self._running.labels(name).set(one.num_used)
 
     @contextlib.contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
+    def timed(self, kind: str) -> Generator[None]:
         """Measure an update; one that fails does not count."""
         begin_s = time.perf_counter()
         yield

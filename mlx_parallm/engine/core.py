@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -207,7 +207,7 @@ class EngineCore:
         return None if entry is None else _Addressed(entry, adapter)
 
     @contextlib.asynccontextmanager
-    async def hold(self, model: str) -> AsyncIterator[None]:
+    async def hold(self, model: str) -> AsyncGenerator[None]:
         """Have a model in memory while the block runs.
 
         Raises:

@@ -84,7 +84,7 @@ class LiveWeights:
     policies: Policies
     model: LiveModel
     scheduler: PrefixCache
-    asleep: set[str] = field(default_factory=set)
+    asleep: set[str] = field(default_factory=set[str])
     _num_updates: int = 0
     _prepared: WeightsUpdate | None = None
     # Of the folder that was loaded last.

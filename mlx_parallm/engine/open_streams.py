@@ -71,7 +71,7 @@ class OpenStreams:
 
     def dispatch(self, events: Sequence[Event]) -> Sequence[str]:
         """Hand events to their readers; the requests that end because theirs does not read."""
-        unread = []
+        unread: list[str] = []
         for event in events:
             one = self._streams.get(event.request_id)
             if one is None:

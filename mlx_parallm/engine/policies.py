@@ -179,10 +179,10 @@ class Policies:
     max_rank: int = 0
     base: BaseWeights = field(default_factory=BaseWeights)
     _plain: PolicyWeights = field(init=False)
-    _policies: dict[str, _Policy] = field(default_factory=dict)
+    _policies: dict[str, _Policy] = field(default_factory=dict[str, _Policy])
     _clock: count[int] = field(default_factory=count)
     # Contents that are unloaded while requests still use them.
-    _leaving: set[str] = field(default_factory=set)
+    _leaving: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self._plain = PolicyWeights(self.base)

@@ -79,7 +79,7 @@ class ModelEntry:
     is_gone: bool = False
     progress: float = 0.0
     loading: asyncio.Future[None] | None = None
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    waiting: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
     num_open: int = 0
     used: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)

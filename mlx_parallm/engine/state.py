@@ -36,7 +36,7 @@ class MetricsText:
     """
 
     text: bytes = b""
-    slots: Mapping[str, SlotCounts] = field(default_factory=dict)
+    slots: Mapping[str, SlotCounts] = field(default_factory=dict[str, SlotCounts])
 
 
 class EngineState:

@@ -108,7 +108,7 @@ class InputChanges:
     """
 
     dropped: tuple[int, ...] = ()
-    computed: Mapping[int, ModelInput] = field(default_factory=dict)
+    computed: Mapping[int, ModelInput] = field(default_factory=dict[int, ModelInput])
 
     def __bool__(self) -> bool:
         return bool(self.dropped or self.computed)

@@ -214,7 +214,7 @@ class EncoderInfo:
     problem_type: ProblemType | None = None
     scores_are_logits: bool = False
     is_reward: bool = False
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str | None = None
     pools_prompts: bool = True
     poolings: tuple[str, ...] = ()

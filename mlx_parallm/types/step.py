@@ -132,7 +132,7 @@ class ScheduledBatch:
     block_copies: tuple[tuple[int, int], ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()
     ended: tuple[int, ...] = ()
-    adapters: Mapping[int, str] = field(default_factory=dict)
+    adapters: Mapping[int, str] = field(default_factory=dict[int, str])
     inputs: InputChanges = NO_CHANGES
 
     @property
@@ -179,8 +179,10 @@ class StepOutput:
     """
 
     tokens: tuple[SampledToken, ...]
-    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    failed: Mapping[int, str] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(
+        default_factory=dict[int, tuple[TokenLogprob, ...]]
+    )
+    failed: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -146,7 +146,7 @@ class RemoteLife:
     @contextlib.contextmanager
     def _sending(
         self, inbox: queue.SimpleQueue[Any], link: Link, channel: Channel
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Send what is put into the inbox while the block runs."""
         sender = threading.Thread(
             target=_forward, args=(inbox, link, channel), name="commands", daemon=True
@@ -166,7 +166,7 @@ class RemoteLife:
 
 
 @contextlib.contextmanager
-def _spawned(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
+def _spawned(command: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
     """A process and the channel to it; it has ended when the block has."""
     ours, theirs = socket.socketpair()
     # Modules are found where this process finds them, and nowhere else first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
@@ -154,7 +154,7 @@ class KVCacheManager:
         table.clear()
 
     @contextmanager
-    def borrowed_block(self) -> Iterator[int | None]:
+    def borrowed_block(self) -> Generator[int | None]:
         """Hold a block while the context lasts; None if there is none to allocate.
 
         The least recently used cached block is evicted only if no block is free.
