@@ -20,7 +20,7 @@ CONFIG: Mapping[str, Any] = {
 
 
 def tensors(seed: int, *, rank: int = RANK) -> dict[str, np.ndarray]:
-    """What mlx_lm would save of a LoRA of the queries and values, far enough from nothing."""
+    """Return what mlx_lm saves of a LoRA of queries and values that changes the outputs."""
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     dims, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dims // heads
@@ -36,12 +36,12 @@ def tensors(seed: int, *, rank: int = RANK) -> dict[str, np.ndarray]:
 
 
 def upload(seed: int, *, rank: int = RANK) -> bytes:
-    """The content of such an adapter's file."""
+    """Return the content of such an adapter's file."""
     return encode_safetensors(tensors(seed, rank=rank))
 
 
 def save(folder: Path, seed: int) -> Path:
-    """The folder that mlx_lm would write."""
+    """Write the files that mlx_lm writes; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapters.safetensors").write_bytes(upload(seed))
     (folder / "adapter_config.json").write_text(json.dumps(CONFIG))

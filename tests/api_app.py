@@ -12,7 +12,7 @@ make_app = create_app
 
 
 def scope_of(path: str, *, method: str = "POST", **more: Any) -> dict[str, Any]:
-    """The scope of a request, with what its route declares."""
+    """Return the scope of a request, with what its route declares."""
     scope = {"type": "http", "method": method, "path": path, **more}
     index = RouteIndex.of(routes_of(SLICES + STORING_SLICES))
     return scope | {FACTS: index.find(method, local_path(scope))}

@@ -32,7 +32,7 @@ PLAIN = "/"
 
 @dataclass(frozen=True)
 class Choice:
-    """What chose a token: the weights of its row, and those that computed what the row read."""
+    """The weights that chose a token, and those that computed what its row read."""
 
     content: str
     read: frozenset[str]
@@ -66,7 +66,7 @@ class SimulatedRunner:
         self.choices: dict[tuple[int, int], Choice] = {}
 
     def content_of(self, row: ScheduledSequence) -> str:
-        """The weights that compute a row of the latest batch."""
+        """Return the weights that compute a row of the latest batch."""
         adapter = self._adapters[row.adapter_slot] if row.adapter_slot else ""
         return f"{self.base}/{adapter}"
 
@@ -104,7 +104,7 @@ class SimulatedRunner:
             self._state_contents[target] = set(self._state_contents[source])
 
     def _choose(self, row: ScheduledSequence, first: SampleSpec) -> list[int]:
-        """The tokens that follow a row's own, as far as its proposals are right."""
+        """Return the tokens that follow a row's own, as far as its proposals are right."""
         tokens, proposals = self._read(row), row.proposals
         own = len(tokens) - len(proposals)
         content = self.content_of(row)
@@ -120,7 +120,7 @@ class SimulatedRunner:
         return chosen
 
     def _with_drafts(self, row: ScheduledSequence) -> ScheduledSequence:
-        """The row as a draft model completes it, which is right two times in three."""
+        """Return the row as a draft model completes it, which is right two times in three."""
         if row.draft is not None:
             self._write_draft(row, row.draft.start, row.draft.token_ids)
         if PENDING_TOKEN not in row.proposals:
@@ -146,7 +146,7 @@ class SimulatedRunner:
             self._drafted[block][position % self._block_size] = token
 
     def _check_draft(self, row: ScheduledSequence) -> None:
-        """The draft model must have computed what the scheduler thinks it has."""
+        """Check that the draft model has computed what the scheduler thinks it has."""
         if row.draft is None:
             return
         stores = (self._drafted, self._blocks)
@@ -159,7 +159,7 @@ class SimulatedRunner:
         assert drafted == computed, "a draft model's KV is not the sequence's"
 
     def corrupt(self, batch: ScheduledBatch) -> None:
-        """What a step that raises may leave behind."""
+        """Write what a failed step may leave behind."""
         self._adapters.update(batch.adapters)
         for row in batch.sequences:
             self._write(row, garbage=True)
@@ -191,11 +191,11 @@ class SimulatedRunner:
         return tokens
 
     def _read_contents(self, row: ScheduledSequence) -> frozenset[str]:
-        """The weights that computed all that a row reads."""
+        """Return the weights that computed all that a row reads."""
         if self._has_state:
             return frozenset(self._state_contents[row.slot])
         length = row.start + len(row.token_ids)
-        contents = [one for block in row.block_table for one in self._block_contents[block]]
+        contents = [content for block in row.block_table for content in self._block_contents[block]]
         return frozenset(contents[:length])
 
     def _score(self, row: ScheduledSequence) -> tuple[TokenLogprob, ...]:
@@ -210,7 +210,7 @@ class SimulatedRunner:
 def choose(
     tokens: Sequence[int], spec: SampleSpec, *, copies: bool = False, content: str = PLAIN
 ) -> int:
-    """The token that follows ``tokens``, as ``spec`` asks and weights have it."""
+    """Return the token that follows ``tokens``, by ``spec`` and the weights."""
     assert spec.position == len(tokens)
     return choose_token(
         tokens, spec.seed, frozenset(spec.banned_ids), copies=copies, content=content
@@ -218,14 +218,14 @@ def choose(
 
 
 def score(tokens: Sequence[int], target: int, content: str = PLAIN) -> TokenLogprob:
-    """The log-probability of ``target`` after ``tokens``."""
+    """Return the log-probability of ``target`` after ``tokens``."""
     return TokenLogprob(target, -float(_hash([*_marked(content), *tokens, target])))
 
 
 def expected_outputs(
     request: GenerateRequest, index: int, seed: int, max_len: int, *, copies: bool = False
 ) -> list[int]:
-    """The tokens of a sample that runs alone, with ``END_ID`` as the model's end."""
+    """Return the tokens of a sample that runs alone, with ``END_ID`` as the model's end."""
     params = request.params
     ends = frozenset(params.stop_token_ids) | ({END_ID} if not params.ignore_eos else set())
     tokens, outputs = list(request.prompt_ids), list[int]()

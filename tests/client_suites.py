@@ -23,7 +23,7 @@ class Command(Named, Protocol):
     """A suite that can be run."""
 
     def command(self, results: Path) -> list[str]:
-        """What runs it and writes JUnit's XML."""
+        """Return the command that runs it and writes JUnit's XML."""
         ...
 
 
@@ -31,23 +31,23 @@ S = TypeVar("S", bound=Named)
 
 
 def choose(suites: Sequence[S], words: Sequence[str]) -> list[S]:
-    """The suites whose name holds one of the words; all without any."""
+    """Return the suites with one of the words in their names; all if there are no words."""
     return [suite for suite in suites if not words or any(word in suite.name for word in words)]
 
 
-def run_suite(suite: Command, folder: Path, results: Path, told: Mapping[str, str]) -> bool:
+def run_suite(suite: Command, folder: Path, results: Path, variables: Mapping[str, str]) -> bool:
     """Run one suite in a folder; True if nothing failed.
 
-    ``results`` is where its XML goes, ``told`` variables of its environment.
+    ``results`` is the folder for its XML, ``variables`` are added to its environment.
     """
     # A faster BLAS is for the server only.
     kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     file = results / f"{suite.name}.xml"
     file.unlink(missing_ok=True)
     target = [child_process.COMMAND, *suite.command(file)]
-    return child_process.run(target, cwd=folder, env={**kept, **told}).returncode == 0
+    return child_process.run(target, cwd=folder, env={**kept, **variables}).returncode == 0
 
 
 def failed_of(chosen: Sequence[Named], passed: Sequence[bool]) -> list[str]:
-    """The names of those that did not pass."""
+    """Return the names of the suites that did not pass."""
     return [suite.name for suite, well in zip(chosen, passed, strict=True) if not well]

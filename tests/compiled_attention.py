@@ -54,7 +54,7 @@ class CompiledAttention(AheadAttention):
     pads_rows = True
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Padded:
-        count = num_rows - sum(len(one.token_ids) for one in sequences)
+        count = num_rows - sum(len(sequence.token_ids) for sequence in sequences)
         return Padded(self.plan(sequences), count)
 
     def decode_kinds(self, plan: Any) -> str:
@@ -67,13 +67,13 @@ class CompiledAttention(AheadAttention):
         self.num_decodes += 1
         num_rows = len(positions)
         slots, ends = np.full(num_rows, -1, np.int32), positions + 1
-        longest = max(len(one.block_table) for one in sequences)
+        longest = max(len(sequence.block_table) for sequence in sequences)
         # Few lengths, since each is traced for itself.
         tables = np.zeros((num_rows, max(8, 1 << (longest - 1).bit_length())), np.int32)
-        for row, one in enumerate(sequences):
-            block, offset = divmod(one.start, self._block_size)
-            slots[row] = one.block_table[block] * self._block_size + offset
-            tables[row, : len(one.block_table)] = one.block_table
+        for row, sequence in enumerate(sequences):
+            block, offset = divmod(sequence.start, self._block_size)
+            slots[row] = sequence.block_table[block] * self._block_size + offset
+            tables[row, : len(sequence.block_table)] = sequence.block_table
         return [mx.array(slots), mx.array(ends), mx.array(tables)]
 
     def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Rows:
@@ -104,9 +104,9 @@ class CompiledAttention(AheadAttention):
 
     def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
         if isinstance(plan, Padded):
-            found = super().attend(pool, plan.plan, queries[: -plan.count], **options)
+            output = super().attend(pool, plan.plan, queries[: -plan.count], **options)
             # What comes of padding must not matter.
-            return mx.concatenate([found, mx.full((plan.count, *found.shape[1:]), mx.nan)])
+            return mx.concatenate([output, mx.full((plan.count, *output.shape[1:]), mx.nan)])
         if not isinstance(plan, Rows):
             return super().attend(pool, plan, queries, **options)
         keys, values = self.gather(pool, plan.tables)

@@ -69,6 +69,6 @@ def live_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def scoring_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of small models that rank, score and reward; see ``write_models``."""
+    """Yield a server of small models that rank, score and reward; see ``write_models``."""
     with serving(write_models(tmp_path_factory.mktemp("models"))) as server:
         yield server

@@ -28,7 +28,11 @@ def write_broken(folder: Path) -> Path:
     """Write a model whose finite weights are so large that its scores are not numbers."""
     golden = read_cross_encoder()
     weights = golden_arrays(golden)
-    (name,) = (one for one in weights if one.endswith("embeddings.LayerNorm.weight"))
+    (name,) = (
+        weight_name
+        for weight_name in weights
+        if weight_name.endswith("embeddings.LayerNorm.weight")
+    )
     weights[name] = mx.full(weights[name].shape, mx.finfo(mx.float32).max)
     write_encoder(folder, golden["config"], weights)
     write_words(folder, golden["config"]["vocab_size"])
@@ -36,14 +40,14 @@ def write_broken(folder: Path) -> Path:
 
 
 def write_reward_model(folder: Path) -> Path:
-    """The same with a chat template."""
+    """Write a cross-encoder with a chat template; return the folder."""
     write_cross_encoder(folder)
     write_template(folder)
     return folder
 
 
 def write_step_model(folder: Path) -> Path:
-    """A classifier of tokens with two labels."""
+    """Write a classifier of tokens with two labels; return the folder."""
     golden = read_golden("bert_token")
     golden["config"]["id2label"] = {"0": "bad", "1": "good"}
     golden["weights"] |= {"classifier.weight": [2, 32], "classifier.bias": [2]}

@@ -24,7 +24,7 @@ def read_decoder(name: str) -> dict[str, Any]:
 def write_words(
     folder: Path, vocab_size: int, *, ends: str = "</s>", template: str | None = None
 ) -> None:
-    """A tokenizer of words ``w5`` to ``wN`` that puts ``ends`` behind a text."""
+    """Write a tokenizer of words ``w5`` to ``wN`` that puts ``ends`` behind a text."""
     specials = ["<pad>", "<unk>", "</s>", "yes", "no"]
     words = specials + [f"w{number}" for number in range(len(specials), vocab_size)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
@@ -42,7 +42,7 @@ def write_words(
 
 
 def write_decoder_of(folder: Path, golden_name: str) -> Path:
-    """A decoder of the golden values with such a tokenizer."""
+    """Write a decoder of the golden values with such a tokenizer."""
     golden = read_decoder(golden_name)
     write_golden(folder, golden)
     write_words(folder, golden["config"]["vocab_size"])

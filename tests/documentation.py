@@ -70,8 +70,8 @@ class Block:
     @property
     def reason(self) -> str | None:
         """Return why the block is not run, or None if it is to run."""
-        found = re.fullmatch(r"not run:\s*(.*)", self.note, re.DOTALL)
-        return found[1].strip() if found else None
+        match = re.fullmatch(r"not run:\s*(.*)", self.note, re.DOTALL)
+        return match[1].strip() if match else None
 
     @property
     def is_output(self) -> bool:
@@ -87,10 +87,10 @@ def read_blocks(page: str, text: str) -> list[Block]:
         re.DOTALL | re.MULTILINE,
     )
     blocks = []
-    for found in fence.finditer(text):
-        line = text.count("\n", 0, found.start("language")) + 1
-        code = re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
-        blocks.append(Block(page, line, found["language"].strip(), code, found["note"] or ""))
+    for match in fence.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        code = re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+        blocks.append(Block(page, line, match["language"].strip(), code, match["note"] or ""))
     return blocks
 
 

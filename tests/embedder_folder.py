@@ -33,7 +33,7 @@ def write_embedder(folder: Path, pooling: str = "mean_tokens", *, normalizes: bo
 
 
 def write_encoder_of(folder: Path, golden_name: str, **changes: Any) -> Path:
-    """An encoder of the golden values with such a tokenizer; ``changes`` of its config."""
+    """Write an encoder of the golden values with such a tokenizer; ``changes`` of its config."""
     golden = read_golden(golden_name)
     golden["config"] |= changes
     write_golden(folder, golden)
@@ -42,7 +42,7 @@ def write_encoder_of(folder: Path, golden_name: str, **changes: Any) -> Path:
 
 
 def write_words(folder: Path, vocab_size: int) -> None:
-    """The tokenizer of words ``w5`` to ``wN``."""
+    """Write the tokenizer of words ``w5`` to ``wN``."""
     tokenizer = word_tokenizer(vocab_size)
     # Files often bring these; they must change nothing.
     tokenizer.enable_truncation(4)

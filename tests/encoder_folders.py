@@ -44,7 +44,7 @@ def padded(rows: list[list[int]], pad: int) -> mx.array:
 
 
 def hidden_rows(model: Any, golden: dict[str, Any]) -> list[np.ndarray]:
-    """The hidden states of each sequence, float32, from one padded batch."""
+    """Return the hidden states of each sequence, float32, from one padded batch."""
     hidden, lengths = run_batch(model, golden)
     array = np.array(hidden.astype(mx.float32))
     return [row[:length] for row, length in zip(array, lengths, strict=True)]

@@ -15,12 +15,12 @@ from tests.fake_engine import FakeEngine
 async def post(
     served: FakeEncoders | None, path: str, body: Any, config: ServerConfig | None = None
 ) -> httpx2.Response:
-    """The answer to a body; without encoders where there are none."""
+    """Return the answer to a body; ``served`` None is a server without encoders."""
     return await _ask(served, "POST", path, config, json=body)
 
 
 async def fetch(served: FakeEncoders, path: str) -> httpx2.Response:
-    """What is at a path."""
+    """Return the answer to a GET of a path."""
     return await _ask(served, "GET", path)
 
 
@@ -40,5 +40,5 @@ async def _ask(
 
 
 def refused_field(answer: httpx2.Response) -> tuple[int, str | None]:
-    """The status and the field that an error names."""
+    """Return the status and the field that an error names."""
     return answer.status_code, answer.json()["error"]["param"]

@@ -41,8 +41,8 @@ class FakeControl:
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
         self._note("load_adapter", upload=upload, model=model)
         known = self._adapters.get(upload.name)
-        found = None if known is None else known.version
-        if upload.expected_version not in (None, found):
+        version = None if known is None else known.version
+        if upload.expected_version not in (None, version):
             raise VersionMismatchError("Another version.", param="expected_version")
         return self._put(upload.name, upload.version, upload.weights.digest, upload.source)
 

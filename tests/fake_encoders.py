@@ -60,7 +60,7 @@ class WordEncoder:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        firsts = [(CLS, *self._ids(one), SEP) for one, _ in pairs]
+        firsts = [(CLS, *self._ids(query), SEP) for query, _ in pairs]
         return [
             ((*first, *self._ids(second), SEP), len(first))
             for first, (_, second) in zip(firsts, pairs, strict=True)
@@ -79,14 +79,14 @@ class WordEncoder:
     def _words(self, text: str) -> list[TokenSpan]:
         return [
             TokenSpan(
-                token_id=self._ids(found.group())[0],
-                token=found.group(),
-                start=found.start(),
-                end=found.end(),
+                token_id=self._ids(match.group())[0],
+                token=match.group(),
+                start=match.start(),
+                end=match.end(),
                 is_special=False,
                 continues=False,
             )
-            for found in re.finditer(r"\S+", text)
+            for match in re.finditer(r"\S+", text)
         ]
 
     def join(self, tokens: Sequence[str]) -> str:
@@ -100,7 +100,7 @@ class WordEncoder:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         first = FIRST_WORD if skip_special_tokens else 0
-        return " ".join(f"w{one}" for one in token_ids if one >= first)
+        return " ".join(f"w{token_id}" for token_id in token_ids if token_id >= first)
 
     def cut(
         self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
@@ -122,7 +122,7 @@ def _special(token_id: int) -> TokenSpan:
 
 
 def make_encoder(*names: str, chats: bool = False, **changes: Any) -> PoolingModel:
-    """A model's facts; ``chats``: whether it has a chat template."""
+    """Return a model's facts; ``chats``: whether it has a chat template."""
     facts: dict[str, Any] = {
         "architecture": "fake",
         "vocab_size": WordEncoder.vocab_size,
@@ -143,24 +143,24 @@ def make_encoder(*names: str, chats: bool = False, **changes: Any) -> PoolingMod
     )
 
 
-def computed(one: EncodeInput, info: EncoderInfo) -> np.ndarray:
-    """A result of the task's shape, by a random generator that the input seeds."""
-    source = np.random.RandomState([*one.token_ids, one.second_at or 0])
+def computed(item: EncodeInput, info: EncoderInfo) -> np.ndarray:
+    """Return a result of the task's shape, by a random generator that the input seeds."""
+    source = np.random.RandomState([*item.token_ids, item.second_at or 0])
     shapes: dict[str, tuple[int, ...]] = {
         "embed": (info.dims,),
-        "token_embed": (len(one.token_ids), info.dims),
+        "token_embed": (len(item.token_ids), info.dims),
         "classify": (len(info.labels),),
-        "token_classify": (len(one.token_ids), len(info.labels)),
-        "mlm": (len(one.places), len(one.candidates) or info.vocab_size),
-        "mlm_logprobs": (len(one.places), len(one.candidates) or info.vocab_size),
+        "token_classify": (len(item.token_ids), len(info.labels)),
+        "mlm": (len(item.places), len(item.candidates) or info.vocab_size),
+        "mlm_logprobs": (len(item.places), len(item.candidates) or info.vocab_size),
         "sparse": (info.vocab_size,),
     }
-    if one.task == "mlm_top":
-        rows = source.standard_normal((len(one.places), info.vocab_size))
-        ids = np.argsort(-rows, axis=1)[:, : one.top_k]
+    if item.task == "mlm_top":
+        rows = source.standard_normal((len(item.places), info.vocab_size))
+        ids = np.argsort(-rows, axis=1)[:, : item.top_k]
         return np.stack([ids, np.take_along_axis(rows, ids, axis=1)], axis=1).astype(np.float32)
-    found = source.standard_normal(shapes[one.task]).astype(np.float32)
-    return np.maximum(found - 1, 0) if one.task == "sparse" else found
+    result = source.standard_normal(shapes[item.task]).astype(np.float32)
+    return np.maximum(result - 1, 0) if item.task == "sparse" else result
 
 
 class FakeAdapters:
@@ -191,12 +191,12 @@ class FakeCore:
 
     def statuses(self) -> Sequence[ModelStatus]:
         return [
-            ModelEntry(ModelConfig(), one.names, one, is_loaded=True).status()
-            for one in self.served
+            ModelEntry(ModelConfig(), model.names, model, is_loaded=True).status()
+            for model in self.served
         ]
 
     def find(self, name: str) -> ModelStatus | None:
-        return next((one for one in self.statuses() if name in one.names), None)
+        return next((status for status in self.statuses() if name in status.names), None)
 
     def not_found(self, name: str) -> ModelNotFoundError:
         return ModelNotFoundError(name)
@@ -213,7 +213,7 @@ class FakeCore:
         self.requests.append(request)
         reader = AnswerReader[EncodeResults](request)
         if not self.hangs:
-            results = [self.compute(one, status.model.info) for one in request.inputs]
+            results = [self.compute(item, status.model.info) for item in request.inputs]
             answer = EncodeResults(results, [False] * len(results))
             reader.put(PoolingEvent(request_id=request.request_id, results=answer))
         return reader

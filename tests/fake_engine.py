@@ -49,21 +49,21 @@ Script = Callable[[GenerateRequest], AsyncIterator[GenerateEvent]]
 
 
 def scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...] | None:
-    """A log-probability per prompt token, none for the first."""
+    """Return a log-probability per prompt token, none for the first."""
     if request.params.prompt_logprobs is None:
         return None
     return (None, *(TokenLogprob(i, -0.25, ((i, -0.25),)) for i in request.prompt_ids[1:]))
 
 
 def prompt_event(request: GenerateRequest) -> PromptEvent:
-    """The first event of a request; three of its tokens were cached."""
+    """Return the first event of a request; three of its tokens were cached."""
     return PromptEvent(
         request_id=request.request_id, num_cached_tokens=3, prompt_logprobs=scores(request)
     )
 
 
 def write(text: str) -> Script:
-    """A script that writes ``text`` one byte per token for every sample in turn, then EOS."""
+    """Return a script that writes ``text``, a byte per token, to each sample in turn, then EOS."""
 
     async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         yield prompt_event(request)
@@ -79,7 +79,7 @@ def write(text: str) -> Script:
 def token_event(
     request: GenerateRequest, index: int, ids: Sequence[int], is_last: bool
 ) -> TokenEvent:
-    """An event of zero or one byte."""
+    """Return an event of zero or one byte."""
     wanted = request.params.logprobs is not None
     reason = FinishReason.STOP if list(ids) == [EOS] else FinishReason.LENGTH
     return TokenEvent(
@@ -93,7 +93,7 @@ def token_event(
 
 
 def fail(error: ParallmError, *, after: str = "") -> Script:
-    """A script that writes some text and then fails; without text, before the prompt is done."""
+    """Return a script that writes some text and then fails; without text, before the prompt."""
 
     async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         if after:
@@ -106,7 +106,7 @@ def fail(error: ParallmError, *, after: str = "") -> Script:
 
 
 def hang(*, after: str = "") -> Script:
-    """A script that writes some text and then nothing more, as a long prefill or a slow step."""
+    """Return a script that writes some text and then waits forever, like a slow step."""
 
     async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         if after:
@@ -186,8 +186,8 @@ class FakeEngine:
     def not_found(self, name: str) -> ModelNotFoundError:
         return ModelNotFoundError(name)
 
-    async def load_model(self, asked: ModelLoad) -> ModelStatus:
-        raise ModelNotFoundError(asked.model)
+    async def load_model(self, load: ModelLoad) -> ModelStatus:
+        raise ModelNotFoundError(load.model)
 
     async def unload_model(self, name: str) -> ModelStatus:
         raise ModelNotFoundError(name)
@@ -230,7 +230,7 @@ class FakeEngine:
         self.cancelled.append(request_id)
 
     async def memory(self) -> Mapping[str, ModelMemory]:
-        return {one.names[0]: ModelMemory(weights=7) for one in self.models()}
+        return {model.names[0]: ModelMemory(weights=7) for model in self.models()}
 
     async def load(self) -> EngineLoad:
         return EngineLoad(num_requests=3, num_running=2, num_waiting=1)
@@ -249,7 +249,7 @@ class FakeEngine:
 
 
 def _patient(config: ServerConfig) -> ServerConfig:
-    """The configuration without the limits that a busy machine could reach, unless it sets them."""
+    """Return the configuration without default limits that a busy machine could reach."""
     default = ServerConfig()
     limits = {
         name: 0.0
@@ -267,7 +267,7 @@ def serve_fake(
     max_waiting: int | None = None,
     bound_to: str | None = None,
 ) -> Iterator[str]:
-    """The application over a fake engine on a free port; yields its URL."""
+    """Serve the application over a fake engine on a free port; yield its URL."""
     config = _patient(config or ServerConfig())
     app = make_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
     http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)

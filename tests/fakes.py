@@ -19,7 +19,7 @@ EOS = 256
 
 
 def make_info(**changes: Any) -> RunnerInfo:
-    """A small model's facts; bytes and one EOS token are its vocabulary."""
+    """Return a small model's facts; bytes and one EOS token are its vocabulary."""
     facts: dict[str, Any] = {
         "path": "packed",
         "vocab_size": 257,
@@ -137,7 +137,7 @@ class FakeStep:
 
 
 def spell(text: str) -> Callable[[ScheduledSequence], int]:
-    """A script that writes ``text``, then EOS."""
+    """Return a script that writes ``text``, then EOS."""
     ids = [*text.encode(), EOS]
 
     def script(row: ScheduledSequence) -> int:

@@ -25,24 +25,24 @@ def read_golden_adapter(name: str) -> dict[str, Any]:
 
 
 def read_base(golden: dict[str, Any]) -> dict[str, Any]:
-    """The golden model that an adapter was made of."""
+    """Return the golden model that an adapter was made of."""
     folder, name = golden["base"].split("/")
     return read_decoder(name) if folder == "decoders" else read_golden(name)
 
 
 def golden_tensors(golden: dict[str, Any], *, scale: float = 1.0) -> dict[str, np.ndarray]:
-    """The tensors that PEFT saved; another ``scale`` gives another adapter."""
+    """Return the tensors that PEFT saved; another ``scale`` gives another adapter."""
     shapes = golden["tensors"]
     return {name: scale * golden_adapter_weight(name, shapes[name]) for name in shapes}
 
 
 def golden_upload(golden: dict[str, Any], *, scale: float = 1.0) -> bytes:
-    """The content of ``adapter_model.safetensors``."""
+    """Return the content of ``adapter_model.safetensors``."""
     return encode_safetensors(golden_tensors(golden, scale=scale))
 
 
 def write_golden_adapter(folder: Path, golden: dict[str, Any]) -> Path:
-    """The folder that PEFT wrote."""
+    """Write the folder that PEFT wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(golden["adapter_config"]))
     (folder / "adapter_model.safetensors").write_bytes(golden_upload(golden))

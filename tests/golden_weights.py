@@ -10,7 +10,7 @@ import numpy as np
 
 
 def golden_adapter_weight(name: str, shape: Sequence[int]) -> np.ndarray:
-    """The same for an adapter: its matrices are smaller, DoRA's magnitudes near 1."""
+    """Return an adapter's weight: matrices are smaller, DoRA's magnitudes near 1."""
     weight = golden_weight(name, shape)
     if "magnitude" in name:
         return weight + np.float32(1)
@@ -18,7 +18,7 @@ def golden_adapter_weight(name: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def golden_weight(name: str, shape: Sequence[int]) -> np.ndarray:
-    """A float32 weight: what of it is random has the crc32 of its name as seed.
+    """Return a float32 weight, random by the crc32 of its name.
 
     Scales of norms are near 1. Matrices are so large that attention is far from uniform.
     """

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Of each type of block, the key that its deltas add to.
+# DELTAS: type of block and key that each type of delta adds to.
 DELTAS = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
@@ -21,7 +21,7 @@ FRESH: Mapping[str, dict[str, Any]] = {
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    """The payloads of a whole stream; each event's name is its payload's type."""
+    """Return the payloads of a whole stream; each event's name is its payload's type."""
     *parts, rest = text.split("\n\n")
     assert rest == ""
     payloads = []
@@ -34,7 +34,7 @@ def read_events(text: str) -> list[dict[str, Any]]:
 
 
 def fold_message(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The message that a complete stream without pings adds up to."""
+    """Return the message that a complete stream without pings adds up to."""
     first, *middle, delta, stop = events
     assert first["type"] == "message_start"
     assert (delta["type"], stop) == ("message_delta", {"type": "message_stop"})
@@ -49,7 +49,7 @@ def fold_message(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def fold_blocks(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks that events add up to, one after the other; inputs of tools stay texts."""
+    """Return the blocks that events add up to, one after the other; inputs of tools stay texts."""
     blocks: list[dict[str, Any]] = []
     is_open = False
     for event in events:

@@ -122,9 +122,9 @@ def compiled_attention(cache: CacheConfig, *_: Any, **__: Any) -> BackendChoice:
 
 
 def plans_of(records: Sequence[Record]) -> dict[str, Any]:
-    """The last plan of every model."""
-    results = {one.number: one.result for one in records if isinstance(one, Waited)}
-    begun = [pickle.loads(one.op) for one in records if isinstance(one, Begun)]
+    """Return the last plan of every model."""
+    results = {record.number: record.result for record in records if isinstance(record, Waited)}
+    begun = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
     return {
         op.model: results[number]
         for number, op in enumerate(begun)
@@ -175,6 +175,6 @@ def main(recorded: str, replayed: str, ahead: str) -> None:
     records = pickle.loads(Path(recorded).read_bytes())
     patches = [patch.object(adapter_store, "MODULES_AT_A_TIME", MODULES)]
     patches += [patch.object(module, name, refuse) for module, name in DECISIONS]
-    for one in patches:
-        one.start()
+    for patched in patches:
+        patched.start()
     Path(replayed).write_bytes(pickle.dumps(replay(records, ahead=ahead == "ahead")))

@@ -1,4 +1,4 @@
-"""Whether the events of a response come in a legal order, as a small state machine."""
+"""A small state machine that checks the order of a response's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = frozenset(
     prompt_cache_key
     """.split()  # noqa: SIM905 - as a list it is a page long
 )
-# Of each type of item: its texts, as the name of the events and the key that ends them.
+# TEXTS of each type of item: the name of their events, and the key that ends them.
 TEXTS = {
     "message": [("response.output_text", "text")],
     "reasoning": [("response.reasoning_text", "text"), ("response.reasoning_summary_text", "text")],
@@ -57,7 +57,7 @@ def check_events(events: Iterable[Event]) -> dict[str, Any]:
 
 
 class _Order:
-    """What may come next."""
+    """The state of the check: which events may come next."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] | None = None

@@ -97,7 +97,7 @@ class SchedulerHarness:
         self._forget_if_done(request_id)
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, checked."""
+        """Return the next batch, checked."""
         batch = self.scheduler.schedule()
         if batch is not None:
             self.batches.append(batch)

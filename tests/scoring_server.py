@@ -45,7 +45,7 @@ def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
 
 
 def refusal(server: ServerProcess, path: str, body: dict[str, Any], status: int = 400) -> Any:
-    """The error; the server goes on."""
+    """Return the error of a refused request; check that the server goes on."""
     answer = httpx2.post(f"{server.url}{path}", json=body)
     assert answer.status_code == status, answer.text
     assert len(answer.text) < 2000
@@ -55,4 +55,4 @@ def refusal(server: ServerProcess, path: str, body: dict[str, Any], status: int 
 
 def scores(results: list[dict[str, Any]], field: str = "relevance_score") -> list[float]:
     """By document."""
-    return [one[field] for one in sorted(results, key=lambda one: one["index"])]
+    return [result[field] for result in sorted(results, key=lambda entry: entry["index"])]

@@ -24,7 +24,7 @@ def make_request(request_id: str = "a", model: str = "m", **params: Any) -> Gene
 
 
 def remote_engine(script: str = "hello", config: EngineConfig | None = None) -> AsyncEngine:
-    """An engine in a process of its own; ``script`` is what ``scripted_process`` is run with."""
+    """Return an engine in a process of its own, in which ``scripted_process`` runs ``script``."""
     config = config or EngineConfig()
     command = [sys.executable, "-m", "tests.scripted_process", script]
     return AsyncEngine(config, life=RemoteLife(config, command, ignore_progress))

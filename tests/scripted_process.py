@@ -44,12 +44,12 @@ def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Sche
 
 
 def pid_of(host: EngineHost) -> int:
-    """An action: whose process this is."""
+    """Return the id of the engine's process."""
     return os.getpid()
 
 
 def something_local(host: EngineHost) -> Callable[[], None]:
-    """An action that gives what cannot be pickled."""
+    """Return something that cannot be pickled."""
     return lambda: None
 
 
@@ -64,12 +64,12 @@ class Unreadable:
 
 
 def something_unreadable(host: EngineHost) -> Unreadable:
-    """An action that gives what the server cannot read."""
+    """Return something that the server cannot unpickle."""
     return Unreadable()
 
 
 def die(host: EngineHost) -> None:
-    """An action that ends the engine."""
+    """End the engine."""
     raise Death
 
 

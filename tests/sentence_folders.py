@@ -72,7 +72,7 @@ def write_pylate(folder: Path) -> Path:
 
 
 def write_native(folder: Path) -> Path:
-    """The form of sentence-transformers 6: prompts are texts, and queries may be longer."""
+    """Write the form of sentence-transformers 6: prompts are texts, and queries may be longer."""
     trunk = _read("bert")
     _write_model(folder, trunk["config"], trunk["weights"])
     _write_tokenizer(folder, _tokenizer(99))
@@ -113,14 +113,14 @@ def write_native(folder: Path) -> Path:
 
 
 def write_prompted(folder: Path) -> Path:
-    """An embedder in its oldest layout, whose vectors leave the tokens of prompts out."""
+    """Write an embedder in its oldest layout, whose vectors leave the tokens of prompts out."""
     trunk = _read("bert")
     own = folder / "0_Transformer"
     _write_model(own, trunk["config"], trunk["weights"])
     _write_tokenizer(own, _tokenizer(99))
     _dump(own / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": False})
     poolings = ("cls_token", "mean_tokens", "weightedmean_tokens", "lasttoken")
-    pooling = {f"pooling_mode_{one}": True for one in poolings}
+    pooling = {f"pooling_mode_{pooling_name}": True for pooling_name in poolings}
     pooling |= {"word_embedding_dimension": 32, "include_prompt": False}
     _dump(folder / "1_Pooling" / "config.json", pooling)
     settings = {

@@ -37,7 +37,7 @@ class ServerProcess:
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
-        # Nothing may come from, or go into, the folder of whoever runs the tests.
+        # The tests must not read or write the data folder of the user.
         self._data = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         data_dir = {"MLX_PARALLM_DATA_DIR": str(Path(self._data.name) / "data")}
         with bind("127.0.0.1", 0) as listener:
@@ -75,11 +75,11 @@ class ServerProcess:
                 raise AssertionError(f"the server ended:\n{self.log}")
 
     def metric(self, name: str) -> float:
-        """The value of a metric with the first labels found."""
+        """Return the value of a metric with the first labels found."""
         text = httpx2.get(f"{self.url}/metrics").text
-        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return float(found[1])
+        match = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert match, f"no metric {name}"
+        return float(match[1])
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
@@ -93,7 +93,7 @@ class ServerProcess:
 
 @contextmanager
 def serving(folders: Mapping[str, Path], *flags: str) -> Iterator[ServerProcess]:
-    """A server of models by these names, until the end of the block."""
+    """Yield a server of models by these names, until the end of the block."""
     names = [f"{folder}={name}" for name, folder in folders.items()]
     models = ["--model", *map(str, folders.values())]
     process = ServerProcess(*models, "--served-model-name", *names, *flags)

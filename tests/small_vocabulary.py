@@ -43,7 +43,7 @@ _BYTE_LEVEL = {
 
 
 def tokenizer_json() -> str:
-    """The text of its ``tokenizer.json``."""
+    """Return the text of its ``tokenizer.json``."""
     flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
     return json.dumps(
         {
@@ -64,16 +64,16 @@ def tokenizer_json() -> str:
 
 
 def small_compiler(*end_ids: int) -> GrammarCompiler:
-    """Of a model with these tokens; ``END`` ends a text unless others are given."""
+    """Return the compiler of a model with these tokens; ``END`` ends a text by default."""
     ends = frozenset(end_ids or (END,))
     return GrammarCompiler(GrammarVocabulary(tokenizer_json(), ends, NUM_ROWS, len(TOKENS)))
 
 
 def ids_of(text: str) -> list[int]:
-    """The text, a token for each character."""
+    """Return a token for each character of a text."""
     return [TEXTS.index(character) for character in text]
 
 
 def text_of(token_ids: list[int]) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     return "".join(TEXTS[token_id] for token_id in token_ids)

@@ -50,7 +50,7 @@ class SumJob:
 
 
 def shift_of(adapter: str | None) -> int:
-    """What adapters such as ``digest-3`` add to a sum."""
+    """Return what an adapter such as ``digest-3`` adds to a sum."""
     return 0 if adapter is None else 1000 * int(adapter.rpartition("-")[2])
 
 
@@ -71,14 +71,14 @@ class SumEncoder:
         self.batches: list[list[tuple[int, ...]]] = []
 
     def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
-        assert {one.adapter for one in inputs} - {None} == set(slots)
-        batch = [one.token_ids for one in inputs]
+        assert {item.adapter for item in inputs} - {None} == set(slots)
+        batch = [item.token_ids for item in inputs]
         self.batches.append(batch)
-        if any(POISON in one for one in batch):
+        if any(POISON in ids for ids in batch):
             raise RuntimeError("out of memory")
         rows = [
-            [np.nan if NAN in ids else sum(ids) + shift_of(one.adapter), len(ids)]
-            for ids, one in zip(batch, inputs, strict=True)
+            [np.nan if NAN in ids else sum(ids) + shift_of(item.adapter), len(ids)]
+            for ids, item in zip(batch, inputs, strict=True)
         ]
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
@@ -90,12 +90,12 @@ class SumEncoder:
 
 
 def seconds_of(batch: Sequence[tuple[int, ...]]) -> float:
-    """What a batch takes."""
+    """Return the seconds that a batch takes."""
     return LAUNCH_S + TOKEN_S * len(batch) * max(map(len, batch))
 
 
 class RepliedEngine(PoolingEngine):
-    """An engine that hands each answer, or the error, to whoever asked."""
+    """An engine that passes each answer or error to the reply of its request."""
 
     def __init__(self, *parts: Any, **more: Any) -> None:
         super().__init__(*parts, **more)

@@ -87,7 +87,9 @@ class SumEngine(EngineDefaults):
 
     def abort(self, request_id: str) -> bool:
         before = len(self._waiting)
-        self._waiting = deque(one for one in self._waiting if one.request_id != request_id)
+        self._waiting = deque(
+            request for request in self._waiting if request.request_id != request_id
+        )
         return len(self._waiting) < before
 
     def cancel(self, request_id: str) -> Sequence[ErrorEvent]:
@@ -136,7 +138,9 @@ class SumKind(KindDefaults):
         return (path / "sum.json").is_file()
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
-        return [PendingSum(one.config, one.path, context.families).finish() for one in models]
+        return [
+            PendingSum(folder.config, folder.path, context.families).finish() for folder in models
+        ]
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         return lambda families, worker: PendingSum(config, path, families)

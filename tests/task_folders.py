@@ -13,12 +13,12 @@ PIPELINES = Path(__file__).parent / "golden" / "pipelines.json"
 
 
 def golden_pipelines() -> list[dict[str, Any]]:
-    """What transformers answers; see scripts/golden_pipelines.py."""
+    """Return the answers of transformers; see scripts/golden_pipelines.py."""
     return json.loads(PIPELINES.read_text(encoding="utf-8"))
 
 
 def write_task_model(folder: Path, encoder: str, changes: dict[str, Any]) -> Path:
-    """The model of a pipeline: a golden encoder with changes to its config."""
+    """Write the model of a pipeline: a golden encoder with changes to its config."""
     golden = read_golden(encoder)
     config = {**golden["config"], **changes}
     write_encoder(folder, config, golden_arrays(golden))
@@ -26,19 +26,19 @@ def write_task_model(folder: Path, encoder: str, changes: dict[str, Any]) -> Pat
     return folder
 
 
-def assert_alike(found: Any, expected: Any, where: str = "answer") -> None:
-    """The same values, but for rounding of the numbers that are no integers."""
+def assert_alike(actual: Any, expected: Any, where: str = "answer") -> None:
+    """Assert that values are equal, floats up to rounding."""
     if isinstance(expected, float):
-        assert isinstance(found, float), where
-        assert abs(found - expected) <= 1e-4, f"{where}: {found} is not {expected}"
+        assert isinstance(actual, float), where
+        assert abs(actual - expected) <= 1e-4, f"{where}: {actual} is not {expected}"
     elif isinstance(expected, list):
-        assert isinstance(found, list), where
-        assert len(found) == len(expected), where
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_alike(one, other, f"{where}.{number}")
+        assert isinstance(actual, list), where
+        assert len(actual) == len(expected), where
+        for number, (part, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_alike(part, other, f"{where}.{number}")
     elif isinstance(expected, dict):
-        assert set(found) == set(expected), where
+        assert set(actual) == set(expected), where
         for key, value in expected.items():
-            assert_alike(found[key], value, f"{where}.{key}")
+            assert_alike(actual[key], value, f"{where}.{key}")
     else:
-        assert found == expected, f"{where}: {found!r} is not {expected!r}"
+        assert actual == expected, f"{where}: {actual!r} is not {expected!r}"

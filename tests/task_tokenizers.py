@@ -120,7 +120,7 @@ TOKENIZERS = {
 
 
 def write_tokenizer(folder: Path, model_type: str) -> None:
-    """The files of the tokenizer of such a model."""
+    """Write the files of the tokenizer of such a model."""
     tokenizer, names = TOKENIZERS[model_type]()
     assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -42,7 +42,7 @@ MAX_RANK = 8
 
 
 class DeviceError(Exception):
-    """What a step may raise."""
+    """The error of a failing step."""
 
 
 class Tokenizer(ByteTokenizer):
@@ -60,7 +60,7 @@ class NoMetrics:
 
 @dataclass(frozen=True)
 class FakeAdapter:
-    """What policies and schedulers see of an adapter."""
+    """The part of an adapter that policies and schedulers see."""
 
     digest: str
     rank: int = 4
@@ -68,7 +68,7 @@ class FakeAdapter:
 
 
 def adapter(name: str, digest: str, label: str | None) -> AdapterUpload:
-    """An upload that replaces what is there, and can be evicted."""
+    """Return an upload that replaces what is there, and can be evicted."""
     return AdapterUpload(
         name=name,
         weights=cast(AdapterWeights, FakeAdapter(digest)),
@@ -129,7 +129,7 @@ class SlotRecord(FakeStore):
 
 @dataclass(eq=False)
 class Weights:
-    """What requests of one name should be computed with."""
+    """The weights that requests of one name must be computed with."""
 
     label: str
     digest: str = ""
@@ -159,7 +159,7 @@ class Tracked:
 
     @property
     def has_ended(self) -> bool:
-        return all(one.finish is not None for one in self.samples.values())
+        return all(sample.finish is not None for sample in self.samples.values())
 
 
 class VersionHarness:
@@ -282,7 +282,7 @@ class VersionHarness:
         assert (info.version, info.digest) == (label, digest)
         weights = self.names.setdefault(name, Weights(label, digest))
         weights.label, weights.digest = label, digest
-        loaded = {one.name for one in self.policies.infos()}
+        loaded = {info.name for info in self.policies.infos()}
         for gone in self.names.keys() - loaded:
             self.seen["evicted"] += 1
             del self.names[gone]
@@ -293,7 +293,7 @@ class VersionHarness:
         """Unload an adapter; requests that have it go on."""
         self.policies.unload(name)
         self.seen["unloaded while used"] += any(
-            one.weights is self.names[name] for one in self.tracked.values()
+            tracked.weights is self.names[name] for tracked in self.tracked.values()
         )
         del self.names[name]
 
@@ -305,17 +305,17 @@ class VersionHarness:
         self._note_change()
 
     def pause(self) -> None:
-        """As a pause that keeps requests."""
+        """Pause and keep the requests."""
         self.engine.is_paused = True
         self._hear(self.engine.settle())
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """As the command does it."""
+        """Reset the prefix cache as the command does."""
         self._hear(self.engine.settle())
         self.engine.reset_prefix_cache(reset_running=reset_running)
 
     def step(self) -> None:
-        """As the engine's thread does."""
+        """Step the engine as its thread does."""
         if self.engine.has_work():
             events = self.engine.step()
             assert events is not None, "there is work, but nothing runs"
@@ -335,11 +335,13 @@ class VersionHarness:
         assert not self.tracked, "a sample was never reported as ended"
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
-        digests = {one.digest for one in self.names.values()}
+        digests = {version.digest for version in self.names.values()}
         assert self.store.contents == digests, "tensors that no name has"
         assert set(self.scheduler.adapters.resident) <= digests, "a slot that no name needs"
         infos = {info.name: (info.version, info.digest) for info in self.policies.infos()}
-        assert infos == {name: (one.label, one.digest) for name, one in self.names.items()}
+        assert infos == {
+            name: (version.label, version.digest) for name, version in self.names.items()
+        }
 
     def _current(self, weights: Weights) -> tuple[str, str]:
         return weights.label, f"{self._base}/{weights.digest}"
@@ -406,7 +408,7 @@ class VersionHarness:
         sample.versions.append(event.version)
         sample.choices.append(choice)
         # The sample so far says by which weights it was computed, whole.
-        made_by = {one.content for one in sample.choices}
+        made_by = {choice.content for choice in sample.choices}
         assert choice.read <= made_by, "KV of weights that the sample has no token of"
         self.seen["mixed KV"] += len(choice.read) > 1
 
@@ -420,7 +422,7 @@ class VersionHarness:
         contents = [sample.choices[0].content] if sample.choices else []
         # A request of no tokens is scored by what its history had at some time.
         candidates = contents or [content for _, content in tracked.history]
-        scored = [expected_prompt_logprobs(tracked.request, one) for one in candidates]
+        scored = [expected_prompt_logprobs(tracked.request, candidate) for candidate in candidates]
         assert list(prompt.prompt_logprobs) in scored, "scored by several versions"
         self.seen["scored"] += 1
 
@@ -436,7 +438,7 @@ class VersionHarness:
         spans = VersionSpans()
         for version in sample.versions:
             spans.add(version, 1)
-        covered = [one for span in spans.to_json() for one in _labels(span)]
+        covered = [label for span in spans.to_json() for label in _labels(span)]
         assert covered == sample.versions
         self.ended.append((*tracked.request.prompt_ids, *sample.tokens))
         self.seen["straddled"] += len(set(pairs)) > 1

@@ -8,7 +8,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def word_tokenizer(vocab_size: int, pair: str = "[CLS] $A [SEP] $B:1 [SEP]:1") -> Tokenizer:
-    """Of the words ``w5`` to ``wN``, with BERT's special tokens around one text or two."""
+    """Return a tokenizer of ``w5`` to ``wN``, with BERT's special tokens around texts."""
     words = SPECIALS + [f"w{number}" for number in range(len(SPECIALS), vocab_size)]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[assignment]

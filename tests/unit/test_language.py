@@ -51,6 +51,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/worker/sampling",
     "mlx_parallm/worker/worker.py",
     "scripts",
+    "tests/*.py",
     "tests/builders",
     "tests/conformance",
     "tests/integration",
@@ -155,6 +156,8 @@ def faults(source: str) -> list[str]:
 
 def files_of(room: str) -> list[Path]:
     path = REPOSITORY / room
+    if "*" in room:
+        return sorted(REPOSITORY.glob(room))
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
