@@ -44,6 +44,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/types",
     "mlx_parallm/units.py",
     "mlx_parallm/worker/attention",
+    "mlx_parallm/worker/device",
     "mlx_parallm/worker/layers/wrapped_calls.py",
     "mlx_parallm/worker/model_errors.py",
     "mlx_parallm/worker/ops.py",

@@ -8,9 +8,9 @@ import sys
 
 import mlx.core as mx
 
-# From glibc's <malloc.h>.
+# Names of mallopt settings in glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-# The largest that glibc accepts.
+# _MMAP_THRESHOLD_BYTES is the largest that glibc accepts.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TOP_PAD_BYTES = 16 << 20
 _NEVER = 2**31 - 1
@@ -18,7 +18,7 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESH
 
 
 def keep_freed_memory() -> bool:
-    """Let the process keep the memory that a step frees, for the next one; whether it was done.
+    """Let the process keep the memory that a step frees, for the next; True if it was possible.
 
     MLX's CPU backend allocates every intermediate result by ``malloc``. By default glibc maps the
     large ones anew each time and returns freed memory at once, so that a step spends half of its
@@ -29,7 +29,7 @@ def keep_freed_memory() -> bool:
     if not (is_cpu and sys.platform == "linux") or any(name in os.environ for name in _ENVIRONMENT):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:  # musl has one way only
+    if mallopt is None:  # musl has no such settings
         return False
     settings = (
         (_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES),

@@ -1,4 +1,4 @@
-"""Whether a kernel agrees with what it stands for, on the device that it will run on."""
+"""Trials of kernels against the operations that they replace, on the device they will run on."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ logger = logging.getLogger(__name__)
 
 
 class ShapeTrials:
-    """Tries what there is for a shape once, and logs why it is not used."""
+    """Tries a kernel once per shape, and logs why it is not used."""
 
-    def __init__(self, what: str, found: dict[str, bool] | None = None) -> None:
+    def __init__(self, what: str, verdicts: dict[str, bool] | None = None) -> None:
         """Prepare.
 
         Args:
-            what: is tried, with its verb: "the kernel of experts is".
-            found: what was found before, which is added to.
+            what: the kernel with its verb: "the kernel of experts is".
+            verdicts: those of earlier trials, by kernel and shape; new ones are added.
         """
         self._what = what
         self._agrees: dict[Hashable, bool] = {}
-        self._found = {} if found is None else found
+        self._verdicts = {} if verdicts is None else verdicts
 
     def agree(self, shape: Hashable, why_not: Callable[[], str | None]) -> bool:
-        """Whether it is to be used; ``why_not`` is asked for the first of a shape."""
+        """True if the kernel is to be used; ``why_not`` runs for the first of a shape."""
         if shape not in self._agrees:
             name = f"{self._what} used for {shape!r}"
-            if name not in self._found:
+            if name not in self._verdicts:
                 reason = why_not()
-                self._found[name] = reason is None
+                self._verdicts[name] = reason is None
                 if reason is not None:
                     logger.info("%s not used for %s: %s", self._what, shape, reason)
-            self._agrees[shape] = self._found[name]
+            self._agrees[shape] = self._verdicts[name]
         return self._agrees[shape]
 
 
@@ -48,12 +48,12 @@ class KernelTrials:
 
     Attributes:
         found: whether a kernel is used, by kernel and shape. A shape that comes up first while the
-            model runs is tried then: what comes of it depends on the device alone.
+            model runs is tried then: its verdict depends on the device alone.
     """
 
-    def __init__(self, found: Mapping[str, bool] | None = None) -> None:
-        """``found``: of another worker's load; what it has is not tried again."""
-        self.found = dict(found or {})
+    def __init__(self, verdicts: Mapping[str, bool] | None = None) -> None:
+        """``verdicts`` are of another worker's load; their kernels are not tried again."""
+        self.found = dict(verdicts or {})
 
     def of(self, what: str) -> ShapeTrials:
         """Return the trials of one kernel; see ``ShapeTrials``."""
@@ -61,27 +61,27 @@ class KernelTrials:
 
 
 def why_off(error: Callable[[], float], limit: float) -> str | None:
-    """Why a kernel is not to be used; None if its error, in parts of the largest value, is small.
+    """Return why a kernel is not to be used; None if its error is small.
 
-    ``error`` runs the kernel.
+    ``error`` runs the kernel and returns the error in parts of the largest value.
     """
     try:
-        found = error()
+        part = error()
     except MODEL_ERRORS as cause:
         return f"{type(cause).__name__}: {cause}"
-    return None if found <= limit else f"off by {found:.2g} of the largest value"
+    return None if part <= limit else f"off by {part:.2g} of the largest value"
 
 
-def largest_error(found: mx.array, wanted: mx.array) -> float:
-    """Largest difference, in parts of the largest value."""
-    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
-    error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-    # NaN is no agreement.
+def largest_error(actual: mx.array, wanted: mx.array) -> float:
+    """Return the largest difference, in parts of the largest value."""
+    actual, wanted = actual.astype(mx.float32), wanted.astype(mx.float32)
+    error = mx.abs(actual - wanted).max() / mx.abs(wanted).max()
+    # NaN counts as an infinite error.
     return float("inf") if mx.isnan(error).item() else cast("float", error.item())
 
 
 def cuda_report(why_not: Callable[[KernelLanguage], str | None]) -> KernelReport:
-    """Test what is for CUDA only, if that is the default device."""
+    """Test a kernel that is for CUDA only, if that is the default device."""
     if backend_name() != "cuda":
         return KernelReport(backend="stock")
     reason = why_not(CudaLanguage())

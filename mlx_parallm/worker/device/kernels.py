@@ -1,4 +1,4 @@
-"""What the kernels of the default device are written in, and how a test of them is told."""
+"""The language of the default device's kernels, and reports of their tests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelReport:
-    """What computes something: ``stock`` operations or a device's kernels, and why not those."""
+    """Which backend computes: ``stock`` operations or a device's kernels, and why not those."""
 
     backend: str
     rejected: str | None = None
 
 
 def device_language() -> KernelLanguage | None:
-    """The language of the default device's kernels; None for a CPU."""
+    """Return the language of the default device's kernels; None for a CPU."""
     backend = backend_name()
     if backend == "cuda":
         return CudaLanguage()
@@ -35,11 +35,11 @@ def device_language() -> KernelLanguage | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerReport:
-    """What compiles the kernels of an NVIDIA GPU.
+    """The compiler of an NVIDIA GPU's kernels.
 
     Attributes:
-        compiler: the version of NVRTC and the device it compiles for; ``MLX`` where that must do.
-        folder: where compiled kernels are kept; None where they are not.
+        compiler: the version of NVRTC and the device it compiles for; ``MLX`` without NVRTC.
+        folder: where compiled kernels are kept; None if they are not.
         num_kept: kernels in the folder.
         rejected: why MLX compiles the kernels, anew in every process.
     """
@@ -51,7 +51,7 @@ class CompilerReport:
 
 
 def compiler_report() -> CompilerReport | None:
-    """Test what compiles the kernels of the default device; None unless it is an NVIDIA GPU."""
+    """Test the compiler of the default device's kernels; None unless it is an NVIDIA GPU."""
     if backend_name() != "cuda":
         return None
     precompiler = device_precompiler()
@@ -72,12 +72,12 @@ def compiler_report() -> CompilerReport | None:
 def kernels_kept_in(
     precompiler: Precompiler | None, folder: str | None, on_progress: Callable[[str, float], None]
 ) -> Iterator[None]:
-    """Keep compiled kernels in a folder; while the block runs, tell how far compilation is.
+    """Keep compiled kernels in a folder; while the block runs, report progress.
 
     Args:
-        precompiler: of the default device; None if it has none, and nothing is to be done.
+        precompiler: of the default device; None to do nothing, because it has none.
         folder: None for the user's cache.
-        on_progress: told what is done, and the share of it.
+        on_progress: called with a description of the work, and the share that is done.
     """
     if precompiler is None:
         yield

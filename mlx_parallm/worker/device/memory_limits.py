@@ -1,4 +1,4 @@
-"""What this process may still take of the machine's memory, by the limits that are set for it."""
+"""How much memory the limits that are set for this process leave."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _VERSION_1 = _Controller(
 
 
 def bytes_within_limits(root: Path = Path("/")) -> int | None:
-    """Return what the address space and the cgroups leave; None where nothing limits them.
+    """Return the bytes that the address space and the cgroups leave; None without limits.
 
     ``root`` is the folder of ``proc`` and ``sys``.
     """
-    found = [*_address_space(root), *_cgroups(root)]
-    return max(0, min(found)) if found else None
+    left = [*_address_space(root), *_cgroups(root)]
+    return max(0, min(left)) if left else None
 
 
 def check_mappable(num_bytes: int) -> None:
-    """Find out whether the system hands out so much memory, which is not touched.
+    """Map and unmap so much memory, without touching it, to see that the system hands it out.
 
     MLX's CPU allocator does not look at what ``malloc`` returns: the process would end with a
     segmentation fault.
 
     Raises:
-        OutOfMemoryError: it does not.
+        OutOfMemoryError: the system does not.
     """
     try:
         mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -84,10 +84,10 @@ def _left_in(folder: Path, controller: _Controller) -> Iterator[int]:
     limit, usage = folder / controller.limit, folder / controller.usage
     if not (limit.exists() and usage.exists()) or limit.read_text().strip() == "max":
         return
-    # Files that were read count as usage, and are given up before anything is refused.
+    # The page cache counts as usage, but the kernel evicts it before it refuses memory.
     stat = folder / "memory.stat"
-    found = stat.exists() and re.search(
+    match = stat.exists() and re.search(
         rf"^{controller.reclaimable} (\d+)$", stat.read_text(), re.MULTILINE
     )
-    reclaimable = int(found[1]) if found else 0
+    reclaimable = int(match[1]) if match else 0
     yield int(limit.read_text()) - int(usage.read_text()) + reclaimable

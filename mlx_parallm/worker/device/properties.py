@@ -1,4 +1,4 @@
-"""What MLX runs on in this process: backend, device, memory and BLAS."""
+"""The backend, device, memory and BLAS of MLX in this process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mlx_parallm.worker.device.memory_limits import bytes_within_limits, check_m
 MATMUL_SIZE = 512
 MATMUL_ROUNDS = 5
 
-#: Libraries that replace the BLAS of MLX's Linux CPU build when preloaded, by file name.
-#: numpy's own libscipy_openblas has other symbol names and does not count.
+#: ``PRELOADED_BLAS``: libraries that replace the BLAS of MLX's Linux CPU build when preloaded, by
+#: file name; numpy's own libscipy_openblas has other symbol names and does not count.
 PRELOADED_BLAS = (
     (re.compile(r"^libopenblas"), "OpenBLAS"),
     (re.compile(r"^libmkl_rt"), "MKL"),
@@ -39,7 +39,7 @@ class DeviceReport:
         backend: "metal", "cuda" or "cpu".
         device: name of the GPU or processor.
         memory_total_bytes: of the GPU, or of the machine when they share memory.
-        memory_free_bytes: what a model may still take; None where the system does not say.
+        memory_free_bytes: bytes that a model may still take; None if unknown.
         blas: the library behind matrix products on the CPU.
         matmul_gflops: measured, float32, 512 x 512, on the default device.
     """
@@ -54,7 +54,7 @@ class DeviceReport:
 
 
 def device_report() -> DeviceReport:
-    """Look at the default device and time it."""
+    """Return the default device's properties, and time a product on it."""
     backend = backend_name()
     info = dict(mx.device_info())
     blas, path = find_blas(sys.platform, mapped_libraries())
@@ -70,14 +70,14 @@ def device_report() -> DeviceReport:
 
 
 def backend_name() -> str:
-    """The backend that work goes to unless told otherwise."""
+    """Return the backend of the default device."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def mapped_libraries() -> list[str]:
-    """Paths of the shared libraries in this process; empty where the system does not tell."""
+    """Return paths of the shared libraries in this process; empty where none are listed."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []
@@ -86,7 +86,7 @@ def mapped_libraries() -> list[str]:
 
 
 def find_blas(system: str, libraries: Iterable[str]) -> tuple[str, str | None]:
-    """The BLAS that MLX uses on the CPU, and its file where it was preloaded."""
+    """Return the BLAS that MLX uses on the CPU, and its file if it was preloaded."""
     if system == "darwin":
         return "Accelerate", None
     for path in libraries:
@@ -97,7 +97,7 @@ def find_blas(system: str, libraries: Iterable[str]) -> tuple[str, str | None]:
 
 
 def matmul_gflops(size: int = MATMUL_SIZE, rounds: int = MATMUL_ROUNDS) -> float:
-    """Billions of float32 operations a second in the best of a few square products."""
+    """Return the billions of float32 operations a second of the best of a few products."""
     left = mx.random.normal((size, size))
     right = mx.random.normal((size, size))
     mx.eval(left @ right)
@@ -128,13 +128,13 @@ def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    limits = (int(found[1]) * 1024 if found else None, bytes_within_limits())
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    limits = (int(match[1]) * 1024 if match else None, bytes_within_limits())
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def free_memory_bytes() -> int | None:
-    """What a model may still take on the default device; None where the system does not say."""
+    """Return the bytes that a model may still take on the default device; None if unknown."""
     return _free_memory(backend_name(), dict(mx.device_info()))
 
 
@@ -156,7 +156,7 @@ def allocate(arrays: Sequence[mx.array]) -> None:
 
 
 def active_memory_bytes() -> int:
-    """What the arrays of this process take, all threads' together; safe to ask on any of them."""
+    """Return the bytes of this process's arrays, of all threads; any thread may call it."""
     return mx.get_active_memory()
 
 
@@ -170,7 +170,7 @@ def end_thread() -> None:
 
 
 def give_back_memory() -> None:
-    """Let the system have the memory of arrays that nobody holds."""
-    # Memory must not be given back under work that still uses it.
+    """Return the memory of arrays that nobody holds to the system."""
+    # Memory must not be returned under work that still uses it.
     mx.synchronize()
     mx.clear_cache()
