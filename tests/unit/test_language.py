@@ -40,7 +40,6 @@ CLEAN_ROOMS = (
     "mlx_parallm/parsing",
     "mlx_parallm/pooling",
     "mlx_parallm/serving",
-    "mlx_parallm/serving",
     "mlx_parallm/tokenizer",
     "mlx_parallm/types",
     "mlx_parallm/units.py",
