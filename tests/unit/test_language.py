@@ -50,6 +50,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/worker/ops.py",
     "mlx_parallm/worker/pooling",
     "mlx_parallm/worker/sampling",
+    "mlx_parallm/worker/weights",
     "mlx_parallm/worker/worker.py",
     "scripts",
     "tests/*.py",

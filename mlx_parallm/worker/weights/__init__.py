@@ -1,1 +1,1 @@
-"""Model folders and weights: found, loaded, replaced, and put away for a while."""
+"""Model folders and weights: located, loaded, replaced, and offloaded while asleep."""

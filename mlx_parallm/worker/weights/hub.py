@@ -28,12 +28,12 @@ Progress = Callable[[str, float], None]
 
 PATTERNS = (
     *("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
-    # Of sentence-transformers' modules, such as 2_Dense; and the settings of Stanford's ColBERT.
+    # Modules of sentence-transformers, such as 2_Dense; and the settings of Stanford's ColBERT.
     *("[0-9]_*/model*.safetensors", "artifact.metadata"),
 )
 CODE_PATTERNS = ("*.py",)
 ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
-#: The bar, of the several that a snapshot makes, which counts the bytes of all its files.
+#: ``BYTES_BAR``: the one of a snapshot's progress bars that counts the bytes of all its files.
 BYTES_BAR = "huggingface_hub.snapshot_download"
 
 
@@ -44,7 +44,7 @@ def resolve_model(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """The folder of a model, downloaded first if it is a hub id.
+    """Return the folder of a model, downloaded first if it is a hub id.
 
     Without a network, and with HF_HUB_OFFLINE=1, a complete snapshot in the cache serves.
 
@@ -70,7 +70,7 @@ def resolve_model(
 
 
 def resolve_adapter(path: str | Path, on_progress: Progress) -> Path:
-    """The folder of an adapter, downloaded first if it is a hub id such as ``org/name``.
+    """Return the folder of an adapter, downloaded if it is a hub id such as ``org/name``.
 
     Raises:
         ModelLoadError: there is no such folder and no such adapter on the hub.
@@ -83,10 +83,10 @@ def resolve_adapter(path: str | Path, on_progress: Progress) -> Path:
 
 
 def download_adapter(repo: str, on_progress: Progress) -> Path:
-    """The folder of an adapter on the hub, by an id such as ``org/name``; see ``resolve_model``.
+    """Return the folder of an adapter on the hub, such as ``org/name``; see ``resolve_model``.
 
     Raises:
-        ModelLoadError: there is none, it cannot be fetched, or it is no adapter.
+        ModelLoadError: there is no such adapter, it cannot be fetched, or it is no adapter.
     """
     folder = _download(repo, None, on_progress, ADAPTER_PATTERNS)
     if not (folder / ADAPTER_PATTERNS[0]).is_file():
@@ -95,7 +95,7 @@ def download_adapter(repo: str, on_progress: Progress) -> Path:
 
 
 def log_download(text: str, share: float) -> None:
-    """Tell the log of a download's progress."""
+    """Log a download's progress."""
     logger.debug("%s: %.0f %%", text, 100 * share)
 
 
@@ -131,7 +131,7 @@ def _download(
 
 
 def progress_class(text: str, on_progress: Progress) -> type[tqdm]:
-    """A bar class that shows nothing itself and reports the snapshot's bytes instead."""
+    """Return a bar class that shows nothing itself and reports the snapshot's bytes instead."""
     lock = Lock()
 
     class ReportingBar(tqdm):

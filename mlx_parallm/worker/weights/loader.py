@@ -38,10 +38,10 @@ PACKED = ("scales", "biases")
 
 @dataclass(frozen=True, slots=True)
 class CastRule:
-    """Whether ``dtype="auto"`` becomes float32.
+    """Decides if ``dtype="auto"`` becomes float32.
 
     Attributes:
-        is_cast: as another worker, or the load before, decided; None to decide.
+        is_cast: the decision of another worker or an earlier load; None to decide.
         free_bytes: memory that is free; None if unknown.
     """
 
@@ -49,7 +49,7 @@ class CastRule:
     free_bytes: int | None = None
 
     def applies(self, needed: int) -> bool:
-        """Return whether weights are cast that would take ``needed`` bytes."""
+        """True if weights are cast that would take ``needed`` bytes."""
         if self.is_cast is not None:
             return self.is_cast
         if backend_name() != "cpu":
@@ -156,7 +156,7 @@ def load_parameters(config: ModelConfig, path: Path, *, is_cast: bool) -> dict[s
 
 
 def parameters_of(model: Any) -> dict[str, mx.array]:
-    """The parameters of a model by name."""
+    """Return the parameters of a model by name."""
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
 
 
@@ -200,7 +200,7 @@ def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:
 
 
 def _dtype_of(model: Any) -> str:
-    """The dtype of most parameters that are not packed integers."""
+    """Return the dtype of most parameters that are not packed integers."""
     sizes: dict[str, int] = {}
     for array in _arrays(model):
         if mx.issubdtype(array.dtype, mx.floating):

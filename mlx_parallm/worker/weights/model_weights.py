@@ -1,4 +1,4 @@
-"""The weights of a loaded model: replaced between two steps, or put away for a while."""
+"""The weights of a loaded model: replaced between two steps, or offloaded while asleep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelWeights:
         self._kept: dict[str, HostTensor] | None = None
 
     def read_folder(self, path: Path) -> Arrays:
-        """The weights of a checkpoint of the same architecture, checked and evaluated.
+        """Return the weights of a checkpoint of the same architecture, checked and evaluated.
 
         Raises:
             InvalidRequestError: it cannot be read, has other tensors, or numbers that are not
@@ -56,25 +56,25 @@ class ModelWeights:
         return arrays
 
     def read_tensors(self, tensors: Mapping[str, HostTensor]) -> Arrays:
-        """Some of the weights, by their names in a checkpoint, checked and evaluated.
+        """Return some of the weights, by their names in a checkpoint, checked and evaluated.
 
         A quantised layer takes a plain ``weight`` too, which is quantised as the layer is.
 
         Raises:
             InvalidRequestError: the model has no such tensors, or of other shapes, or numbers are
-                not finite; or the weights are put away.
+                not finite; or the weights are offloaded.
         """
         if self._is_away:
             raise InvalidRequestError("The weights are put away: wake them up first.", param=PARAM)
         current = parameters_of(self._model)
         arrays = {name: tensor.to_mlx() for name, tensor in tensors.items()}
-        # Checked before anything is packed.
+        # Packing would hide numbers that are not finite.
         _check_finite(arrays)
         arrays = self._renamed(arrays, current)
         arrays = {
             name: array
-            for given, value in arrays.items()
-            for name, array in self._packed(given, value, current).items()
+            for plain_name, value in arrays.items()
+            for name, array in self._packed(plain_name, value, current).items()
         }
         _refuse("are unknown", arrays.keys() - current.keys())
         fitting = self._fitting(arrays, current)
@@ -83,30 +83,30 @@ class ModelWeights:
         return fitting
 
     def put(self, arrays: Arrays, path: Path | None = None) -> None:
-        """Let these be weights of the model; ``path`` is where all of them came from."""
+        """Replace weights of the model; ``path`` is where all of them came from."""
         release_products(self._model)
         self._model.update(tree_unflatten(list(arrays.items())))
         self.path = path or self.path
         self._is_away, self._kept = False, None
 
     def put_away(self, *, keeps: bool) -> None:
-        """Have no weights on the device until ``fetch``.
+        """Take the weights off the device until ``fetch``.
 
-        ``keeps``: in the memory of the host instead; where that is the device's own, they stay.
+        With ``keeps`` they go to the memory of the host; if that is the device's own, they stay.
         """
         if self._is_away or (keeps and not has_own_memory()):
             return
         current = parameters_of(self._model)
         self._kept = {n: HostTensor.of(array) for n, array in current.items()} if keeps else None
         release_products(self._model)
-        # Of the same shapes, so that what is loaded meanwhile can be checked; without the memory.
+        # Placeholders keep the shapes, without the memory, so that new weights can be checked.
         empty = {n: mx.broadcast_to(mx.zeros((), a.dtype), a.shape) for n, a in current.items()}
         mx.eval(list(empty.values()))
         self._model.update(tree_unflatten(list(empty.items())))
         self._is_away = True
 
     def fetch(self) -> bool:
-        """Have weights again: those that were kept, or those of ``path``, which then is True."""
+        """Restore the weights; True if they were not kept and were read from ``path``."""
         if not self._is_away:
             return False
         if self._kept is None:
@@ -140,7 +140,7 @@ class ModelWeights:
             ) from None
 
     def _packed(self, name: str, value: mx.array, current: Arrays) -> dict[str, mx.array]:
-        """A tensor as the model keeps it: packed where its layer is and it is not."""
+        """Return a tensor as the model keeps it: packed if only its layer is."""
         path, _, leaf = name.rpartition(".")
         is_plain = mx.issubdtype(value.dtype, mx.floating)
         if leaf != "weight" or f"{path}.scales" not in current or not is_plain:
@@ -157,7 +157,7 @@ class ModelWeights:
         return named | ({f"{path}.biases": biases[0]} if biases else {})
 
     def _fitting(self, arrays: Arrays, current: Arrays) -> dict[str, mx.array]:
-        """The same in the dtypes that the model has."""
+        """Return the arrays in the dtypes that the model has; refuse other shapes."""
         wrong = [name for name, value in arrays.items() if value.shape != current[name].shape]
         if wrong:
             first = min(wrong)
@@ -177,7 +177,7 @@ class ModelWeights:
 
 
 def has_own_memory() -> bool:
-    """Whether the device has memory of its own."""
+    """True if the device has memory of its own."""
     return backend_name() == "cuda"
 
 

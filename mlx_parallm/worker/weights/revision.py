@@ -1,4 +1,4 @@
-"""What tells the files of a model from those of others."""
+"""Digests that distinguish the files of models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CONFIGS = ("config.json", "tokenizer.json")
 def folder_revision(folder: Path) -> str:
     """Return a digest of a model's folder, in hex: the same for copies of it.
 
-    It covers configuration and tokenizer whole, and of the weights names, sizes and samples. Of a
-    training run, every step of an optimizer changes nearly all numbers, so samples tell
-    checkpoints apart.
+    It covers configuration and tokenizer whole, and of the weights names, sizes and samples. Every
+    step of an optimizer changes nearly all numbers, so samples distinguish the checkpoints of a
+    training run.
     """
     digest = hashlib.sha256()
     for name in CONFIGS:
