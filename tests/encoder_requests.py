@@ -33,7 +33,7 @@ async def _ask(
 ) -> httpx2.Response:
     engine = FakeEngine()
     if served is not None:
-        engine.encoders = served
+        engine.pooling = served
     transport = httpx2.ASGITransport(make_app(engine, config or ServerConfig()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
         return await client.request(method, path, **more)

@@ -223,7 +223,7 @@ class FakeCore:
 
 
 class FakeEncoders(AsyncPooling):
-    """For ``FakeEngine.encoders``; ``thread`` tells what was asked and says what comes of it."""
+    """For ``FakeEngine.pooling``; ``thread`` tells what was asked and says what comes of it."""
 
     def __init__(self, *models: PoolingModel) -> None:
         self.thread = FakeCore(models)

@@ -163,7 +163,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
-        self.encoders: PoolingClient = NoEncoders()
+        self.pooling: PoolingClient = NoEncoders()
         self._model = GenerationModel(
             names=("org/fake", "alias"),
             root="/models/fake",
@@ -175,7 +175,7 @@ class FakeEngine:
         )
 
     def statuses(self) -> Sequence[ModelStatus]:
-        return [status_of(model) for model in (*self.models(), *self.encoders.models())]
+        return [status_of(model) for model in (*self.models(), *self.pooling.models())]
 
     def find(self, name: str) -> ModelStatus | None:
         for info in self.control.adapters():

@@ -26,7 +26,7 @@ from mlx_parallm.offline.outputs import (
 )
 from mlx_parallm.offline.serving import serve
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
@@ -73,8 +73,8 @@ class OfflinePooling:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what ``/v1/rewards/score`` gives, as arrays of one number."""
 
-        def choose(encoders: Encoders) -> PoolingModel:
-            return reward_model(encoders, self._loaded.model.names[0], "classify")
+        def choose(client: PoolingCalls) -> PoolingModel:
+            return reward_model(client, self._loaded.model.names[0], "classify")
 
         def make(logits: np.ndarray, _: PoolingModel) -> PoolingOutput:
             return PoolingOutput(data=np.array([reward_of(logits, sigmoid=False)], np.float32))
@@ -106,9 +106,9 @@ class OfflinePooling:
             )
         pairs = Pairs(data_1, data_2, ("data_1", "data_2"), truncate)
 
-        async def work(encoders: Encoders) -> list[float]:
-            model = scoring_model(encoders, self._loaded.model.names[0])
-            return (await score_pairs(self._call(encoders, model), pairs)).values
+        async def work(client: PoolingCalls) -> list[float]:
+            model = scoring_model(client, self._loaded.model.names[0])
+            return (await score_pairs(self._call(client, model), pairs)).values
 
         return [
             PoolingRequestOutput(request_id=self._new_id(), outputs=ScoringOutput(score=score))
@@ -122,8 +122,8 @@ class OfflinePooling:
         if top_k < 1:
             raise InvalidRequestError(f"top_k is {top_k}; it must be at least 1.", param="top_k")
 
-        async def work(encoders: Encoders) -> list[Any]:
-            call = self._call(encoders, encoders.get(None, "mlm"))
+        async def work(client: PoolingCalls) -> list[Any]:
+            call = self._call(client, client.get(None, "mlm"))
             reading = Reading(param="prompts")
             answers, _ = await filled(call, prompts, reading, top_k=top_k, targets=targets)
             return answers
@@ -138,7 +138,7 @@ class OfflinePooling:
         *,
         truncate: int | None,
         role: Role = ANY_TEXT,
-        choose: Callable[[Encoders], PoolingModel] | None = None,
+        choose: Callable[[PoolingCalls], PoolingModel] | None = None,
     ) -> list[PoolingRequestOutput[T]]:
         """Return what ``make`` makes of each prompt's result."""
         if not prompts:
@@ -147,10 +147,10 @@ class OfflinePooling:
             raise InvalidRequestError("prompts are all texts, or all token ids.", param="prompts")
         reading = Reading(truncate=truncate, param="prompts")
 
-        async def work(encoders: Encoders) -> tuple[Sequence[EncodeInput], list[T]]:
-            model = encoders.get(None, task) if choose is None else choose(encoders)
+        async def work(client: PoolingCalls) -> tuple[Sequence[EncodeInput], list[T]]:
+            model = client.get(None, task) if choose is None else choose(client)
             inputs = await single_inputs(prompts, model, task, reading, role=role)
-            call = self._call(encoders, model)
+            call = self._call(client, model)
             outputs, _ = await call.written(inputs, lambda _, result: make(result, model))
             return inputs, outputs
 
@@ -162,11 +162,11 @@ class OfflinePooling:
             for read, output in zip(inputs, outputs, strict=True)
         ]
 
-    def _run(self, work: Callable[[Encoders], Coroutine[Any, Any, T]]) -> T:
+    def _run(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
         return serve(self._loaded, work)
 
-    def _call(self, encoders: Encoders, model: PoolingModel) -> ModelCall:
-        return ModelCall(encoders=encoders, model=model, work_id=self._new_id())
+    def _call(self, client: PoolingCalls, model: PoolingModel) -> ModelCall:
+        return ModelCall(client=client, model=model, work_id=self._new_id())
 
     def _new_id(self) -> str:
         return f"offline-{next(self._ids)}"

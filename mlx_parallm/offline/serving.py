@@ -16,7 +16,7 @@ from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
@@ -60,8 +60,8 @@ class ThreadReader:
             self.answer.set_exception(error)
 
 
-class OfflineEncoders:
-    """One model, seen from the thread of the coroutines. Implements ``Encoders``."""
+class OfflineClient:
+    """One model, seen from the thread of the coroutines. Implements ``PoolingCalls``."""
 
     def __init__(self, model: PoolingModel, inbox: queue.SimpleQueue[Command]) -> None:
         self._model = model
@@ -69,15 +69,15 @@ class OfflineEncoders:
         self._readers: list[ThreadReader] = []
 
     def models(self) -> Sequence[PoolingModel]:
-        """See ``Encoders``."""
+        """See ``PoolingCalls``."""
         return [self._model]
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """See ``Encoders``."""
+        """See ``PoolingCalls``."""
         return check_tasks(self._model, name or self._model.names[0], tasks)
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
-        """See ``Encoders``."""
+        """See ``PoolingCalls``."""
         reader = ThreadReader(request)
         self._readers.append(reader)
 
@@ -97,19 +97,19 @@ class OfflineEncoders:
         return [reader.request.request_id for reader in unanswered]
 
 
-def serve(loaded: LoadedPooling, work: Callable[[Encoders], Coroutine[Any, Any, T]]) -> T:
+def serve(loaded: LoadedPooling, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
     """Return what a coroutine gives that sends requests to a model.
 
     The coroutine has a thread and an event loop of its own, so that the caller may have one too.
     The engine takes its requests on this thread, which loaded it, until the coroutine ends.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    encoders = OfflineEncoders(loaded.model, inbox)
+    client = OfflineClient(loaded.model, inbox)
     result: Future[T] = Future()
 
     def run() -> None:
         try:
-            result.set_result(asyncio.run(work(encoders)))
+            result.set_result(asyncio.run(work(client)))
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
             result.set_exception(error)
         finally:
@@ -121,7 +121,7 @@ def serve(loaded: LoadedPooling, work: Callable[[Encoders], Coroutine[Any, Any, 
     try:
         EngineLoop(engines, inbox, _drop, families=MetricFamilies(), worker=loaded.worker).run()
     finally:
-        for request_id in encoders.end():
+        for request_id in client.end():
             loaded.engine.abort(request_id)
         thread.join()
     return result.result()

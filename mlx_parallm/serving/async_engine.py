@@ -32,7 +32,7 @@ class AsyncEngine(EngineCore):
         """``life``: where the engines live; a thread of this process if it is not given."""
         super().__init__(config, KINDS, life or LocalLife(config, on_progress, build_engines))
         self._generation = GenerationClient(self)
-        self.encoders = AsyncPooling(self)
+        self.pooling = AsyncPooling(self)
 
     def models(self) -> Sequence[GenerationModel]:
         """See ``GenerationClient``."""

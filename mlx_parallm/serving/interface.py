@@ -86,7 +86,7 @@ class TokenizingModel(Protocol):
         ...
 
 
-class Encoders(Protocol):
+class PoolingCalls(Protocol):
     """Models that encode, and what they compute."""
 
     def models(self) -> Sequence[PoolingModel]:
@@ -114,7 +114,7 @@ class Encoders(Protocol):
         ...
 
 
-class PoolingClient(Encoders, Protocol):
+class PoolingClient(PoolingCalls, Protocol):
     """The encoders, seen from the event loop."""
 
     def find(self, name: str) -> ModelStatus | None:
@@ -194,7 +194,7 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def encoders(self) -> PoolingClient:
+    def pooling(self) -> PoolingClient:
         """The models that read texts instead of continuing them."""
         ...
 

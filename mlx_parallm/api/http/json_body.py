@@ -39,7 +39,7 @@ class JsonRoute(APIRoute):
                 if not self.repeats:
                     raise
                 engine: EngineClient = request.app.state.engine
-                await engine.encoders.wait(problem.name)
+                await engine.pooling.wait(problem.name)
                 # Nothing was done but to read the body, which it keeps.
                 response = await handle(given)
             if form is not None:

@@ -33,13 +33,13 @@ class _ScopedEngine(View[EngineClient]):
         return await self._viewed.submit(replace(request, scope=self._scope))
 
     @property
-    def encoders(self) -> PoolingClient:
-        return cast(PoolingClient, _ScopedEncoders(self._viewed.encoders, self._scope))
+    def pooling(self) -> PoolingClient:
+        return cast(PoolingClient, _ScopedPooling(self._viewed.pooling, self._scope))
 
 
-class _ScopedEncoders(View[PoolingClient]):
-    def __init__(self, encoders: PoolingClient, scope: CacheScope) -> None:
-        super().__init__(encoders)
+class _ScopedPooling(View[PoolingClient]):
+    def __init__(self, client: PoolingClient, scope: CacheScope) -> None:
+        super().__init__(client)
         self._scope = scope
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:

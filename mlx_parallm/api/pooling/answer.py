@@ -30,11 +30,11 @@ class PoolingPrelude:
 
     Attributes:
         request: of HTTP.
-        encoders: as the caller may use them.
+        client: as the caller may use them.
     """
 
     request: Request
-    encoders: PoolingClient
+    client: PoolingClient
 
     def call(
         self, model: PoolingModel, name: str | None, kind: str, own_id: str | None = None
@@ -50,7 +50,7 @@ class PoolingPrelude:
         new_id = self.request.state.answer_id
         return PoolingCall(
             request=self.request,
-            encoders=self.encoders,
+            client=self.client,
             model=model,
             name=name or model.names[0],
             work_id=f"{kind}-{new_id}",
@@ -60,7 +60,7 @@ class PoolingPrelude:
 
 async def get_pooling_prelude(request: Request, engine: EngineDep) -> PoolingPrelude:
     """Return what is known of a request before its body is worked on."""
-    return PoolingPrelude(request, engine.encoders)
+    return PoolingPrelude(request, engine.pooling)
 
 
 PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.pooling import EncodeInput, EncodeResults, EncoderInfo
 
 T = TypeVar("T")
@@ -24,18 +24,18 @@ class ModelCall:
     """Work for a model that is known.
 
     Attributes:
-        encoders: where the model is.
+        client: where the model is.
         model: reads the inputs.
         work_id: unique among what is in flight.
     """
 
-    encoders: Encoders
+    client: PoolingCalls
     model: PoolingModel
     work_id: str
 
     async def encode(self, inputs: Sequence[EncodeInput]) -> EncodeResults:
         """Return the results of inputs; see ``PoolingClient.encode``."""
-        return await self.encoders.encode(self.model.request(self.work_id, inputs))
+        return await self.client.encode(self.model.request(self.work_id, inputs))
 
     async def written(
         self,
@@ -55,7 +55,7 @@ class ModelCall:
         hits: list[bool] = []
         for number, some in enumerate(in_parts(inputs, self.model.info)):
             request = self.model.request(f"{self.work_id}-{part}{number}", some)
-            results = await self.encoders.encode(request)
+            results = await self.client.encode(request)
             written += await asyncio.to_thread(list, map(write, some, results))
             hits += results.cache_hits
         return written, hits

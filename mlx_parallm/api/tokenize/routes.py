@@ -59,7 +59,7 @@ async def _text_tokens(
 ) -> Response:
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
-    model = engine.encoders.get(body.model, *get_args(Task))
+    model = engine.pooling.get(body.model, *get_args(Task))
     prompt = named_prompt(model.info, body.prompt_name)
     given = [prompt + text for text in texts]
     if (size := sum(map(len, given))) > MAX_CHARACTERS:

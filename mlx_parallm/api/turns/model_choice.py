@@ -67,6 +67,6 @@ def encoder_meant(engine: EngineClient, name: str | None, *tasks: Task) -> Pooli
         ModelLoadingError: the encoder is loaded for the first time.
         InvalidRequestError: it can do none of the tasks, or nothing is served that could.
     """
-    if engine.models() if name is None else engine.encoders.find(name) is None:
+    if engine.models() if name is None else engine.pooling.find(name) is None:
         return None
-    return engine.encoders.get(name, *tasks)
+    return engine.pooling.get(name, *tasks)

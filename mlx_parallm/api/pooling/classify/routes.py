@@ -21,7 +21,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 @routes.post("/v1/classifications", include_in_schema=False)
 async def classify(body: ClassifyRequest, pooling: PoolingDep) -> Response:
     """The likeliest label of each text, and the probabilities of all labels."""
-    model = pooling.encoders.get(body.model, "classify")
+    model = pooling.client.get(body.model, "classify")
     call = pooling.call(model, body.model, "classify", body.request_id)
     inputs = await request_inputs(body, model, "classify")
     activates = body.use_activation is not False

@@ -22,7 +22,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 @routes.post("/v1/embeddings", batchable=True)
 async def create_embeddings(body: EmbeddingsRequest, pooling: PoolingDep) -> Response:
     """A vector for each text."""
-    model = pooling.encoders.get(body.model, "embed")
+    model = pooling.client.get(body.model, "embed")
     check_dimensions(body.dimensions, model)
     call = pooling.call(model, body.model, "embd", body.request_id)
     prompt = asked_prompt(body, model.info)

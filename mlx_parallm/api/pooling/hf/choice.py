@@ -49,7 +49,7 @@ TELLING: Mapping[str, str] = {
 
 
 def choose(
-    encoders: PoolingClient,
+    client: PoolingClient,
     inputs: Any,
     parameters: TaskParameters,
     *,
@@ -71,8 +71,8 @@ def choose(
         if task not in TASKS:
             raise InvalidRequestError(f"The task is one of {', '.join(TASKS)}.", param="task")
         needed, run = TASKS[task]
-        return encoders.get(name, needed), run
-    model = _first(encoders, inputs) if name is None else encoders.get(name, *DEFAULTS)
+        return client.get(name, needed), run
+    model = _first(client, inputs) if name is None else client.get(name, *DEFAULTS)
     made_for = [DEFAULTS.get(task) for task in model.info.tasks]
     return model, next(TASKS[task][1] for task in made_for if task is not None)
 
@@ -84,10 +84,10 @@ def _told(inputs: Any, parameters: TaskParameters) -> str | None:
     return next((task for field, task in TELLING.items() if field in names), None)
 
 
-def _first(encoders: PoolingClient, inputs: Any) -> PoolingModel:
+def _first(client: PoolingClient, inputs: Any) -> PoolingModel:
     text = inputs[0] if isinstance(inputs, list) and inputs else inputs
-    for model in encoders.models():
+    for model in client.models():
         token = model.tokenizer.mask_token
         if "mlm" in model.info.tasks and token and isinstance(text, str) and token in text:
             return model
-    return encoders.get(None, *DEFAULTS)
+    return client.get(None, *DEFAULTS)

@@ -56,7 +56,7 @@ async def _run(
     body: TaskRequest, pooling: PoolingPrelude, name: str | None, task: str | None
 ) -> Response:
     parameters = body.all_parameters()
-    model, run = choose(pooling.encoders, body.inputs, parameters, name=name, task=task)
+    model, run = choose(pooling.client, body.inputs, parameters, name=name, task=task)
     job = Job(body.inputs, parameters, pooling.call(model, name, "task"))
 
     async def work() -> Response:

@@ -21,7 +21,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 async def predict_masks(body: MlmRequest, pooling: PoolingDep) -> Response:
     """The likeliest tokens at each mask, the scores of given words, or those of whole texts."""
     body.check()
-    call = pooling.call(pooling.encoders.get(body.model, "mlm"), body.model, "mlm")
+    call = pooling.call(pooling.client.get(body.model, "mlm"), body.model, "mlm")
     answer = _score if body.pseudo_log_likelihood else _fill
     return await unless_disconnected(pooling.request, answer(body, call))
 

@@ -58,7 +58,7 @@ NEGATIONS = ("not", "non", "no")
 UNNAMED = re.compile(r"LABEL_\d+")
 
 
-def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
+def moderator(client: PoolingClient, name: str | None) -> PoolingModel:
     """Return the classifier of this name, or the first that tells what is harmful.
 
     Raises:
@@ -67,7 +67,7 @@ def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
         InvalidRequestError: it tells something else.
     """
     if name is None:
-        infos = ((model, model.info) for model in encoders.models())
+        infos = ((model, model.info) for model in client.models())
         able = (model for model, info in infos if moderates(info) and _names_harms(info))
         first = next(able, None)
         if first is None:
@@ -76,7 +76,7 @@ def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
                 "loaded models is one."
             )
         return first
-    model = encoders.get(name, "classify")
+    model = client.get(name, "classify")
     if not moderates(model.info):
         raise InvalidRequestError(
             f"The labels of {name} exclude each other and none of them means harmless, or they "

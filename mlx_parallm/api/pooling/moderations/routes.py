@@ -24,7 +24,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 )
 async def create_moderation(body: ModerationRequest, pooling: PoolingDep) -> Response:
     """What of each text is harmful."""
-    model = moderator(pooling.encoders, body.model)
+    model = moderator(pooling.client, body.model)
     call = pooling.call(model, body.model, "modr")
     inputs = await single_inputs(body.input, model, "classify")
     return await call.respond(inputs, lambda encoded: JSONResponse(moderated(encoded)))

@@ -30,7 +30,7 @@ async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
         raise InvalidRequestError(
             "Of a pair the document is cut at its end.", param="truncation_side"
         )
-    model = scoring_model(pooling.encoders, body.model)
+    model = scoring_model(pooling.client, body.model)
     call = pooling.call(model, body.model, "rerank", body.request_id)
 
     async def work() -> Response:

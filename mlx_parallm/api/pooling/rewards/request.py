@@ -12,7 +12,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs, text_limit
 from mlx_parallm.api.pooling.score.pairs import logistic
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
 from mlx_parallm.types.request import TokenLimit
@@ -22,12 +22,12 @@ Text = str | Sequence[Mapping[str, Any]]
 
 
 def reward_model(
-    encoders: Encoders, name: str | None, task: Task, *, chats: str | None = None
+    client: PoolingCalls, name: str | None, task: Task, *, chats: str | None = None
 ) -> PoolingModel:
     """Return the model of this name, else the one that most likely was made for rewards.
 
     Args:
-        encoders: where it is.
+        client: where it is.
         name: None: any.
         task: ``classify`` for rewards of texts, ``token_classify`` for those of steps.
         chats: the field of the body with conversations, which a model without a name must be able
@@ -38,7 +38,7 @@ def reward_model(
         InvalidRequestError: it gives no rewards, or none reads conversations.
     """
     if name is None:
-        able = [model for model in encoders.models() if gives_rewards(model.info, task)]
+        able = [model for model in client.models() if gives_rewards(model.info, task)]
         if not able:
             raise InvalidRequestError("No reward model of this kind is served.", param="model")
         if chats is not None:
@@ -48,7 +48,7 @@ def reward_model(
                 "No reward model here has a chat template: send texts.", param=chats
             )
         return min(able, key=lambda model: _unlikeliness(model.info))
-    named = encoders.get(name, task)
+    named = client.get(name, task)
     if not gives_rewards(named.info, task):
         raise InvalidRequestError(
             f"{name} tells {len(named.info.labels)} labels apart; a reward model has one or two.",

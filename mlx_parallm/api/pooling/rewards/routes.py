@@ -43,7 +43,7 @@ async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
         )
     task = "classify" if body.step_token is None else "token_classify"
     chats = None if all(isinstance(each.content, str) for each in scored) else param
-    model = reward_model(pooling.encoders, body.model, task, chats=chats)
+    model = reward_model(pooling.client, body.model, task, chats=chats)
     call = pooling.call(model, body.model, "rewards", body.request_id)
     step_id = None if body.step_token is None else await _step_id(body.step_token, model)
     with named_by({"messages": param}):

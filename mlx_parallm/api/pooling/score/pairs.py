@@ -23,7 +23,7 @@ from mlx_parallm.api.pooling.late_interaction import (
 )
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import Encoders
+from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
 
@@ -94,7 +94,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     return Pairs(queries, documents, names, body.truncate_prompt_tokens)
 
 
-def scoring_model(encoders: Encoders, name: str | None) -> PoolingModel:
+def scoring_model(client: PoolingCalls, name: str | None) -> PoolingModel:
     """Return the model of this name, else the one that was made most for ranking; see ``_rank``.
 
     Raises:
@@ -102,7 +102,7 @@ def scoring_model(encoders: Encoders, name: str | None) -> PoolingModel:
         InvalidRequestError: it cannot score pairs.
     """
     if name is not None:
-        named = encoders.get(name, "classify", "embed")
+        named = client.get(name, "classify", "embed")
         if not (_reads_pairs(named.info) or _embeds(named.info)):
             raise InvalidRequestError(
                 f"{name} tells {len(named.info.labels)} labels apart; "
@@ -110,7 +110,7 @@ def scoring_model(encoders: Encoders, name: str | None) -> PoolingModel:
                 param="model",
             )
         return named
-    infos = ((model, model.info) for model in encoders.models())
+    infos = ((model, model.info) for model in client.models())
     able = [model for model, info in infos if _reads_pairs(info) or _embeds(info)]
     if not able:
         raise InvalidRequestError("No model that can score pairs is served here.", param="model")

@@ -71,7 +71,7 @@ async def _pairs(body: ScoreRequest, pooling: PoolingPrelude) -> Response:
         raise InvalidRequestError(
             "Of a pair the second text is cut at its end.", param="truncation_side"
         )
-    model = scoring_model(pooling.encoders, body.model)
+    model = scoring_model(pooling.client, body.model)
     call = pooling.call(model, body.model, "score", body.request_id)
     scores = await score_pairs(call, pairs, "default" if body.use_activation else "none")
     usage = Usage(prompt_tokens=scores.num_tokens)

@@ -46,15 +46,15 @@ routes = Routes(POOLING, body_limit=INPUT)
 @routes.get("/info", body_limit=SMALL)
 async def info(pooling: PoolingDep, model: str | None = None) -> dict[str, Any]:
     """What TEI tells of an encoder: the one that is named, else the first."""
-    if model is None and not pooling.encoders.models():
+    if model is None and not pooling.client.models():
         raise NotFoundError("No encoder is served here; see /server_info.")
-    return model_facts(pooling.encoders.get(model, *get_args(Task)))
+    return model_facts(pooling.client.get(model, *get_args(Task)))
 
 
 @routes.post("/embed")
 async def embed(body: EmbedRequest, pooling: PoolingDep) -> Response:
     """A vector for each text."""
-    model = pooling.encoders.get(body.model, "embed")
+    model = pooling.client.get(body.model, "embed")
     check_dimensions(body.dimensions, model)
     inputs = await embed_inputs(body.inputs, body, model, "embed")
 
@@ -68,7 +68,7 @@ async def embed(body: EmbedRequest, pooling: PoolingDep) -> Response:
 @routes.post("/embed_all")
 async def embed_all(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
     """A vector for each token of each text, as the model has it."""
-    model = pooling.encoders.get(body.model, "token_embed")
+    model = pooling.client.get(body.model, "token_embed")
     inputs = await embed_inputs(body.inputs, body, model, "token_embed")
 
     def write(encoded: Encoded) -> Response:
@@ -80,7 +80,7 @@ async def embed_all(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
 @routes.post("/embed_sparse")
 async def embed_sparse(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
     """Weights of words of the vocabulary for each text: SPLADE's, by a masked LM."""
-    model = pooling.encoders.get(body.model, "sparse")
+    model = pooling.client.get(body.model, "sparse")
     inputs = await embed_inputs(body.inputs, body, model, "sparse")
     return await _call(pooling, model).respond(
         inputs, lambda encoded: JSONResponse(encoded.results), reduce=sparse_values
@@ -90,7 +90,7 @@ async def embed_sparse(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
 @routes.post("/predict")
 async def predict(body: PredictRequest, pooling: PoolingDep) -> Response:
     """The labels of each text or pair of texts, the likeliest first."""
-    model = pooling.encoders.get(body.model, "classify")
+    model = pooling.client.get(body.model, "classify")
     inputs = await predict_inputs(body, model)
 
     def labels(logits: np.ndarray) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ async def predict(body: PredictRequest, pooling: PoolingDep) -> Response:
 @routes.post("/similarity")
 async def similarity(body: SimilarityRequest, pooling: PoolingDep) -> Response:
     """The cosine of a text's vector with those of others."""
-    model = pooling.encoders.get(body.model, "embed")
+    model = pooling.client.get(body.model, "embed")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = body.parameters or EmbedOptions.model_validate({})
     inputs = await embed_inputs(texts, options, model, "embed")
@@ -118,7 +118,7 @@ async def similarity(body: SimilarityRequest, pooling: PoolingDep) -> Response:
 @routes.post("/decode", body_limit=TOKENIZE)
 async def decode(body: DecodeRequest, pooling: PoolingDep) -> list[str]:
     """The texts of token ids, by an encoder's tokenizer."""
-    model = pooling.encoders.get(body.model, *get_args(Task))
+    model = pooling.client.get(body.model, *get_args(Task))
     is_batch = isinstance(body.ids[0], list)
     ids: Sequence[Sequence[int]] = body.ids if is_batch else [body.ids]  # type: ignore[list-item]
 

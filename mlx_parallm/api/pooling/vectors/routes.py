@@ -26,7 +26,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 @routes.post("/v1/pooling")
 async def pool(body: PoolingRequest, pooling: PoolingDep) -> Response:
     """A vector, or probabilities of labels, for each text or for each of its tokens."""
-    model = pooling.encoders.get(body.model, *((body.task,) if body.task else POOLING_TASKS))
+    model = pooling.client.get(body.model, *((body.task,) if body.task else POOLING_TASKS))
     task = pooling_task(body, model.info)
     check_dimensions(body.dimensions, model)
     call = pooling.call(model, body.model, "pool", body.request_id)

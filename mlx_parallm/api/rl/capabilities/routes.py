@@ -22,9 +22,9 @@ async def rl_capabilities(
     """Models and adapters with their weights' versions, exactness by dtype, modes and limits."""
     control = engine.control
     models = [_model(model, control.version(model.names[0]).label) for model in engine.models()]
-    reading = list(engine.encoders.models())
+    reading = list(engine.pooling.models())
     for info in control.adapters():
-        status = engine.encoders.find(info.name)
+        status = engine.pooling.find(info.name)
         if status is None:
             models.append(_model(engine.get_model(info.name), info.version))
         elif status.model is not None:

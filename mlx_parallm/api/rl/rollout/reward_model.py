@@ -23,7 +23,7 @@ class RewardScorer(Judge):
 
     def __init__(
         self,
-        encoders: PoolingClient,
+        client: PoolingClient,
         settings: RewardModel,
         items: Sequence[RolloutItem],
         tokenizer: Tokenizer,
@@ -33,7 +33,7 @@ class RewardScorer(Judge):
         """Check what can be checked before anything is sampled.
 
         Args:
-            encoders: where the model is.
+            client: where the model is.
             settings: which model, and how it reads.
             items: the prompts.
             tokenizer: of the model that samples: prompts of token ids are read as its text.
@@ -42,12 +42,12 @@ class RewardScorer(Judge):
         Raises:
             InvalidRequestError: there is no such model, or it cannot read a prompt.
         """
-        self._encoders = encoders
+        self._client = client
         self._settings = settings
         self._tokenizer = tokenizer
         self._id = rollout_id
         with named_by(_FIELDS):
-            self._model = reward_model(encoders, settings.model, "classify")
+            self._model = reward_model(client, settings.model, "classify")
             self._prompts = [_prompt(item) for item in items]
         longest = self._model.info.max_model_len
         if (settings.truncate_prompt_tokens or 1) not in (-1, *range(1, longest + 1)):
@@ -79,7 +79,7 @@ class RewardScorer(Judge):
                 template_kwargs={},
             )
             request_id = f"reward-{self._id}-{group.number}-{index}"
-            (logits,) = await self._encoders.encode(self._model.request(request_id, inputs))
+            (logits,) = await self._client.encode(self._model.request(request_id, inputs))
         except ParallmError as problem:
             return Verdict(error=str(problem))
         return Verdict(reward=reward_of(logits, sigmoid=self._settings.sigmoid))

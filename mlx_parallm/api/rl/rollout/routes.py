@@ -70,7 +70,7 @@ def _judge(
     if body.reward_model is None:
         return None
     return RewardScorer(
-        prelude.engine.encoders,
+        prelude.engine.pooling,
         body.reward_model,
         items,
         admitted.model.tokenizer,

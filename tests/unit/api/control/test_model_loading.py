@@ -59,7 +59,7 @@ class LoadingEncoders(NoEncoders):
 
 def ask(encoders: LoadingEncoders) -> httpx2.Response:
     engine = FakeEngine()
-    engine.encoders = encoders
+    engine.pooling = encoders
     with serve_fake(engine) as url:
         body = {"model": "new", "input": [[1, 2, 3]], "encoding_format": "float"}
         return httpx2.post(f"{url}/v1/embeddings", json=body)

@@ -132,7 +132,7 @@ async def test_a_generating_route_computes_in_the_scope_of_its_key(path: str) ->
 async def test_an_encoder_route_computes_in_the_scope_of_its_key(path: str) -> None:
     for key in ("one", "two"):
         engine = FakeEngine()
-        engine.encoders = encoders = FakeEncoders(READER, SCORER)
+        engine.pooling = encoders = FakeEncoders(READER, SCORER)
         response = await post(engine, TWO_KEYS, path, READING[path], key)
         assert encoders.thread.requests, response.text
         assert {one.scope for one in encoders.thread.requests} == {scope_of_key(key)}
@@ -140,7 +140,7 @@ async def test_an_encoder_route_computes_in_the_scope_of_its_key(path: str) -> N
 
 async def test_a_rollout_is_rewarded_in_the_scope_of_its_key() -> None:
     engine = FakeEngine()
-    engine.encoders = encoders = FakeEncoders(SCORER)
+    engine.pooling = encoders = FakeEncoders(SCORER)
     path = "/v1/rl/rollout"
     body = GENERATING[path] | {"max_tokens": 6, "reward_model": {"model": "scorer"}}
     response = await post(engine, TWO_KEYS, path, body, "two")
@@ -158,7 +158,7 @@ async def test_a_line_of_a_batch_has_the_scope_of_its_owner(config: ServerConfig
     answer = await send(owner, path, GENERATING[path], "id")
     assert answer.status_code == 200
     assert engine.submitted.get_nowait().scope == own.scope
-    engine.encoders = encoders = FakeEncoders(READER, SCORER)
+    engine.pooling = encoders = FakeEncoders(READER, SCORER)
     answer = await send(owner, "/v1/embeddings", READING["/v1/embeddings"], "id")
     assert answer.status_code == 200
     assert [one.scope for one in encoders.thread.requests] == [own.scope]

@@ -62,7 +62,7 @@ def test_what_tells_of_harm(labels: tuple[str, ...], problem_type: Any, wanted: 
 def test_openais_client_reads_the_verdicts() -> None:
     model = classifier("toxic", "violence", "self_harm", problem_type=MULTI)
     engine = FakeEngine()
-    engine.encoders = FakeEncoders(classifier("a", "b", name="topics"), model)
+    engine.pooling = FakeEncoders(classifier("a", "b", name="topics"), model)
     with serve_fake(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         several = client.moderations.create(input=[f"w{number}" for number in range(5, 65)])
         (one,) = client.moderations.create(input="w6", model="guard").results
