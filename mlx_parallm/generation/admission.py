@@ -38,8 +38,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
             param="allowed_token_ids",
         )
     for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(params, name)
-        if asked is not None and asked > info.vocab_size:
+        count = getattr(params, name)
+        if count is not None and count > info.vocab_size:
             raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
     _check_prompt_logprobs(len(request.prompt_ids), params.prompt_logprobs, info.vocab_size)
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
@@ -129,11 +129,11 @@ def _check_min_tokens(min_tokens: int, room: int) -> None:
         )
 
 
-def _check_prompt_logprobs(prompt_len: int, asked: int | None, vocab_size: int) -> None:
-    """Refuse what would fill the memory: those of a prompt are told all at once."""
-    if asked is None:
+def _check_prompt_logprobs(prompt_len: int, count: int | None, vocab_size: int) -> None:
+    """Refuse log-probabilities that would fill the memory: a prompt's are sent all at once."""
+    if count is None:
         return
-    per_token = vocab_size if asked == ALL_TOKENS else asked
+    per_token = vocab_size if count == ALL_TOKENS else count
     if prompt_len * per_token > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"prompt_logprobs of {per_token} tokens at each of {prompt_len} positions are more "

@@ -113,7 +113,7 @@ class _Loaded:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model and its draft model."""
+        """Return the size of the weights of the model and its draft model."""
         return self.plan.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
 
 
@@ -187,7 +187,8 @@ class GenerationKind(KindDefaults):
         shares = _kv_shares(loaded, context.settings.cache)
         for share in shares:
             logger.info("%s: %s", share.name, share)
-        return [_assemble(one, share, context) for one, share in zip(loaded, shares, strict=True)]
+        pairs = zip(loaded, shares, strict=True)
+        return [_assemble(each, share, context) for each, share in pairs]
 
 
 def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:
@@ -200,14 +201,14 @@ def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KV
 
 def _load_all(models: Collection[ModelFolder], context: BuildContext) -> list[_Loaded]:
     loaded: list[_Loaded] = []
-    for one in models:
-        with load_failures(one.path):
-            loaded.append(_load(one.config, one.path, context))
+    for folder in models:
+        with load_failures(folder.path):
+            loaded.append(_load(folder.config, folder.path, context))
     return loaded
 
 
 def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
-    """The limits with this backend's token budget where none is given."""
+    """Return the limits, with the backend's token budget if they name none."""
     if config.max_num_batched_tokens is not None or backend != "cuda":
         return config
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
@@ -219,10 +220,10 @@ def _kv_shares(models: Sequence[_Loaded], cache: CacheConfig) -> list[KVShare]:
     Raises:
         ConfigError: there is not even a block for each.
     """
-    plans = [one.kv for one in models]
+    plans = [loaded.kv for loaded in models]
     blocks = share_budget(plans, _kv_budget(models, cache))
-    names = [one.name for one in models]
-    shares = [KVShare(*one) for one in zip(names, plans, blocks, strict=True)]
+    names = [loaded.name for loaded in models]
+    shares = [KVShare(*parts) for parts in zip(names, plans, blocks, strict=True)]
     for share in shares:
         if share.is_cut:
             logger.warning(
@@ -243,12 +244,12 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
     """
     if cache.kv_cache_bytes is not None:
         return _free_for_kv(cache.kv_cache_bytes) if models else 0
-    wanted = sum(one.kv.wanted_bytes for one in models)
+    wanted = sum(loaded.kv.wanted_bytes for loaded in models)
     free = free_memory_bytes()
     budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
         # There a pool takes its memory, and the time to fill it, at start.
-        budget = min(budget, max(CPU_KV_BYTES, sum(one.weight_bytes for one in models)))
+        budget = min(budget, max(CPU_KV_BYTES, sum(loaded.weight_bytes for loaded in models)))
     return budget
 
 
@@ -331,7 +332,7 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
 def speculative_for(
     config: SpeculativeConfig | None, info: RunnerInfo, name: str
 ) -> SpeculativeConfig | None:
-    """What a model speculates with.
+    """Return the settings of speculation for a model; None if it does not speculate.
 
     Raises:
         ConfigError: the model keeps a state, which cannot be taken back.
@@ -349,10 +350,10 @@ def speculative_for(
     return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
 
 
-def _vocabulary(one: _Loaded) -> GrammarVocabulary:
-    tokenizer = one.tokenizer
+def _vocabulary(loaded: _Loaded) -> GrammarVocabulary:
+    tokenizer = loaded.tokenizer
     return GrammarVocabulary(
-        tokenizer.backend_json, tokenizer.eos_ids, one.plan.vocab_size, tokenizer.vocab_size
+        tokenizer.backend_json, tokenizer.eos_ids, loaded.plan.vocab_size, tokenizer.vocab_size
     )
 
 
@@ -365,25 +366,25 @@ def _warm_up(runner: DeviceRunner, scheduler: Scheduler, config: EngineConfig) -
     )
 
 
-def _assemble(one: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:
+def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:
     config, worker = context.settings, context.worker
-    grammars = GrammarCompiler(_vocabulary(one))
+    grammars = GrammarCompiler(_vocabulary(loaded))
     plan = worker.execute(
         Allocate(
-            model=one.name,
+            model=loaded.name,
             num_blocks=share.num_blocks,
             grammars=grammars,
-            draft=one.draft_name,
+            draft=loaded.draft_name,
         )
     )
-    runner = DeviceRunner(worker, one.name, plan)
+    runner = DeviceRunner(worker, loaded.name, plan)
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,
         info.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
     )
-    names = model_names(one.config)
+    names = model_names(loaded.config)
     scheduler = Scheduler(
         with_token_budget(config.scheduler, backend_name()),
         kv,
@@ -395,16 +396,16 @@ def _assemble(one: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel
     policies = Policies(
         model=names[0],
         users=scheduler,
-        store=DeviceAdapters(worker, one.name),
+        store=DeviceAdapters(worker, loaded.name),
         max_loaded=config.adapters.max_loaded,
         max_rank=config.adapters.max_rank,
     )
     engine = GenerationEngine(
         scheduler,
         runner,
-        one.tokenizer,
+        loaded.tokenizer,
         metrics,
-        live=LiveWeights(policies, DeviceWeights(worker, one.name), scheduler),
+        live=LiveWeights(policies, DeviceWeights(worker, loaded.name), scheduler),
         grammars=grammars,
         warm_up=_warm_up(runner, scheduler, config) if config.warm_up else None,
         seed=config.seed,
@@ -412,16 +413,16 @@ def _assemble(one: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel
     )
     model = GenerationModel(
         names=names,
-        root=one.config.path or DEMO_NAME,
+        root=loaded.config.path or DEMO_NAME,
         created=int(time.time()),
-        tokenizer=one.tokenizer.limited(info.max_model_len),
+        tokenizer=loaded.tokenizer.limited(info.max_model_len),
         info=info,
-        chat_template_kwargs=one.config.chat_template_kwargs,
-        tool_format=tool_format_of(one.config, one.tokenizer),
-        reasoning_format=reasoning_format_of(one.config, one.tokenizer),
-        allows_auto_tools=one.config.enable_auto_tool_choice,
-        parses_tools=one.config.tool_call_parser != "none",
+        chat_template_kwargs=loaded.config.chat_template_kwargs,
+        tool_format=tool_format_of(loaded.config, loaded.tokenizer),
+        reasoning_format=reasoning_format_of(loaded.config, loaded.tokenizer),
+        allows_auto_tools=loaded.config.enable_auto_tool_choice,
+        parses_tools=loaded.config.tool_call_parser != "none",
         grammars=grammars,
-        revision=folder_revision(one.path),
+        revision=folder_revision(loaded.path),
     )
-    return BuiltModel(one.config, model, engine)
+    return BuiltModel(loaded.config, model, engine)

@@ -19,8 +19,8 @@ class GenerationClient:
 
     def models(self) -> Sequence[GenerationModel]:
         """Return the loaded models that generate, in the order they were given."""
-        found = (one.model for one in self._core.statuses())
-        return [one for one in found if isinstance(one, GenerationModel)]
+        models = (status.model for status in self._core.statuses())
+        return [model for model in models if isinstance(model, GenerationModel)]
 
     def first_model(self) -> GenerationModel:
         """Return the first of them; raise InvalidRequestError if there is none."""
@@ -57,4 +57,5 @@ class GenerationClient:
 
     def open_requests(self) -> Sequence[GenerateRequest]:
         """Return the requests that were submitted and have not ended."""
-        return [one for one in self._core.all_requests() if isinstance(one, GenerateRequest)]
+        requests = self._core.all_requests()
+        return [request for request in requests if isinstance(request, GenerateRequest)]

@@ -83,7 +83,7 @@ class WarmUp(Protocol):
 
 
 class GenerationEngine:
-    """Steps one model. Not thread-safe: everything runs on the engine thread."""
+    """Steps one model; every method runs on the engine thread."""
 
     turn_class = TurnClass.STREAMS
     settles_others = False
@@ -231,7 +231,7 @@ class GenerationEngine:
         return len(self._processor)
 
     def has_work(self) -> bool:
-        """Whether a step would run or end anything."""
+        """Return True if a step would run or end anything."""
         if self.is_paused:
             return False
         return self._scheduler.has_work() or self._in_flight is not None
@@ -312,7 +312,8 @@ class GenerationEngine:
         with self._tracer.span(Phase.WAIT, batch):
             output = self._attempt(batch, begun.step.wait, updates)
         self._counted_s = self._clock()
-        # Not what submitting the next one took: where that waits for the device, it is that one's.
+        # Exclude the time spent submitting the next step: if submit() blocks on the device, the
+        # wait belongs to that step.
         seconds = begun.seconds + self._counted_s - wait_s
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
@@ -324,7 +325,7 @@ class GenerationEngine:
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]
     ) -> T | None:
-        """What an action gives; None if it raised: the requests of the batch have then ended."""
+        """Return what an action returns; None if it raised and ended the requests of the batch."""
         try:
             return action()
         except Exception as cause:

@@ -1,4 +1,4 @@
-"""One request's events, handed from the engine's deliveries to whoever iterates them."""
+"""One request's events, handed from the engine's deliveries to their reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 
-# Of events that nobody has read: for one sample, and more for each other one.
+# MAX_UNREAD bounds the unread events of one sample; each further sample adds to it.
 MAX_UNREAD = 4096
 MAX_UNREAD_PER_SAMPLE = 256
 
@@ -31,7 +31,7 @@ class EventStream:
         self.request = request
         self._open_samples = request.params.n
         self._events: deque[GenerateEvent] = deque()
-        # Of those, as they came; and whether any came since they were joined.
+        # Events in ``_events`` as they came, and whether any came since they were joined.
         self._num_unread = 0
         self._is_joined = True
         self._waiter: asyncio.Future[None] | None = None
@@ -57,12 +57,12 @@ class EventStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last event has arrived (it may not have been read yet)."""
+        """Return True if the last event has arrived (it may not have been read yet)."""
         return self._complete
 
     @property
     def is_overfull(self) -> bool:
-        """Whether its reader is so far behind that the request should end."""
+        """Return True if its reader is so far behind that the request should end."""
         most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * self.request.params.n
         return self._num_unread > most
 
@@ -92,7 +92,7 @@ class EventStream:
             self._waiter.set_result(None)
 
     def _is_due(self, event: GenerateEvent) -> bool:
-        """Whether there is something to read with this event."""
+        """Return True if there is something to read with this event."""
         if not isinstance(event, TokenEvent) or event.finish_reason is not None:
             return True
         return not self._is_begun or self._num_unread >= self._together
@@ -119,7 +119,7 @@ class EventStream:
 
 
 def _joined(events: deque[GenerateEvent]) -> deque[GenerateEvent]:
-    """The same tokens in fewer events, each sample's in their order."""
+    """Return the same tokens in fewer events, each sample's in their order."""
     if len(events) == 1:
         return events
     groups: list[list[GenerateEvent]] = []
@@ -137,7 +137,7 @@ def _joined(events: deque[GenerateEvent]) -> deque[GenerateEvent]:
 
 
 def _goes_on(event: GenerateEvent, later: GenerateEvent) -> bool:
-    """Whether an event brings more of the same sample, by the same weights."""
+    """Return True if an event brings more of the same sample, by the same weights."""
     return (
         isinstance(event, TokenEvent)
         and isinstance(later, TokenEvent)
@@ -152,8 +152,8 @@ def _as_one(group: list[GenerateEvent]) -> GenerateEvent:
     parts = cast("list[TokenEvent]", group)
     return replace(
         parts[-1],
-        token_ids=tuple(chain.from_iterable(one.token_ids for one in parts)),
-        text="".join(one.text for one in parts),
-        pieces=tuple(chain.from_iterable(one.pieces or (one,) for one in parts)),
-        logprobs=tuple(chain.from_iterable(one.logprobs for one in parts)),
+        token_ids=tuple(chain.from_iterable(event.token_ids for event in parts)),
+        text="".join(event.text for event in parts),
+        pieces=tuple(chain.from_iterable(event.pieces or (event,) for event in parts)),
+        logprobs=tuple(chain.from_iterable(event.logprobs for event in parts)),
     )

@@ -9,7 +9,7 @@ from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 
 
 def tool_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ToolFormat | None:
-    """The format of tool calls; None where there is none, or none is known.
+    """Return the format of tool calls; None where there is none, or none is known.
 
     Raises:
         ConfigError: the setting names an unknown one.
@@ -21,7 +21,7 @@ def tool_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ToolForm
 
 
 def reasoning_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ReasoningFormat | None:
-    """The format of reasoning; None where there is none, or none is known.
+    """Return the format of reasoning; None where there is none, or none is known.
 
     Raises:
         ConfigError: the setting names an unknown one.

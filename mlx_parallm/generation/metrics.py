@@ -165,7 +165,7 @@ class EngineMetrics:
         self._iteration = families.iteration_tokens.labels(*self._labels)
 
     def on_add(self, request: GenerateRequest, arrival_s: float | None) -> None:
-        """A request was queued."""
+        """Count a request that was queued."""
         params = request.params
         now = self._clock() if arrival_s is None else arrival_s
         self._times[request.request_id] = RequestTimes(
@@ -176,16 +176,16 @@ class EngineMetrics:
             self._families.params_max_tokens.labels(*self._labels).observe(params.max_tokens)
 
     def on_reject(self) -> None:
-        """A request was refused because the queue was full."""
+        """Count a request that was refused because the queue was full."""
         self._families.rejections.labels(*self._labels).inc()
 
     def on_abort(self, request_id: str) -> None:
-        """A request was aborted."""
+        """Count a request that was aborted."""
         if self._times.pop(request_id, None) is not None:
             self._families.success.labels(*self._labels, "abort").inc()
 
     def on_schedule(self, started: Iterable[str], batch: ScheduledBatch) -> None:
-        """A batch is about to run; ``started`` are the requests in it for the first time."""
+        """Note a batch about to run; ``started`` are the requests in it for the first time."""
         now = self._clock()
         self._iteration.observe(batch.num_tokens)
         for request_id in started:
@@ -195,7 +195,7 @@ class EngineMetrics:
                 self._observe(self._families.queue_time, now - times.arrival_s)
 
     def on_events(self, events: Iterable[GenerateEvent]) -> None:
-        """A step's events are about to be sent."""
+        """Note a step's events that are about to be sent."""
         now, generated = self._clock(), 0
         for event in events:
             times = self._times.get(event.request_id)
@@ -218,7 +218,7 @@ class EngineMetrics:
         return self._last
 
     def on_queue(self, stats: SchedulerStats) -> None:
-        """The queues changed."""
+        """Note that the queues changed."""
         families, labels, last = self._families, self._labels, self._last
         families.running.labels(*labels).set(stats.num_running)
         families.waiting.labels(*labels).set(stats.num_waiting)

@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works without an explicit template."""
+        """Return True if ``encode_chat`` works without an explicit template."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools into the prompt."""
+        """Return True if the template writes tools into the prompt."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        """Return the id of a token by its text in the vocabulary; None if it is not one token."""
         ...
 
     def encode(
@@ -92,7 +92,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
+        """Return the text of a whole sequence of tokens."""
         ...
 
     def render_chat(
@@ -131,7 +131,7 @@ class Tokenizer(Protocol):
         ...
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A fresh incremental detokenizer for one sequence."""
+        """Return a fresh incremental detokenizer for one sequence."""
         ...
 
 
@@ -141,7 +141,7 @@ class Grammars(Protocol):
     vocabulary: GrammarVocabulary
 
     def known(self, spec: GrammarSpec) -> str | None:
-        """The grammar's text if it was compiled lately."""
+        """Return the grammar's text if it was compiled lately."""
         ...
 
     def submit(self, spec: GrammarSpec) -> Future[str]:
@@ -149,7 +149,7 @@ class Grammars(Protocol):
         ...
 
     def compile(self, spec: GrammarSpec) -> str:
-        """A specification in llguidance's JSON form, checked.
+        """Return a specification in llguidance's JSON form, checked.
 
         Raises:
             InvalidRequestError: it is wrong, unsupported, or too much work; without ``param``.

@@ -15,7 +15,7 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 @dataclass(slots=True)
 class ProcessedStep:
-    """What a step means for its clients and for the scheduler.
+    """The meaning of a step for its clients and for the scheduler.
 
     Attributes:
         events: in the order of the updates.
@@ -53,7 +53,7 @@ class _Request:
     samples: dict[int, _Sample] = field(default_factory=dict)
 
     def sample(self, index: int) -> _Sample:
-        """The text state of an open sample."""
+        """Return the text state of an open sample."""
         if index not in self.samples:
             self.samples[index] = self.new_sample()
         return self.samples[index]
@@ -199,7 +199,7 @@ def _advance(update: SequenceUpdate, sample: _Sample, params: SamplingParams) ->
 
 
 def _rest(sample: _Sample, params: SamplingParams) -> str:
-    """The text of a sample that nothing follows."""
+    """Return the text of a sample that nothing follows."""
     text = sample.detokenizer.flush()
     if sample.num_tokens > params.min_tokens:
         text = sample.matcher.add(text)
@@ -207,7 +207,7 @@ def _rest(sample: _Sample, params: SamplingParams) -> str:
 
 
 def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:
-    """Whether the token shows in the text: all do but those that end the sample.
+    """Return True if the token shows in the text: all do but those that end the sample.
 
     A stop token the caller named shows when stop strings do; the model's own end never does.
     """

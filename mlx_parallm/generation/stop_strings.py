@@ -17,7 +17,7 @@ class StopStrings:
         self.include_in_output = include_in_output
 
     def matcher(self) -> StopStringMatcher:
-        """A fresh matcher for one sample."""
+        """Return a fresh matcher for one sample."""
         return StopStringMatcher(self)
 
 

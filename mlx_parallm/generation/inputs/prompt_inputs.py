@@ -1,4 +1,4 @@
-"""What the positions of a prompt mean where they are no tokens."""
+"""The meaning of prompt positions that are no tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ DIGEST_BYTES = 16
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The parent of a sequence's first block; sequences of different salts never share."""
+    """Return the parent of a sequence's first block; different salts give different parents."""
     return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
 
 

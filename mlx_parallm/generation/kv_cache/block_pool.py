@@ -9,8 +9,8 @@ from collections.abc import Iterable
 class BlockPool:
     """Every block is free, cached (found by its content, held by nobody) or owned, exactly once.
 
-    An owned block can have a content too: it is then shared by whoever asks for that content. A
-    block loses its content when it is evicted, never before.
+    An owned block can have a content too: it is then shared with every sequence that needs that
+    content. A block loses its content when it is evicted, never before.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -60,11 +60,11 @@ class BlockPool:
         self._drafted.update(blocks)
 
     def is_drafted(self, block: int) -> bool:
-        """Whether a draft model has computed this block."""
+        """Return True if a draft model has computed this block."""
         return block in self._drafted
 
     def find(self, content: bytes) -> int | None:
-        """The block of this content, owned or cached."""
+        """Return the block with this content, owned or cached."""
         return self._by_content.get(content)
 
     def set_content(self, block: int, content: bytes) -> None:

@@ -41,7 +41,7 @@ class BlockTable:
         self._tuple = None
 
     def as_tuple(self) -> tuple[int, ...]:
-        """The block ids; the same object until they change."""
+        """Return the block ids; the same object until they change."""
         if self._tuple is None:
             self._tuple = tuple(self.blocks)
         return self._tuple

@@ -13,7 +13,7 @@ from mlx_parallm.units import readable_bytes
 
 @dataclass(frozen=True, slots=True)
 class KVShare:
-    """What a model got of the budget."""
+    """A model's share of the KV budget."""
 
     name: str
     plan: KVPlan

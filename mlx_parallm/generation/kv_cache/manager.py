@@ -92,7 +92,8 @@ class KVCacheManager:
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
         """Make the full blocks among ``num_computed`` computed tokens findable by content.
 
-        Not so those of a table older than the last reset: they follow what was to be forgotten.
+        Blocks of a table older than the last reset are skipped: they follow blocks that the reset
+        dropped.
         """
         if not self.enable_prefix_caching or table.generation != self._generation:
             return
@@ -127,7 +128,7 @@ class KVCacheManager:
     def fork(
         self, table: BlockTable, num_tokens: int
     ) -> tuple[BlockTable, tuple[int, int] | None] | None:
-        """A table that shares the first ``num_tokens`` tokens of another.
+        """Return a table that shares the first ``num_tokens`` tokens of another.
 
         Full blocks are shared; a partial last one becomes a block of its own, whose content must be
         copied.

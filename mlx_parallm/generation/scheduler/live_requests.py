@@ -1,4 +1,4 @@
-"""The requests that have not ended, and the room that is left for others."""
+"""Requests that have not ended, and the room left for others."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class LiveRequests:
 
     @property
     def groups(self) -> Mapping[str, RequestGroup]:
-        """By request id."""
+        """Return the requests by their ids."""
         return self._groups
 
     @property
     def num_waiting(self) -> int:
-        """Live sequences that do not run, those that will fork from a leader included."""
+        """Return how many live sequences do not run, future forks of a leader included."""
         return len(self._by_id) - len(self._running)
 
     def get(self, seq_id: int) -> Sequence | None:
-        """The sample of this id, unless it has ended."""
+        """Return the sample with this id; None if it has ended."""
         return self._by_id.get(seq_id)
 
     def add(
         self, request: GenerateRequest, end_ids: frozenset[int], weights: PolicyWeights, seed: int
     ) -> RequestGroup:
-        """A group of samples for a request; sample i uses ``seed + i``.
+        """Add a request and return its group; sample i uses ``seed + i``.
 
         Raises:
             OverloadedError: too many sequences wait.
@@ -65,7 +65,7 @@ class LiveRequests:
         return group
 
     def forget(self, sequence: Sequence) -> None:
-        """Count a sample no more that neither runs nor waits."""
+        """Stop counting a sample that neither runs nor waits."""
         del self._by_id[sequence.seq_id]
         client = sequence.request.client
         self._per_client[client] -= 1
@@ -81,9 +81,9 @@ class LiveRequests:
         limit = self._max_waiting
         if not limit or self.num_waiting + n <= limit:
             return
-        # Copied in one go, because the engine's thread may add to it.
+        # Copy at once: the engine thread may add to the counts meanwhile.
         live = dict(self._per_client)
-        waiting = {one: num - self._running.count_of(one) for one, num in live.items()}
+        waiting = {name: num - self._running.count_of(name) for name, num in live.items()}
         own = waiting.pop(client, 0)
         num_clients = 1 + sum(num > 0 for num in waiting.values())
         if num_clients == 1 or own + n > limit // num_clients:
@@ -91,4 +91,6 @@ class LiveRequests:
 
     def check_integrity(self) -> None:
         """Assert that every sample is counted."""
-        assert self._per_client == Counter(one.request.client for one in self._by_id.values())
+        assert self._per_client == Counter(
+            sequence.request.client for sequence in self._by_id.values()
+        )

@@ -18,8 +18,8 @@ from mlx_parallm.generation.scheduler.step_cost import (
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 
-# A prompt first gets this share of the token budget at most, so that short prompts are not kept
-# waiting by a long one; what is left over goes to whoever is not done.
+# CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
+# that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
 CHUNK_SHARE = 4
 DEFAULT_TOKEN_BUDGET = 1024
 
@@ -46,7 +46,7 @@ class Planner:
         max_model_len: int,
         has_state: bool,
     ) -> None:
-        # Decode rows always fit: a step that could not hold them all would starve some.
+        # Every decode row must fit: a step without room for all of them would starve some.
         self.token_budget = max(
             config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET, config.max_num_seqs
         )
@@ -65,19 +65,19 @@ class Planner:
         self.num_preemptions = 0
 
     def plan(self) -> StepPlan:
-        """Decode rows first, then chunks of running prompts, then admissions."""
+        """Return the next step: decode rows, then chunks of running prompts, then admissions."""
         plan = StepPlan(self.token_budget)
         if self._running.adapters.blocked:
-            # One whose client may run no more at all waits for that.
+            # A sequence whose client is at its limit waits for the client, not for an adapter.
             heads = filter(self._running.allows_client, self._waiting.heads())
-            waiting = {one.group.adapter for one in heads}
-            self._running.adapters.keep_waiting({one for one in waiting if one is not None})
-        self._make_way()
+            adapters = {sequence.group.adapter for sequence in heads}
+            self._running.adapters.keep_waiting({name for name in adapters if name is not None})
+        self._preempt_for_shares()
         if self._plan_decode(plan):
             return plan
-        for leader in [one for one in plan.num_tokens if one.followers]:
+        for leader in [sequence for sequence in plan.num_tokens if sequence.followers]:
             self._fork_followers(leader, plan)
-        prefilling = [one for one in self._running if one.num_remaining > 1]
+        prefilling = [sequence for sequence in self._running if sequence.num_remaining > 1]
         if self.cost is not None and plan.num_tokens and (prefilling or len(self._waiting)):
             plan.allowance = self._allowance(plan, self.cost)
         num_running = len(self._running)
@@ -89,13 +89,13 @@ class Planner:
         self._speculator.plan_drafts(plan, len(self._running))
         return plan
 
-    def _make_way(self) -> None:
-        """Preempt what runs beyond its client's share while others wait for theirs."""
+    def _preempt_for_shares(self) -> None:
+        """Preempt sequences beyond their client's share while other clients wait for theirs."""
         self._shares.look()
         owed = self._shares.owed
         if not owed:
             return
-        needed = sum(self._kv.blocks_for(len(one.token_ids)) for one in owed)
+        needed = sum(self._kv.blocks_for(len(sequence.token_ids)) for sequence in owed)
         for victim in self._shares.overdrawn():
             if self._running.num_free_slots >= len(owed) and self._count_spare() >= needed:
                 return
@@ -108,7 +108,7 @@ class Planner:
         Returns:
             Whether nothing at all should run before the step in flight has ended.
         """
-        decoding = [one for one in self._running if self._decodes(one)]
+        decoding = [sequence for sequence in self._running if self._decodes(sequence)]
         verifying = self._speculator.count_verifying(self._running)
         if self._speculator.await_tokens(decoding, verifying, plan):
             return True
@@ -124,14 +124,14 @@ class Planner:
         return sequence.num_remaining == 1 and self._may_run(sequence)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        """Whether what the step in flight chooses leaves no doubt that it runs, and where."""
+        """Return True if the step in flight cannot end the sequence or change its next position."""
         return not sequence.num_proposed and not sequence.is_ending(self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
 
-        False if it does not run any more: a better sequence preempted it, or it is the worst and
-        has to wait itself. The best one always gets there, since it fits the pool alone.
+        Return False if the sequence no longer runs: a better one preempted it, or it is the worst
+        and must wait itself. The best one always gets there, since it fits the pool alone.
         """
         if sequence.slot is None:
             return False
@@ -153,22 +153,30 @@ class Planner:
         self.num_preemptions += 1
 
     def preempt_all(self) -> None:
-        """Let everything that runs wait again, without its blocks."""
+        """Preempt every running sequence."""
         for sequence in reversed(list(self._running)):
             self._send_back(sequence)
             self._waiting.push_front(sequence)
 
     def refresh_weights(self) -> None:
-        """Let running sequences go on with what their weights have become.
+        """Let running sequences continue with their changed weights.
 
         What such a sequence computes is nobody else's: its blocks hold KV of both. One that has
         chosen no token with these blocks begins anew, so that the versions of a sample's tokens are
         all that computed it.
         """
-        changed = [one for one in self._running if one.content != one.group.weights.content]
+        changed = [
+            sequence
+            for sequence in self._running
+            if sequence.content != sequence.group.weights.content
+        ]
         for sequence in changed:
             self._running.leave_adapter(sequence)
-        staying = {one for one in changed if one.is_caught_up and self._running.take_adapter(one)}
+        staying = {
+            sequence
+            for sequence in changed
+            if sequence.is_caught_up and self._running.take_adapter(sequence)
+        }
         for sequence in reversed(changed):
             if sequence in staying:
                 self._kv.withhold(sequence.blocks)
@@ -178,27 +186,28 @@ class Planner:
                 self._waiting.push_front(sequence)
 
     def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
-        """What prefill the decode rows planned so far can wait for."""
+        """Return how much prefill the decode rows planned so far can wait for."""
         work = StepWork.of(
-            (one.num_computed, count + len(plan.proposals.get(one, ())))
-            for one, count in plan.num_tokens.items()
+            (sequence.num_computed, count + len(plan.proposals.get(sequence, ())))
+            for sequence, count in plan.num_tokens.items()
         )
         return PrefillAllowance(cost, work, self._bound_s)
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
-        """What a prompt gets at first: a share of the budget, or of what fits its time."""
+        """Return a prompt's first chunk: a share of the budget, or of what fits the time bound."""
         if plan.allowance is None:
             return max(1, self.token_budget // CHUNK_SHARE)
-        room = plan.allowance.room(max((one.num_computed for one in prefilling), default=0))
+        longest = max((sequence.num_computed for sequence in prefilling), default=0)
+        room = plan.allowance.room(longest)
         return max(MIN_CHUNK, min(room, self.token_budget) // CHUNK_SHARE)
 
     def _plan_prefill(self, plan: StepPlan, chunk: int, prefilling: list[Sequence]) -> None:
-        """The best prompt first, then those that one chunk completes, then the other long ones.
+        """Add the best prompt, then prompts that one chunk completes, then the other long ones.
 
         All but the best leave a chunk of the budget to those that wait.
         """
         best, others = prefilling[:1], prefilling[1:]
-        others.sort(key=lambda one: one.num_schedulable > chunk)
+        others.sort(key=lambda sequence: sequence.num_schedulable > chunk)
         for sequence in best:
             self._add_chunk(sequence, chunk, plan)
         reserve = chunk if len(self._waiting) and self._running.has_slot else 0
@@ -226,7 +235,7 @@ class Planner:
         stop = inputs.cut(start, start + wanted)
         if stop == start:
             stop = inputs.end_of(start)
-            # Decode rows never keep rows that fit a step waiting; other prompts do.
+            # Rows that fit a step wait for other prompts, but never for decode rows.
             if stop - start > plan.budget_left and not plan.is_decode:
                 return 0
         budget = plan.budget_left if plan.num_tokens else None
@@ -246,18 +255,18 @@ class Planner:
                 self._fork_followers(sequence, plan)
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Whether it can have what it needs, and the step in flight chooses nothing for it."""
+        """Return True if a slot and its adapter are free and no step in flight samples for it."""
         return not sequence.num_pending and self._running.may_start(sequence)
 
     def _try_start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
 
-        Blocks that running prompts still need are theirs.
+        Blocks that running prompts still need are not available to it.
         """
         available = self._count_spare()
         if available <= sequence.blocked_at:
             return False
-        sequence.group.heed_weights()
+        sequence.group.refresh_weights()
         reusable = sequence.group.num_reusable
         use_cache = not self._has_state and reusable > 0
         known = sequence.token_ids
@@ -280,8 +289,8 @@ class Planner:
         return True
 
     def _count_spare(self) -> int:
-        """Free blocks but for those that running prompts still need."""
-        return self._kv.num_free - sum(self._num_missing(one) for one in self._running)
+        """Return the number of free blocks that running prompts do not still need."""
+        return self._kv.num_free - sum(self._num_missing(sequence) for sequence in self._running)
 
     def _num_missing(self, sequence: Sequence) -> int:
         needed = self._kv.blocks_for(len(sequence.token_ids))
@@ -295,11 +304,11 @@ class Planner:
             sequence.group.num_cached_tokens = sequence.num_computed
 
     def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:
-        """Let samples begin from the leader that has computed all but the last prompt token."""
+        """Fork samples from the leader that has computed all but the last prompt token."""
         followers, leader.followers = leader.followers, []
         for position, follower in enumerate(followers):
             if not self._fork(leader, follower, plan):
-                # The rest come in through the prefix cache when there is room.
+                # The remaining samples start from the prefix cache when there is room.
                 for late in reversed(followers[position:]):
                     self._waiting.push_front(late)
                 return
@@ -307,7 +316,7 @@ class Planner:
     def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
         if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
             return False
-        # The leader has the slot of their adapter.
+        # The leader already holds their adapter's slot.
         if not self._running.allows_client(follower):
             return False
         if self._shares.owed and not self._shares.is_owed(follower):
@@ -332,7 +341,7 @@ class Planner:
         return True
 
     def _spread_rest(self, plan: StepPlan) -> None:
-        """Give what is left of the budget to running prompts, best first, preempting nobody."""
+        """Spend the remaining budget on running prompts, best first, without preemption."""
         if plan.budget_left == 0:
             return
         for sequence in self._running:

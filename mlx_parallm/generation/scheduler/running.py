@@ -44,47 +44,47 @@ class RunningSet:
 
     @property
     def worst(self) -> Sequence:
-        """The first to be preempted: of the largest priority number, then the youngest."""
+        """Return the sequence to preempt first: the largest priority number, then the youngest."""
         return self._sequences[-1]
 
     @property
     def has_slot(self) -> bool:
-        """Whether one more may run."""
+        """Return True if one more sequence may run."""
         return bool(self._free_slots)
 
     @property
     def num_slots(self) -> int:
-        """Most sequences that may run."""
+        """Return the most sequences that may run."""
         return self._config.max_num_seqs
 
     @property
     def num_free_slots(self) -> int:
-        """How many more may run."""
+        """Return how many more sequences may run."""
         return len(self._free_slots)
 
     @property
     def clients(self) -> Collection[str]:
-        """Those with running sequences."""
+        """Return the clients with running sequences."""
         return self._per_client.keys()
 
     def count_of(self, client: str) -> int:
-        """How many sequences of a client run."""
+        """Return how many sequences of a client run."""
         return self._per_client.get(client, 0)
 
     def allows_client(self, sequence: Sequence) -> bool:
-        """Whether its client may run one more."""
+        """Return True if the sequence's client may run one more."""
         limit = self._config.max_num_seqs_per_client
         return limit is None or self._per_client[sequence.request.client] < limit
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether its client may run one more, and its adapter can be had."""
+        """Return True if its client may run one more and its adapter has or can get a slot."""
         if not self.allows_client(sequence):
             return False
         adapter = sequence.group.adapter
         return adapter is None or self.adapters.has_room(adapter)
 
     def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
-        """Give a sequence a slot, and blocks with ``num_computed`` tokens in them."""
+        """Start a sequence: give it a slot, and blocks that hold ``num_computed`` tokens."""
         sequence.table = table
         sequence.num_computed = num_computed
         sequence.num_drafted = self._kv.count_drafted(table)
@@ -94,12 +94,12 @@ class RunningSet:
         sequence.content = sequence.group.weights.content
         has_adapter = self.take_adapter(sequence)
         assert has_adapter, "a sequence was started that may not"
-        insort(self._sequences, sequence, key=lambda one: one.order)
+        insort(self._sequences, sequence, key=lambda sequence: sequence.order)
         self._per_client[sequence.request.client] += 1
         self.inputs.start(sequence.seq_id, sequence.group.inputs, sequence.group.salt)
 
     def stop(self, sequence: Sequence) -> None:
-        """Take a sequence's slot and blocks; computed full blocks stay in the prefix cache."""
+        """Stop a sequence: free its slot and blocks; full blocks stay in the prefix cache."""
         assert sequence.slot is not None, "only a running sequence can stop"
         self._kv.free(sequence.blocks)
         heapq.heappush(self._free_slots, sequence.slot)
@@ -113,7 +113,7 @@ class RunningSet:
         self.leave_adapter(sequence)
 
     def take_adapter(self, sequence: Sequence) -> bool:
-        """Let a sequence without one have its adapter's slot; False if there is none for it."""
+        """Acquire the slot of a sequence's adapter; return False if none is free."""
         adapter = sequence.group.adapter
         if adapter is None:
             return True
@@ -123,7 +123,7 @@ class RunningSet:
         return True
 
     def leave_adapter(self, sequence: Sequence) -> None:
-        """Let a sequence use no slot of an adapter."""
+        """Release the slot of a sequence's adapter."""
         if sequence.adapter is not None:
             self.adapters.release(sequence.adapter)
         sequence.adapter, sequence.adapter_slot = None, NO_ADAPTER
@@ -131,11 +131,13 @@ class RunningSet:
     def check_integrity(self) -> None:
         """Assert that every block and every slot is accounted for, exactly once."""
         self._kv.check_integrity(sequence.blocks for sequence in self._sequences)
-        slots = [one.slot for one in self._sequences if one.slot is not None]
+        slots = [sequence.slot for sequence in self._sequences if sequence.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self._config.max_num_seqs))
-        adapters = Counter(one.adapter for one in self._sequences if one.adapter is not None)
+        adapters = Counter(
+            sequence.adapter for sequence in self._sequences if sequence.adapter is not None
+        )
         self.adapters.check_integrity(adapters)
-        clients = Counter(one.request.client for one in self._sequences)
+        clients = Counter(sequence.request.client for sequence in self._sequences)
         assert clients == self._per_client
         self.inputs.check_integrity()
-        assert sorted(self._sequences, key=lambda one: one.order) == self._sequences
+        assert sorted(self._sequences, key=lambda sequence: sequence.order) == self._sequences

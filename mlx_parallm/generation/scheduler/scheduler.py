@@ -1,4 +1,4 @@
-"""Chooses what runs in the next step, and takes in what a step produced."""
+"""Chooses what runs in the next step, and applies what a step produced."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Scheduler:
         speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._kv = kv
-        # The pool bounds a sequence too: one that has it all to itself must be able to end.
+        # The pool bounds a sequence too: a sequence that has all blocks must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self._has_state = has_state
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv)
         self._live = LiveRequests(self._running, config.max_waiting)
-        # What a model keeps besides blocks cannot be taken back.
+        # A recurrent state cannot be rolled back to before refused proposals.
         assert not (has_state and speculative), "a state cannot follow refused proposals"
         self._speculator = Speculator(speculative, kv, self._max_len)
         self._planner = Planner(
@@ -55,11 +55,11 @@ class Scheduler:
             has_state=has_state,
         )
         self._constant = PolicyWeights()
-        # By step in flight and seq_id; a sample may end before its step.
+        # Rows by step in flight and seq_id; a sample may end before its step.
         self._in_flight: dict[int, dict[int, RowInFlight]] = {}
         self._steps = count()
         self._started: list[str] = []
-        # Constrained ones that the runner was not told the end of.
+        # Ended sequences with a grammar that no batch has listed yet.
         self._ended: list[int] = []
 
     def add(
@@ -94,13 +94,14 @@ class Scheduler:
                 self._waiting.append(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks; False if it is not here."""
+        """Abort a request and free its blocks; return False if the id is unknown."""
         group = self._live.groups.get(request_id)
         if group is None:
             return False
         sequences = list(group.sequences.values())
-        # They wait in no queue; that they led one another, as in _end, would take n² steps.
-        followers = {one for sequence in sequences for one in sequence.followers}
+        # Followers are in no queue. Handing the lead from one to the next, as _end does, would
+        # take n² steps.
+        followers = {follower for sequence in sequences for follower in sequence.followers}
         for sequence in sequences:
             if sequence.slot is not None:
                 self._running.stop(sequence)
@@ -110,13 +111,13 @@ class Scheduler:
         return True
 
     def finish(self, request_id: str, index: int) -> None:
-        """End one sample for a reason found outside; unknown ones are ignored."""
+        """End one sample for a reason outside of the scheduler; unknown samples are ignored."""
         group = self._live.groups.get(request_id)
         if group is not None and index in group.sequences:
             self._end(group.sequences[index])
 
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
-        """A step has ended.
+        """Learn from the time that a step took.
 
         ``seconds`` is the time that the engine spent on it: from the end of the step before, or its
         own begin, until it was submitted, and waiting for its end.
@@ -126,31 +127,31 @@ class Scheduler:
             self._planner.cost.observe(StepWork.of(rows), seconds)
 
     def has_work(self) -> bool:
-        """Whether any request is here."""
+        """Return True if any request has not ended."""
         return bool(self._live.groups)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether this request has not ended."""
+        """Return True if this request has not ended."""
         return request_id in self._live.groups
 
     def take_started(self) -> list[str]:
-        """Ids of the requests scheduled for the first time since the last call."""
+        """Return the ids of requests scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     @property
     def adapters(self) -> AdapterSlots:
-        """Which adapters are resident."""
+        """Return the slots of adapters."""
         return self._running.adapters
 
     def refresh_weights(self) -> None:
-        """Go on with what the weights of requests have become; between two steps."""
+        """Continue with changed weights; called between two steps."""
         self._planner.refresh_weights()
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """Let no later sequence find what was computed before.
+        """Empty the prefix cache.
 
-        ``reset_running``: what runs waits again, and is computed anew.
+        ``reset_running``: running sequences are preempted and computed anew.
         """
         if reset_running:
             self._planner.preempt_all()
@@ -162,20 +163,20 @@ class Scheduler:
         return self._kv.borrowed_block()
 
     def uses(self, content: str) -> bool:
-        """Whether a request here is of this adapter."""
+        """Return True if a request that has not ended uses this adapter."""
         return any(group.adapter == content for group in self._live.groups.values())
 
     def num_running(self, content: str) -> int:
-        """Sequences that run with this adapter."""
+        """Return how many sequences run with this adapter."""
         return self.adapters.users(content)
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of a step."""
+        """Return the most tokens of a step."""
         return self._planner.token_budget
 
     def stats(self) -> SchedulerStats:
-        """How full it is."""
+        """Return how full the scheduler is, and its counters."""
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
@@ -194,7 +195,7 @@ class Scheduler:
         self._live.check_integrity()
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None when nothing can run.
+        """Return the next step; None if nothing can run.
 
         A step may be scheduled before the one before it has ended: tokens that are being chosen
         are then pending, and their sequences are assumed to go on unless they reach a length.
@@ -211,7 +212,7 @@ class Scheduler:
             if not sequence.group.has_started:
                 sequence.group.has_started = True
                 self._started.append(sequence.request.request_id)
-        # Stable: rows of one token first, each part best first.
+        # The sort is stable: rows of one token come first, and each part is best first.
         rows = sorted(
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
@@ -247,7 +248,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
-        """Take in a step's output; what ended is freed."""
+        """Apply a step's output; free the samples that ended."""
         tokens: dict[int, list[SampledToken]] = {}
         for token in output.tokens:
             tokens.setdefault(token.seq_id, []).append(token)
@@ -257,12 +258,12 @@ class Scheduler:
             sequence, begun = self._live.get(row.seq_id), rows[row.seq_id]
             if output.failed and row.seq_id in output.failed:
                 if sequence is None and row.sample is not None:
-                    # It ended meanwhile, and nobody goes on from a row that only decoded.
+                    # The sample ended meanwhile, and no other continues from a decode row.
                     continue
                 updates += self._fail_group(begun.group, output.failed[row.seq_id])
                 continue
             if row.target_ids:
-                # Also of a sample that has ended: others may have forked from it.
+                # Keep these even if the sample has ended: others may have forked from it.
                 entries, at = output.prompt_logprobs[row.seq_id], row.start + row.target_start
                 begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
@@ -270,14 +271,14 @@ class Scheduler:
         return updates
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
-        """End every request of a step that raised; none of its blocks becomes cached."""
+        """End every request of a step that raised; its blocks do not enter the prefix cache."""
         rows = self._in_flight.pop(batch.step_id).values()
         updates = [update for begun in rows for update in self._fail_group(begun.group, message)]
         self._running.inputs.forget(batch.inputs)
         return updates
 
     def check_room(self, client: str, n: int) -> None:
-        """Refuse ``n`` samples that the queue has no room for, but for a client's share of it.
+        """Refuse ``n`` samples if the queue is full and the client has its share of it.
 
         A client that fills the queue does not shut out the others: where several wait, each may
         have the queue's length over their number, even while it is full. Another thread may ask
@@ -309,10 +310,10 @@ class Scheduler:
         begun: RowInFlight,
         tokens: list[SampledToken],
     ) -> list[SequenceUpdate]:
-        """One sequence's share of a step that succeeded."""
+        """Apply one sequence's row of a step that succeeded."""
         end = row.start + len(row.token_ids) - len(row.verify)
         self._commit(sequence, begun, end)
-        # It may have lost its blocks while the step was in flight, and even have got others.
+        # The sequence may have been preempted, and even restarted, while the step was in flight.
         if row.draft is not None and sequence.table is begun.table:
             self._speculator.note_drafted(sequence, row.draft)
         if end < len(sequence.token_ids):
@@ -336,7 +337,7 @@ class Scheduler:
     def _take_tokens(
         self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
     ) -> list[SequenceUpdate]:
-        """Add tokens up to the one that ends the sample."""
+        """Append tokens up to the one that ends the sample."""
         updates: list[SequenceUpdate] = []
         for token in tokens:
             reason = sequence.add_token(token, self._max_len)
@@ -368,7 +369,7 @@ class Scheduler:
         )
 
     def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:
-        """End every sample that is left of a request."""
+        """End every remaining sample of a request."""
         updates = [
             SequenceUpdate(request_id=group.request.request_id, index=index, error=message)
             for index in group.sequences
@@ -378,7 +379,7 @@ class Scheduler:
         return updates
 
     def _end(self, sequence: Sequence) -> None:
-        """Forget a sample, wherever it is; the next one leads those that were to fork from it."""
+        """Remove a sample from running or waiting; its first follower becomes the leader."""
         successor = None
         if sequence.followers:
             successor, *successor.followers = sequence.followers
@@ -392,7 +393,7 @@ class Scheduler:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        """Count a sample no more that neither runs nor waits."""
+        """Drop the records of a sample that neither runs nor waits."""
         self._live.forget(sequence)
         if sequence.request.params.grammar is not None:
             self._ended.append(sequence.seq_id)
@@ -401,7 +402,7 @@ class Scheduler:
 def _stop_reason(
     sequence: Sequence, token: SampledToken | None, reason: FinishReason
 ) -> int | None:
-    """The caller's own stop token; None for the model's end."""
+    """Return the caller's stop token that ended the sample; None for the model's own end."""
     if reason is not FinishReason.STOP or token is None or token.token_id in sequence.group.end_ids:
         return None
     return token.token_id

@@ -73,7 +73,7 @@ class RequestGroup:
 
     @property
     def salt(self) -> bytes:
-        """What keeps its prefix apart from others' and from that of other weights."""
+        """Return the salt of its block hashes: scope, weights, salts and inputs without rows."""
         request = self.request
         return request.scope.content_key(
             self.weights.content, request.cache_salt or None, request.extra_key, self.inputs.salt
@@ -81,7 +81,7 @@ class RequestGroup:
 
     @property
     def adapter(self) -> str | None:
-        """The content of the adapter that it needs now; None for none."""
+        """Return the content of the adapter that it needs now; None for none."""
         return None if self.weights.adapter is None else self.weights.adapter.content
 
     @property
@@ -94,15 +94,16 @@ class RequestGroup:
 
     @property
     def samples_any(self) -> bool:
-        """Whether any token is to be generated at all."""
+        """Return True unless the request only scores its prompt."""
         return self.request.params.max_tokens != 0
 
-    def heed_weights(self) -> None:
-        """Forget what other weights computed of the prompt, unless that has become final.
+    def refresh_weights(self) -> None:
+        """Drop prompt results of other weights, unless they are final already.
 
-        So all that is reported of it is of one version.
+        All that is reported of a prompt is thus computed by one version.
         """
-        is_final = self.is_reported or any(one.has_begun for one in self.sequences.values())
+        has_output = any(sequence.has_begun for sequence in self.sequences.values())
+        is_final = self.is_reported or has_output
         if not is_final and self.content != self.weights.content:
             self.content = self.weights.content
             self._forget_prompt()
@@ -112,7 +113,7 @@ class RequestGroup:
     ) -> None:
         """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet.
 
-        Not so those of weights that the prompt is computed with no more.
+        Entries of weights that no longer compute the prompt are dropped.
         """
         if content == self.content:
             known = self.prompt_logprobs
@@ -120,7 +121,7 @@ class RequestGroup:
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that may come from the prefix cache: none whose row scores a target."""
+        """Return how many leading tokens may be cached; rows that score targets are computed."""
         known = len(self.prompt_logprobs)
         is_unscored = self.request.params.prompt_logprobs is None
         if is_unscored or known >= len(self.request.prompt_ids):
@@ -128,7 +129,7 @@ class RequestGroup:
         return known - 1
 
     def take_prompt_event(self) -> PromptEvent | None:
-        """The PromptEvent, the first time it is asked for."""
+        """Return the PromptEvent on the first call, None after."""
         if self.is_reported:
             return None
         self.is_reported = True
@@ -141,7 +142,7 @@ class RequestGroup:
 
 
 class RowInFlight(NamedTuple):
-    """What a sequence had when a step of it was scheduled; it may have something else since."""
+    """A sequence's state when a step of it was scheduled; it may have changed since."""
 
     group: RequestGroup
     table: BlockTable
@@ -211,32 +212,32 @@ class Sequence:
 
     @property
     def request(self) -> GenerateRequest:
-        """The request it belongs to."""
+        """Return the request that the sample belongs to."""
         return self.group.request
 
     @property
     def blocks(self) -> BlockTable:
-        """The table of a running sequence."""
+        """Return the block table of a running sequence."""
         assert self.table is not None, "a running sequence has a table"
         return self.table
 
     @property
     def in_flight(self) -> RowInFlight:
-        """What a step that is scheduled now begins with."""
+        """Return the state that a step scheduled now begins with."""
         return RowInFlight(self.group, self.blocks, self.content)
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is output, or a step that makes some, or its end, is in flight."""
+        """Return True if there is output, or a step in flight makes some or the end."""
         return bool(self.output_ids or self.num_pending or self.is_caught_up)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Return how many tokens to compute before the next one can be sampled."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     def is_ending(self, max_model_len: int) -> bool:
-        """Whether the pending token is its last, whichever it is."""
+        """Return True if the pending token is its last, whichever token it is."""
         if not self.num_pending:
             return False
         is_full = len(self.token_ids) + self.num_pending >= max_model_len
@@ -244,7 +245,7 @@ class Sequence:
 
     @property
     def num_schedulable(self) -> int:
-        """Tokens that may be scheduled in one chunk: a leader stops where its followers fork."""
+        """Return the most tokens of one chunk: a leader stops where its followers fork."""
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
 
     def schedule(
@@ -254,7 +255,7 @@ class Sequence:
         draft_end: int | None = None,
         inputs: tuple[InputRows, ...] = (),
     ) -> ScheduledSequence:
-        """The next ``num_tokens`` tokens as a share of a step, which counts as computed.
+        """Return a step's row for the next ``num_tokens`` tokens, which then count as computed.
 
         ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
         tokens a draft model is to have computed then; None for as many as before. ``inputs`` are
@@ -297,17 +298,17 @@ class Sequence:
         return DraftInput(start=start, token_ids=tuple(self.token_ids[start:end]))
 
     def settle(self, num_accepted: int) -> None:
-        """Take in that the pending token is known, and how many proposals come before it."""
+        """Note that the pending token is known, and how many proposals were accepted before it."""
         self.num_pending -= 1
         self.num_proposed = 0
-        # It may have lost its blocks while the step was in flight.
+        # The sequence may have been preempted while the step was in flight.
         if self.slot is not None:
             self.num_computed += num_accepted
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
-        """Append a token; why it ended the sample, if it did."""
+        """Append a token; return why it ended the sample, None if it did not."""
         if not self.output_ids:
-            # Until now it was the prompt, which all samples of the request share.
+            # Until now the list was the prompt, which all samples of the request share.
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token.token_id)
         self.output_ids.append(token.token_id)
@@ -322,19 +323,19 @@ class Sequence:
         return None
 
     def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
-        """What chooses the token that follows the first ``end`` tokens and some proposals."""
+        """Return the sampler's input for the token after the first ``end`` tokens and proposals."""
         params = self.request.params
         banned: tuple[int, ...] = ()
         if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
             banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
         elif params.ignore_eos:
-            # Only where a grammar is complete does such a sample end by itself.
+            # Such a sample ends by itself only where its grammar is complete.
             banned = tuple(sorted(self.group.end_ids))
         if self.thinking is not None:
             rule = self.thinking.rule(has_pending=self.num_pending > 0)
             banned += rule.banned
             if rule.forced is not None:
-                # The grammar, if there is one, follows reasoning and not the tokens of it.
+                # A grammar applies after the reasoning, so it does not constrain this token.
                 params = replace(params, allowed_token_ids=(rule.forced,), grammar=None)
         output_ids = self.output_ids
         if proposals and params.has_penalty:
@@ -350,7 +351,7 @@ class Sequence:
         )
 
     def _targets(self, start: int, end: int) -> range:
-        """Positions of the prompt tokens that follow those at ``start`` to ``end`` and are scored.
+        """Return the positions of scored prompt tokens that follow those at ``start`` to ``end``.
 
         Until all are known a single sample, the leader, computes the prompt. After a preemption it
         is computed again, but not reported again.

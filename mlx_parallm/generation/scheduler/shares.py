@@ -14,7 +14,7 @@ DEFAULT_PRIORITY = 0
 
 
 class ClientShares:
-    """What each client may have while others wait: the slots over the number of clients.
+    """The slots that each client may hold while others wait: an even share of all slots.
 
     A client may have more while nobody waits that has less than its share.
 
@@ -29,26 +29,26 @@ class ClientShares:
         self.owed: list[Sequence] = []
 
     def look(self) -> None:
-        """See who has work; before a step is planned."""
+        """Note which clients have work; called before a step is planned."""
         self.owed = []
         if not len(self._waiting):
             return
         num_clients = len(self._waiting.clients.union(self._running.clients))
         self._share = max(1, self._running.num_slots // num_clients)
         if num_clients > 1:
-            heads = [one for one in self._waiting.heads() if self.is_owed(one)]
+            heads = [sequence for sequence in self._waiting.heads() if self.is_owed(sequence)]
             first: dict[str, Sequence] = {}
-            for one in filter(self._running.may_start, heads):
-                first.setdefault(one.request.client, one)
+            for sequence in filter(self._running.may_start, heads):
+                first.setdefault(sequence.request.client, sequence)
             self.owed = list(first.values())
 
     def is_owed(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence's client has less than its share."""
+        """Return True if a waiting sequence's client has less than its share."""
         is_usual = sequence.request.priority <= DEFAULT_PRIORITY
         return is_usual and self._running.count_of(sequence.request.client) < self._share
 
     def overdrawn(self) -> list[Sequence]:
-        """Running sequences beyond their clients' shares, the worst first."""
+        """Yield running sequences beyond their clients' shares, the worst first."""
         counted = Counter[str]()
         beyond: list[Sequence] = []
         for sequence in self._running:

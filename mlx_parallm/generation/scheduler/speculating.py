@@ -14,13 +14,13 @@ from mlx_parallm.generation.speculation.pace import LONGEST_PAUSE
 from mlx_parallm.generation.speculation.proposer import Speculation
 from mlx_parallm.types.step import DraftInput, ScheduledSequence
 
-# Of what decode rows leave of a step's token budget, proposals take this share at most.
+# Proposals take at most this share of the token budget that decode rows leave.
 BUDGET_SHARE = 2
-# Tokens of prompts and answers that a draft model computes in a step at most.
+# Most tokens of prompts and answers that a draft model computes in a step.
 DRAFT_TOKENS = 2048
-# A draft model may be so many tokens behind before it catches up without proposing.
+# A draft model that is further behind than this many tokens catches up before it proposes.
 LARGEST_LAG = 2 * LONGEST_PAUSE
-# It computes so many tokens for each that the sequence may still get, at most.
+# Most tokens that a draft model computes for each token that the sequence may still get.
 CATCH_UP_SHARE = 16
 DEFAULT_BATCH_SIZE = 32
 
@@ -39,8 +39,8 @@ class Speculator:
         self._accepted: Counter[int] = Counter()
 
     def count_verifying(self, running: Iterable[Sequence]) -> int:
-        """How many have proposals that the step in flight verifies."""
-        return 0 if self._config is None else sum(one.num_proposed > 0 for one in running)
+        """Return how many sequences have proposals that the step in flight verifies."""
+        return 0 if self._config is None else sum(sequence.num_proposed > 0 for sequence in running)
 
     def await_tokens(self, decoding: list[Sequence], running: int, plan: StepPlan) -> bool:
         """Leave sequences out of a step whose pending token likely begins a match.
@@ -56,7 +56,9 @@ class Speculator:
         if self._config is None or not self._is_small(len(decoding) + running):
             return False
         plan.awaited = frozenset(
-            one for one in decoding if one.num_pending and self._awaits(one, self._config)
+            sequence
+            for sequence in decoding
+            if sequence.num_pending and self._awaits(sequence, self._config)
         )
         waiting = len(plan.awaited) + running
         return waiting > 0 and 2 * waiting >= len(decoding) + running
@@ -85,7 +87,7 @@ class Speculator:
                 plan.add_proposals(sequence, fitting)
 
     def plan_drafts(self, plan: StepPlan, num_running: int) -> None:
-        """Say what a draft model computes in a step: all that proposals need, and prompts."""
+        """Plan what a draft model computes in a step: all that proposals need, and prompts."""
         config = self._config
         if config is None or config.model is None:
             return
@@ -96,7 +98,7 @@ class Speculator:
             end = min(sequence.num_computed + num_tokens, len(sequence.token_ids))
             missing = end - sequence.num_drafted
             is_due = num_tokens > 1 or missing > LARGEST_LAG
-            # It must go on for long enough to be worth it.
+            # Catching up pays only if the sequence may get many more tokens.
             is_due &= missing <= CATCH_UP_SHARE * self._num_left(sequence)
             taken = min(missing, room)
             if sequence in plan.proposals or not is_due or taken <= 0:
@@ -106,11 +108,11 @@ class Speculator:
                 room -= taken
 
     def note_drafted(self, sequence: Sequence, draft: DraftInput) -> None:
-        """Take in that a step computed a draft model's KV; of tokens, not of proposals."""
+        """Note that a step computed the draft model's KV of tokens; proposals do not count."""
         self._kv.mark_drafted(sequence.blocks, draft.end)
 
     def record(self, sequence: Sequence, row: ScheduledSequence, num_accepted: int) -> None:
-        """Take in how many of a row's proposals were accepted."""
+        """Note how many of a row's proposals were accepted."""
         assert self._config is not None, "nothing is proposed without"
         self._num_drafts += 1
         self._num_proposed += len(row.verify)
@@ -122,7 +124,7 @@ class Speculator:
         state.record(len(sequence.token_ids), len(row.verify), num_accepted)
 
     def stats(self) -> SpeculationStats:
-        """What was proposed and accepted so far."""
+        """Return counts of what was proposed and accepted so far."""
         if self._config is None:
             return SpeculationStats()
         positions = range(self._config.num_speculative_tokens)
@@ -142,7 +144,7 @@ class Speculator:
         return _state(sequence, config).awaits(sequence.token_ids)
 
     def _most(self, sequence: Sequence, config: SpeculativeConfig) -> int:
-        """Proposals that could count: one token follows the last of them."""
+        """Return how many proposals could count: one token follows the last of them."""
         if not _may_speculate(sequence, config) or not sequence.output_ids:
             return 0
         missing = len(sequence.token_ids) - sequence.num_drafted
@@ -152,7 +154,7 @@ class Speculator:
         return min(config.num_speculative_tokens, left - sequence.num_pending - 1)
 
     def _num_left(self, sequence: Sequence) -> int:
-        """Tokens that it may still get."""
+        """Return how many tokens the sequence may still get."""
         left = self._max_model_len - len(sequence.token_ids)
         max_tokens = sequence.request.params.max_tokens
         return left if max_tokens is None else min(left, max_tokens - len(sequence.output_ids))
@@ -160,7 +162,7 @@ class Speculator:
     def _fit(
         self, sequence: Sequence, proposals: tuple[int, ...], spare: int
     ) -> tuple[tuple[int, ...], int]:
-        """The proposals that have room, and the blocks taken for them."""
+        """Return the proposals that have room, after taking blocks for them."""
         size, held = self._kv.block_size, len(sequence.blocks.blocks)
         first = sequence.num_computed + 1
         fitting = proposals[: (held + max(spare, 0)) * size - first]
@@ -170,7 +172,7 @@ class Speculator:
 
 
 def _may_speculate(sequence: Sequence, config: SpeculativeConfig) -> bool:
-    """Whether its request allows it.
+    """Return True if the request of a sequence allows speculation.
 
     Penalties count tokens that a draft model is to choose; a budget counts known tokens, and a
     grammar follows them.

@@ -1,4 +1,4 @@
-"""What a step costs, learned from the steps that have ended. Pure arithmetic: time comes in."""
+"""The cost of a step, learned from ended steps. Pure arithmetic: times are arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mlx_parallm.engine.fits import OnlineFit, PrefillFit
 from mlx_parallm.types.shape_buckets import coarse
 
-# Rows of fewer tokens than this are computed one by one, like decode rows, and cost what those do.
+# MIN_CHUNK: rows of fewer tokens are computed token by token and cost what decode rows cost.
 MIN_CHUNK = 16
 # Prefill tokens of the first step whose cost nobody knows yet.
 FIRST_CHUNK = 64
@@ -27,7 +27,7 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """The work of a step.
 
     Attributes:
         decode_tokens: tokens of short rows.
@@ -43,7 +43,7 @@ class StepWork:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int]]) -> StepWork:
-        """The work of rows of ``(first position, tokens)``."""
+        """Return the work of rows of ``(first position, tokens)``."""
         tokens, context = [0, 0], [0.0, 0.0]
         for start, count in rows:
             kind = count >= MIN_CHUNK
@@ -61,7 +61,7 @@ class StepCost:
         self._recent_prefill = self._recent_s = 0.0
 
     def most_prefill(self, bound_s: float) -> int:
-        """Prefill tokens up to which it can be foretold whether a step takes no longer.
+        """Return the most prefill tokens for which a prediction can be trusted.
 
         So many times the tokens take at most so many times as long, whatever they cost.
         """
@@ -72,7 +72,7 @@ class StepCost:
         return max(FIRST_CHUNK, int(growth * self._recent_prefill))
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step has ended."""
+        """Learn from a step that has ended."""
         if not work.prefill_tokens:
             self._decode.learn(_decode_features(work), seconds)
             return
@@ -84,30 +84,30 @@ class StepCost:
             self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
 
     def predict(self, work: StepWork) -> float:
-        """Seconds that a step will take; 0 for work of a kind that was never seen."""
+        """Return the seconds that a step will take; 0 for work of a kind that was never seen."""
         decode = self._decode.predict(_decode_features(work))
         return decode + self._prefill.predict(_prefill_features(work))
 
     @property
     def prefill_s(self) -> float:
-        """Seconds that a step takes longer because it has prefill, however little."""
+        """Return the seconds that any prefill at all adds to a step."""
         return self._prefill.coefficients[0]
 
     def chunk_s(self, start: int, count: int) -> float:
-        """Seconds that tokens of a prompt, from ``start`` on, cost beyond ``prefill_s``."""
+        """Return the seconds that prompt tokens from ``start`` on cost beyond ``prefill_s``."""
         work = StepWork.of(((start, count),))
         fixed = self.prefill_s if work.prefill_tokens else 0.0
         return self.predict(work) - self.predict(StepWork.of(())) - fixed
 
     def chunk_within(self, start: int, seconds: float, most: int) -> int:
-        """Tokens of a prompt, from ``start`` on, that cost ``seconds`` beyond ``prefill_s``.
+        """Return how many prompt tokens from ``start`` on cost ``seconds`` beyond ``prefill_s``.
 
         No more than ``most``.
         """
         _, per_token, per_position = self._prefill.coefficients
         if seconds <= 0:
             return 0
-        # Of count * per_token + count * (start + count / 2) * per_position = seconds.
+        # Solve count * per_token + count * (start + count / 2) * per_position = seconds.
         slope = per_token + start * per_position
         root = slope + math.sqrt(slope * slope + 2 * per_position * seconds)
         return most if root * most <= 2 * seconds else int(2 * seconds / root)
@@ -129,20 +129,19 @@ class PrefillAllowance:
         self._is_fresh = True
 
     def room(self, start: int) -> int:
-        """Tokens of a prompt from position ``start`` on that may still be taken.
+        """Return how many prompt tokens from position ``start`` on may still be added.
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
         most = self._cost.chunk_within(start, self._seconds, self._tokens)
-        # A device that prepares for every shape that it meets, as MLX's CUDA backend does, shall
-        # meet few.
+        # Shape bucketing: MLX's CUDA backend pays once per new shape, so counts are rounded.
         most = coarse(self._taken + most) - self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)
         return most if most >= MIN_CHUNK else 0
 
     def take(self, start: int, count: int) -> None:
-        """``count`` tokens from position ``start`` on are taken."""
+        """Note that ``count`` tokens from position ``start`` on were added."""
         self._is_fresh = self._is_fresh and count == 1
         self._tokens -= count
         self._taken += count

@@ -1,4 +1,4 @@
-"""What a step will run, while it is being decided."""
+"""The plan of a step while it is made."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class StepPlan:
 
     @property
     def block_copies(self) -> tuple[tuple[int, int], ...]:
-        """``(source, target)`` blocks."""
+        """Return the ``(source, target)`` blocks to copy."""
         return tuple(self._block_copies.values())
 
     @property
     def state_copies(self) -> tuple[tuple[int, int], ...]:
-        """``(source, target)`` slots."""
+        """Return the ``(source, target)`` slots whose state to copy."""
         return tuple(self._state_copies.values())
 
     def room(self, start: int = 0) -> int:
-        """Tokens of a prompt, from position ``start`` on, that may still be added."""
+        """Return how many prompt tokens from position ``start`` on may still be added."""
         if self.allowance is None:
             return self.budget_left
         return min(self.budget_left, self.allowance.room(start))
@@ -68,7 +68,7 @@ class StepPlan:
         self.budget_left = max(self.budget_left - num_tokens, least)
 
     def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
-        """Run guesses after the one token of a sequence."""
+        """Run proposals after the one token of a sequence."""
         self.proposals[sequence] = proposals
         self.budget_left -= len(proposals)
 
@@ -78,16 +78,16 @@ class StepPlan:
         block_copy: tuple[int, int] | None,
         state_copy: tuple[int, int] | None,
     ) -> None:
-        """What must be copied before a forked sequence can run."""
+        """Add the copies that a forked sequence needs before it can run."""
         if block_copy is not None:
             self._block_copies[sequence] = block_copy
         if state_copy is not None:
             self._state_copies[sequence] = state_copy
 
     def drop(self, sequence: Sequence) -> None:
-        """Do not run a sequence after all: it is preempted.
+        """Take a preempted sequence out of the plan.
 
-        Copies from its blocks stay: they happen before whoever gets the blocks writes to them.
+        Copies from its blocks stay: they happen before the blocks' next owner writes to them.
         """
         self.has_preempted = True
         self.budget_left += self.num_tokens.pop(sequence, 0)

@@ -10,7 +10,7 @@ from mlx_parallm.types.request import ThinkingBudget
 
 @dataclass(frozen=True, slots=True)
 class ThinkingRule:
-    """What the budget says of the next token.
+    """The budget's rule for the next token.
 
     Attributes:
         forced: the token that must come; None for any.
@@ -48,7 +48,7 @@ class ThinkingTracker:
                 self._is_open = True
 
     def rule(self, *, has_pending: bool) -> ThinkingRule:
-        """For the token after the known ones, or after one more that is not known yet."""
+        """Return the rule for the token after the known ones, or after one more pending token."""
         budget, left = self._budget, self._budget.tokens - self._used
         if self._is_open and left <= 0 and has_pending:
             # The pending token is the end marker: it was forced.

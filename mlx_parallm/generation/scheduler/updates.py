@@ -1,4 +1,4 @@
-"""What a step changed for one sample."""
+"""The changes that a step made to one sample."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """What speculative decoding did so far.
+    """Counters of speculative decoding.
 
     Attributes:
         num_drafts: runs of proposals that were verified.
@@ -53,7 +53,7 @@ class SpeculationStats:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Proposals that were accepted."""
+        """Return how many proposals were accepted."""
         return sum(self.accepted_per_position)
 
 

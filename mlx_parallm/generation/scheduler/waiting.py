@@ -9,8 +9,8 @@ from operator import attrgetter
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.types.weights import PolicyWeights
 
-# Every so many admissions the longest waiting sequence goes first, whatever its priority: nothing
-# starves behind an endless stream of better ones.
+# AGING_PERIOD: once in so many admissions the longest waiting sequence goes first, whatever its
+# priority, so that nothing starves behind an endless stream of better sequences.
 AGING_PERIOD = 16
 
 
@@ -44,7 +44,7 @@ class ClientLine:
         self._parts.setdefault(sequence.group.weights, deque()).appendleft(sequence)
 
     def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
-        """Take a sequence out, or put one of its request in its place; False if it is not here."""
+        """Remove a sequence, or replace it by another of its request; False if it is not here."""
         part = self._parts.get(sequence.group.weights)
         if part is None or sequence not in part:
             return False
@@ -58,7 +58,7 @@ class ClientLine:
         return True
 
     def heads(self) -> list[Sequence]:
-        """The first of each adapter, in order."""
+        """Return the first sequence of each adapter, in order."""
         return sorted((part[0] for part in self._parts.values()), key=attrgetter("place"))
 
 
@@ -81,7 +81,7 @@ class WaitingQueue:
 
     @property
     def clients(self) -> set[str]:
-        """Those with waiting sequences."""
+        """Return the clients with waiting sequences."""
         return {client for clients in self._lines.values() for client in clients}
 
     def append(self, sequence: Sequence) -> None:
@@ -101,7 +101,7 @@ class WaitingQueue:
         self._length += 1
 
     def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
-        """Take a sequence out, or put another into its place; False if it does not wait."""
+        """Remove a sequence, or replace it by another; return False if it does not wait."""
         clients = self._lines.get(sequence.request.priority, OrderedDict())
         line = clients.get(sequence.request.client)
         if line is None or not line.remove(sequence, successor):
@@ -115,7 +115,7 @@ class WaitingQueue:
         may_run: Callable[[Sequence], bool],
         is_owed: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> Sequence | None:
-        """The next sequence of a client that may run one more; None if there is none.
+        """Return the next sequence that may run; None if there is none.
 
         Those that are owed a place go before all others.
         """
@@ -130,7 +130,7 @@ class WaitingQueue:
         return first
 
     def admit(self, sequence: Sequence) -> None:
-        """Take out what ``peek`` gave; it is the next client's turn."""
+        """Remove the sequence that ``peek`` returned; the next client has its turn."""
         self.remove(sequence)
         self._num_admitted += 1
         clients = self._lines.get(sequence.request.priority)
@@ -138,7 +138,7 @@ class WaitingQueue:
             clients.move_to_end(sequence.request.client)
 
     def heads(self) -> Iterator[Sequence]:
-        """The first ones of every line, by priority and then by whose turn it is."""
+        """Yield the heads of every line, by priority and then by turn."""
         for priority in sorted(self._lines):
             for line in self._lines[priority].values():
                 yield from line.heads()

@@ -30,7 +30,7 @@ class NgramIndex:
         self._before: list[int] = []
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """What followed the longest earlier match of the last tokens, the latest if several.
+        """Return what followed the longest earlier match of the last tokens, the latest if several.
 
         Args:
             token_ids: the sequence; since the last call, tokens may only have been added.
@@ -64,7 +64,7 @@ class NgramIndex:
             self._latest[ngram] = end
 
     def _match(self, token_ids: Sequence[int], end: int) -> int:
-        """How many tokens before ``end`` equal the last ones, up to the longest length."""
+        """Return how many tokens before ``end`` equal the last ones, up to the longest length."""
         length, size = len(token_ids), self._shortest
         while (
             size < self._longest

@@ -14,7 +14,7 @@ class Pace:
         self._resume_at = 0
 
     def allows(self, length: int) -> bool:
-        """Whether a sequence of ``length`` tokens may speculate now."""
+        """Return True if a sequence of ``length`` tokens may speculate now."""
         return length >= self._resume_at
 
     def record(self, length: int, num_proposed: int, num_accepted: int) -> None:

@@ -23,7 +23,7 @@ class DraftModelPlaces:
     """Places for the tokens that a draft model proposes in the same step. Implements it."""
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """As many as there may be."""
+        """Return as many proposals as there may be."""
         del token_ids
         return (PENDING_TOKEN,) * most
 
@@ -41,7 +41,7 @@ class Speculation:
         self._was_awaited = False
 
     def awaits(self, token_ids: Sequence[int]) -> bool:
-        """Whether the token being chosen should be awaited, for a proposal will likely follow it.
+        """Return True if the pending token should be awaited: proposals will likely follow it.
 
         It is worth it where the tokens before it already match: the match then goes on past it.
         """
