@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, examples_of
 from mlx_parallm.api.http.examples import FILE_NAME
@@ -22,6 +23,8 @@ from scripts.example_requests import ExampleSender, example_server
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "api-reference.md"
+# MOST_ITEMS: recorded lists with more items keep the first KEPT_ITEMS.
+MOST_ITEMS, KEPT_ITEMS = 8, 4
 
 
 def main() -> None:
@@ -52,10 +55,30 @@ def record(sender: ExampleSender, only: str) -> None:
             answer = sender.send(key)
             entry["answer"] = {"status": answer.status}
             if answer.media_type is not None:
-                entry["answer"] |= {"media_type": answer.media_type, "body": answer.body}
+                body = shortened(answer.body)
+                entry["answer"] |= {"media_type": answer.media_type, "body": body}
             if "stream" in entry:
                 entry["events"] = sender.send(key, stream=True).body
         file.write_text(compact_json(entries) + "\n", encoding="utf-8")
+
+
+def shortened(value: Any) -> Any:
+    """Return an answer with the first items of each long list: more of them tell a reader nothing.
+
+    Lists of objects keep one object of each set of keys.
+    """
+    if isinstance(value, dict):
+        return {name: shortened(item) for name, item in value.items()}
+    if not isinstance(value, list) or len(value) <= MOST_ITEMS:
+        return [shortened(item) for item in value] if isinstance(value, list) else value
+    kinds: dict[Any, Any] = {}
+    for item in value:
+        kind = tuple(sorted(item)) if isinstance(item, dict) else type(item)
+        kinds.setdefault(kind, item)
+    kept = value[:KEPT_ITEMS]
+    return [
+        shortened(item) for item in kept + [item for item in kinds.values() if item not in kept]
+    ]
 
 
 if __name__ == "__main__":

@@ -309,7 +309,8 @@ def test_every_parameter_is_described_and_422_is_not_promised(url: str) -> None:
         if "description" not in properties and "$ref" not in properties
     ]
     assert bare == []
-    assert "422" not in json.dumps(schema)
+    # Examples have numbers and digests, in which these digits may stand.
+    assert '"422"' not in json.dumps(schema)
 
 
 def test_models_are_listed_with_and_without_the_prefix(

@@ -19,6 +19,8 @@ WORDS = (
     *("generator", "generates", "pooled", "encoder", "decoder", "embed", "classif", "rerank"),
     *("reward", "logits", "masked_lm"),
 )
+# PYTHONS: names of Python's own types.
+PYTHONS = {"Generator", "AsyncGenerator"}
 _NAMED = re.compile("|".join(WORDS), re.IGNORECASE)
 
 
@@ -29,7 +31,11 @@ def words_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 def named_kinds(source: str) -> list[str]:
-    return [f"{line}: {text}" for line, text in words_of(source) if _NAMED.search(text)]
+    return [
+        f"{line}: {text}"
+        for line, text in words_of(source)
+        if _NAMED.search(text) and text not in PYTHONS
+    ]
 
 
 def imported(source: str) -> set[str]:
