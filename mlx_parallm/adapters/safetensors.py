@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Collection
 from typing import Any, TypeGuard
 
@@ -20,6 +21,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 _LENGTH_BYTES = 8
 # _MAX_HEADER: the format's own limit, in bytes.
 _MAX_HEADER = 100_000_000
+# _MAX_AXES: NumPy's arrays have no more.
+_MAX_AXES = 64
 _METADATA = "__metadata__"
 _BFLOAT16 = "BF16"
 # _LAYOUTS: NumPy's dtype for each dtype of the format; dtypes that NumPy lacks are read as bits.
@@ -123,7 +126,9 @@ def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) 
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+    if not isinstance(value, list) or len(value) > _MAX_AXES:
+        return False
+    return all(type(size) is int and 0 <= size <= sys.maxsize for size in value)
 
 
 def _wrong(why: str, param: str) -> InvalidRequestError:

@@ -101,7 +101,7 @@ class Evil:
         (npy(np.zeros((64, WIDTH), np.float32)), "64 tokens together"),
         (npy(ROWS.astype(np.float64)), "float64"),
         (npy(ROWS.astype(np.int32)), "int32"),
-        (npy(np.array([[{}]], dtype=object), allow_pickle=True), "no .npy file of numbers"),
+        (npy(np.array([[{}]], dtype=object), allow_pickle=True), "is of object"),
         (npy(ROWS)[:-1], "no .npy file of numbers"),
         (npy(ROWS)[:9], "no .npy file of numbers"),
         (save({"a": ROWS, "b": ROWS}), "2 tensors"),
@@ -115,6 +115,50 @@ def test_anything_else_is_refused_by_name(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as raised:
         read(data)
     assert raised.value.param == "prompt_embeds"
+
+
+def with_header(header: str, data: bytes = b"") -> bytes:
+    """Return a NumPy file of version 1.0 with this text as its header."""
+    text = header.encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+
+
+SHAPE = "{'descr': '<f4', 'fortran_order': False, 'shape': %s}"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr':(",
+        "'" * 3,
+        "(" * 9000,
+        "{[]: 1}",
+        "{1: 2, 'a': 3}",
+        "{'descr': (), 'fortran_order': False, 'shape': (1, 8)}",
+        "{'descr': 'O', 'fortran_order': False, 'shape': (1, 8)}",
+        "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1, 8)}",
+        SHAPE % "(True, 8)",
+        SHAPE % f"({2**70}, 8)",
+        SHAPE % f"({2**33}, 8)",
+        SHAPE % f"({2**70}, 0)",
+        SHAPE % "(-1, -8)",
+        SHAPE % ("(" + "1," * 70 + ")"),
+        SHAPE % "()",
+    ],
+)
+def test_headers_that_lie_are_refused(header: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read(with_header(header, b"\0" * 32))
+    assert refused.value.param == "prompt_embeds"
+
+
+@pytest.mark.parametrize("shape", [[1] * 70, [2**70, 0], [2**64, 8]])
+def test_shapes_that_no_array_has_are_refused(shape: list[int]) -> None:
+    size = 4 if shape[0] == 1 else 0
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({"rows": entry}).encode()
+    with pytest.raises(InvalidRequestError, match="shape"):
+        read(len(header).to_bytes(8, "little") + header + b"\0" * size)
 
 
 def test_no_pickle_is_loaded(tmp_path: Path) -> None:
