@@ -102,8 +102,9 @@ class RequestGroup:
 
         All that is reported of a prompt is thus computed by one version.
         """
-        has_output = any(sequence.has_begun for sequence in self.sequences.values())
-        is_final = self.is_reported or has_output
+        is_final = self.is_reported or any(
+            sequence.has_begun for sequence in self.sequences.values()
+        )
         if not is_final and self.content != self.weights.content:
             self.content = self.weights.content
             self._forget_prompt()

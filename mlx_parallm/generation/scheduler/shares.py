@@ -48,7 +48,7 @@ class ClientShares:
         return is_usual and self._running.count_of(sequence.request.client) < self._share
 
     def overdrawn(self) -> list[Sequence]:
-        """Yield running sequences beyond their clients' shares, the worst first."""
+        """Return running sequences beyond their clients' shares, the worst first."""
         counted = Counter[str]()
         beyond: list[Sequence] = []
         for sequence in self._running:
