@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner
 
@@ -21,11 +21,11 @@ def main() -> None:
     keep_freed_memory()
     runner = load_encoder_runner(folder, dtype, read_vector_spec(folder))
     tokenizer = load_encoder_tokenizer(folder)
-    runner.run([EncodeInput(tokenizer.encode(texts[:1])[0])])
+    runner.run([PoolingInput(tokenizer.encode(texts[:1])[0])])
     begin_s = time.perf_counter()
     for text in texts:
         (ids,) = tokenizer.encode([text])
-        runner.run([EncodeInput(ids)])
+        runner.run([PoolingInput(ids)])
     print(json.dumps({"texts_per_s": len(texts) / (time.perf_counter() - begin_s)}))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.pooling.build import pooling_spec, tokenizer_of
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.loading import open_runner
 from scripts.varied_texts import varied_texts
 
@@ -52,7 +52,7 @@ def own_vectors(folder: Path, texts: list[str]) -> np.ndarray:
     tokenizer = tokenizer_of(config, folder)
     runner = open_runner(pooling_spec(config, folder, tokenizer)).finish()
     limit = runner.info.max_model_len
-    inputs = [EncodeInput(tokenizer.cut(ids, limit)) for ids in tokenizer.encode(texts)]
+    inputs = [PoolingInput(tokenizer.cut(ids, limit)) for ids in tokenizer.encode(texts)]
     results = []
     for begin in range(0, len(inputs), BATCH):
         results += runner.run(inputs[begin : begin + BATCH])

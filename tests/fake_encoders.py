@@ -17,17 +17,17 @@ from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 from mlx_parallm.types.pooling import (
-    EncodeInput,
-    EncodeRequest,
-    EncodeResults,
-    EncoderInfo,
     PoolingEvent,
+    PoolingInfo,
+    PoolingInput,
+    PoolingResults,
+    PoolRequest,
     TokenSpan,
 )
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
-Compute = Callable[[EncodeInput, EncoderInfo], np.ndarray]
+Compute = Callable[[PoolingInput, PoolingInfo], np.ndarray]
 
 
 class WordEncoder:
@@ -137,13 +137,13 @@ def make_encoder(*names: str, chats: bool = False, **changes: Any) -> PoolingMod
         root="/models/encoder",
         created=1,
         tokenizer=WordEncoder(has_chat_template=chats),
-        info=EncoderInfo(**(facts | changes)),
+        info=PoolingInfo(**(facts | changes)),
         max_batch_tokens=64,
         max_waiting=100,
     )
 
 
-def computed(item: EncodeInput, info: EncoderInfo) -> np.ndarray:
+def computed(item: PoolingInput, info: PoolingInfo) -> np.ndarray:
     """Return a result of the task's shape, by a random generator that the input seeds."""
     source = np.random.RandomState([*item.token_ids, item.second_at or 0])
     shapes: dict[str, tuple[int, ...]] = {
@@ -184,7 +184,7 @@ class FakeCore:
     def __init__(self, models: Sequence[PoolingModel]) -> None:
         self.served = list(models)
         self.compute: Compute = computed
-        self.requests: list[EncodeRequest] = []
+        self.requests: list[PoolRequest] = []
         self.aborted: list[str] = []
         self.refusal: ParallmError | None = None
         self.hangs = False
@@ -204,17 +204,17 @@ class FakeCore:
     async def wait(self, name: str) -> None:
         raise ModelNotFoundError(name)
 
-    async def open_reader(self, request: EncodeRequest) -> AnswerReader[EncodeResults]:
+    async def open_reader(self, request: PoolRequest) -> AnswerReader[PoolingResults]:
         if self.refusal is not None:
             raise self.refusal
         status = self.find(request.model)
         if status is None:
             raise ModelNotFoundError(request.model)
         self.requests.append(request)
-        reader = AnswerReader[EncodeResults](request)
+        reader = AnswerReader[PoolingResults](request)
         if not self.hangs:
             results = [self.compute(item, status.model.info) for item in request.inputs]
-            answer = EncodeResults(results, [False] * len(results))
+            answer = PoolingResults(results, [False] * len(results))
             reader.put(PoolingEvent(request_id=request.request_id, results=answer))
         return reader
 

@@ -38,7 +38,7 @@ from mlx_parallm.types.events import (
     PromptEvent,
     TokenEvent,
 )
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 from tests.api_app import make_app
@@ -144,7 +144,7 @@ class NoEncoders:
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         raise ModelNotFoundError(name or "")
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         raise ModelNotFoundError(request.model)
 
 

@@ -13,7 +13,7 @@ from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncoderInfo, PoolingEvent
+from mlx_parallm.types.pooling import PoolingEvent, PoolingInfo, PoolingInput, PoolRequest
 
 POISON, NAN = 666, 777
 NUM_STAGES = 4
@@ -57,7 +57,7 @@ def shift_of(adapter: str | None) -> int:
 class SumEncoder:
     """Its vector of an input is the sum and the length."""
 
-    info = EncoderInfo(
+    info = PoolingInfo(
         architecture="sum",
         vocab_size=1000,
         max_model_len=64,
@@ -70,7 +70,7 @@ class SumEncoder:
         self.clock = clock or FakeClock()
         self.batches: list[list[tuple[int, ...]]] = []
 
-    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+    def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> SumJob:
         assert {item.adapter for item in inputs} - {None} == set(slots)
         batch = [item.token_ids for item in inputs]
         self.batches.append(batch)
@@ -82,7 +82,7 @@ class SumEncoder:
         ]
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         return self.begin(inputs, {}).wait()
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class RepliedEngine(PoolingEngine):
         super().__init__(*parts, **more)
         self.replies: dict[str, Callable[[Any], None]] = {}
 
-    def add(self, request: EncodeRequest, reply: Callable[[Any], None]) -> None:
+    def add(self, request: PoolRequest, reply: Callable[[Any], None]) -> None:
         self.replies[request.request_id] = reply
         try:
             self._tell(self.submit(request))
@@ -150,7 +150,7 @@ def engine_of(
 
 def request_of(
     name: str, *inputs: tuple[int, ...], model: str = "m", adapter: str | None = None
-) -> EncodeRequest:
-    return EncodeRequest(
-        request_id=name, model=model, inputs=tuple(map(EncodeInput, inputs)), adapter=adapter
+) -> PoolRequest:
+    return PoolRequest(
+        request_id=name, model=model, inputs=tuple(map(PoolingInput, inputs)), adapter=adapter
     )

@@ -29,7 +29,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -147,7 +147,7 @@ class OfflinePooling:
             raise InvalidRequestError("prompts are all texts, or all token ids.", param="prompts")
         reading = Reading(truncate=truncate, param="prompts")
 
-        async def work(client: PoolingCalls) -> tuple[Sequence[EncodeInput], list[T]]:
+        async def work(client: PoolingCalls) -> tuple[Sequence[PoolingInput], list[T]]:
             model = client.get(None, task) if choose is None else choose(client)
             inputs = await single_inputs(prompts, model, task, reading, role=role)
             call = self._call(client, model)

@@ -20,7 +20,7 @@ from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, PoolingEvent, Task
+from mlx_parallm.types.pooling import PoolingEvent, PoolingResults, PoolRequest, Task
 
 T = TypeVar("T")
 
@@ -36,9 +36,9 @@ class ThreadReader:
     num_samples = 0
     is_overfull = False
 
-    def __init__(self, request: EncodeRequest) -> None:
+    def __init__(self, request: PoolRequest) -> None:
         self.request = request
-        self.answer: Future[EncodeResults] = Future()
+        self.answer: Future[PoolingResults] = Future()
 
     @property
     def is_complete(self) -> bool:
@@ -76,7 +76,7 @@ class OfflineClient:
         """See ``PoolingCalls``."""
         return check_tasks(self._model, name or self._model.names[0], tasks)
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         """See ``PoolingCalls``."""
         reader = ThreadReader(request)
         self._readers.append(reader)

@@ -12,7 +12,7 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.engine.policies import AdapterStore, NoAdapters, Policies
 from mlx_parallm.types.errors import ModelLoadingError
-from mlx_parallm.types.pooling import EncodeRequest
+from mlx_parallm.types.pooling import PoolRequest
 
 
 class BatchSlots(AdapterSlots):
@@ -109,7 +109,7 @@ class EncoderAdapterSet:
         )
         return cls(policies, requests, store)
 
-    def begin(self, request: EncodeRequest) -> EncodeRequest:
+    def begin(self, request: PoolRequest) -> PoolRequest:
         """Return the request with inputs that name its adapter's content, kept until ``end``.
 
         Raises:
@@ -127,7 +127,7 @@ class EncoderAdapterSet:
         inputs = tuple(replace(item, adapter=version.content) for item in request.inputs)
         return replace(request, inputs=inputs)
 
-    def end(self, request: EncodeRequest) -> None:
+    def end(self, request: PoolRequest) -> None:
         """Release the adapter of a request that ``begin`` returned: it ended or was aborted."""
         if request.adapter is not None:
             content = request.inputs[0].adapter

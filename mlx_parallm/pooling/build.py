@@ -41,7 +41,7 @@ from mlx_parallm.pooling.metrics import PoolingFamilies, PoolingMetrics
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel, TextEncoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
 from mlx_parallm.worker.ops import Load, Pending, PoolBatch, Unload
 from mlx_parallm.worker.pooling.loading import PoolingLoader
@@ -129,25 +129,25 @@ def _open(
 
 
 class DeviceEncoder:
-    """Runs the batches of one model as worker ops. Implements ``Encoder``."""
+    """Runs the batches of one model as worker ops. Implements ``PoolingRunner``."""
 
-    def __init__(self, worker: Worker, model: str, info: EncoderInfo) -> None:
+    def __init__(self, worker: Worker, model: str, info: PoolingInfo) -> None:
         self.info = info
         self._worker = worker
         self._model = model
 
     def begin(
-        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]
+        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]
     ) -> Pending[list[np.ndarray]]:
-        """See ``Encoder``."""
+        """See ``PoolingRunner``."""
         return self._worker.begin(PoolBatch(model=self._model, inputs=inputs, slots=slots))
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """See ``Encoder``."""
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
+        """See ``PoolingRunner``."""
         return self.begin(inputs, {}).wait()
 
     def release(self) -> None:
-        """See ``Encoder``."""
+        """See ``PoolingRunner``."""
         self._worker.execute(Unload(model=self._model))
 
 
@@ -256,7 +256,7 @@ class PendingPoolingModel:
         store = DeviceAdapters(self._worker, self.name)
         return EncoderAdapterSet.of_model(self.name, store, self._settings)
 
-    def _info(self, info: EncoderInfo) -> EncoderInfo:
+    def _info(self, info: PoolingInfo) -> PoolingInfo:
         if self._config.task != "auto":
             info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
         task = task_of(self._config, self._path)
@@ -276,7 +276,7 @@ class PendingPoolingModel:
             )
         return replace(info, max_model_len=longest)
 
-    def _with_late_interaction(self, info: EncoderInfo) -> EncoderInfo:
+    def _with_late_interaction(self, info: PoolingInfo) -> PoolingInfo:
         """Return the facts of a model that compares token vectors."""
         spec = read_late_spec(self._path)
         length = self._settings.max_len_of(self._config, info.max_model_len)

@@ -13,7 +13,7 @@ from mlx_parallm.engine.defaults import AnswerReader
 from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, ModelNotFoundError
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 
 
 class Core(Protocol):
@@ -89,12 +89,12 @@ class AsyncPooling:
         """See ``PoolingClient.wait``."""
         await self._core.wait(name)
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         """See ``PoolingClient.encode``."""
         # Clients may use one id for several requests.
         unique = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
         try:
-            reader: AnswerReader[EncodeResults] = await self._core.open_reader(unique)
+            reader: AnswerReader[PoolingResults] = await self._core.open_reader(unique)
         except ModelLoadingError:
             # The adapter was replaced: refresh the names, so that a retry sees the new one.
             await self._core.control.refresh()

@@ -14,7 +14,7 @@ from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.pooling.metrics import PoolingMetrics
-from mlx_parallm.pooling.queue import EncodeQueue, WaitingInput
+from mlx_parallm.pooling.queue import PoolingQueue, WaitingInput
 from mlx_parallm.pooling.result_cache import ResultCache
 from mlx_parallm.types.errors import (
     OverloadedError,
@@ -24,12 +24,12 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.pooling import (
-    EncodeInput,
-    EncodeJob,
-    Encoder,
-    EncodeRequest,
-    EncodeResults,
     PoolingEvent,
+    PoolingInput,
+    PoolingJob,
+    PoolingResults,
+    PoolingRunner,
+    PoolRequest,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class _Open:
     """
 
     def __init__(
-        self, request: EncodeRequest, known: dict[int, np.ndarray], arrival_s: float
+        self, request: PoolRequest, known: dict[int, np.ndarray], arrival_s: float
     ) -> None:
         self.request = request
         self.hits = frozenset(known)
@@ -62,7 +62,7 @@ class _Open:
     def answer(self) -> PoolingEvent:
         places = range(len(self.request.inputs))
         hits = (place in self.hits for place in places)
-        results = EncodeResults((self.results[place] for place in places), hits)
+        results = PoolingResults((self.results[place] for place in places), hits)
         return PoolingEvent(request_id=self.request.request_id, results=results)
 
 
@@ -77,7 +77,7 @@ class _Running:
         self.batch = batch
         self.by_input = {waiting.input: waiting for waiting in batch}
         self.is_alone = is_alone
-        self.job: EncodeJob | None = None
+        self.job: PoolingJob | None = None
         self.seconds = 0.0
 
     @property
@@ -92,7 +92,7 @@ class PoolingEngine(EngineDefaults):
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
-        encoder: Encoder,
+        encoder: PoolingRunner,
         *,
         max_tokens: int,
         max_waiting: int,
@@ -121,7 +121,7 @@ class PoolingEngine(EngineDefaults):
         self._encoder = encoder
         #: The model's adapters, which stay when it is evicted.
         self.adapters = adapters or EncoderAdapterSet.empty()
-        self._queue = EncodeQueue()
+        self._queue = PoolingQueue()
         self._cache = ResultCache(cache_bytes)
         self._cost = BatchCost()
         self._num_stages = 1
@@ -135,7 +135,7 @@ class PoolingEngine(EngineDefaults):
         self._clock = clock
 
     def submit(
-        self, request: EncodeRequest, *, arrival_s: float | None = None
+        self, request: PoolRequest, *, arrival_s: float | None = None
     ) -> Sequence[PoolingEvent]:
         """Queue a request; return its answer if all results are cached. See ``ServedEngine``.
 
@@ -246,7 +246,7 @@ class PoolingEngine(EngineDefaults):
         self.adapters.release()
         self._encoder.release()
 
-    def _join_running(self, request: EncodeRequest) -> set[int]:
+    def _join_running(self, request: PoolRequest) -> set[int]:
         """Let a request share the batch in flight; return the indices of the inputs in it."""
         by_input = {} if self._running is None else self._running.by_input
         places = {place for place, item in enumerate(request.inputs) if item in by_input}
@@ -265,7 +265,7 @@ class PoolingEngine(EngineDefaults):
         )
         return _Running(batch, is_alone=is_alone) if batch else None
 
-    def _begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
+    def _begin(self, inputs: Sequence[PoolingInput]) -> PoolingJob:
         contents = {item.adapter for item in inputs if item.adapter is not None}
         with self.adapters.placed(contents) as slots:
             return self._encoder.begin(inputs, slots)
@@ -285,7 +285,7 @@ class PoolingEngine(EngineDefaults):
         return min(self._max_tokens, tokens)
 
     def _advance(
-        self, job: EncodeJob, within_s: float | None, begin_s: float
+        self, job: PoolingJob, within_s: float | None, begin_s: float
     ) -> list[np.ndarray] | None:
         """Compute stages for up to ``within_s``; return the results, or None if stages are left."""
         last_s = begin_s

@@ -8,12 +8,12 @@ from dataclasses import replace
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec
 from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 
 
 def with_late_interaction(
-    info: EncoderInfo, spec: LateSpec, tokenizer: TextEncoder, *, reads_on: bool
-) -> EncoderInfo:
+    info: PoolingInfo, spec: LateSpec, tokenizer: TextEncoder, *, reads_on: bool
+) -> PoolingInfo:
     """Return the facts of a model that was trained for late interaction.
 
     Args:

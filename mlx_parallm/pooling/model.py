@@ -11,10 +11,10 @@ from mlx_parallm.engine.defaults import ModelDefaults
 from mlx_parallm.engine.interface import KindTraits, ModelMemory
 from mlx_parallm.types.pooling import (
     LABEL_TASKS,
-    EncodeInput,
-    EncodeRequest,
-    EncoderInfo,
     OwnHead,
+    PoolingInfo,
+    PoolingInput,
+    PoolRequest,
     TokenSpan,
 )
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -162,7 +162,7 @@ class PoolingModel(ModelDefaults):
     root: str
     created: int
     tokenizer: TextEncoder
-    info: EncoderInfo
+    info: PoolingInfo
     max_batch_tokens: int
     max_waiting: int
     parent: str | None = None
@@ -235,14 +235,14 @@ class PoolingModel(ModelDefaults):
             head=info.head,
         )
 
-    def request(self, request_id: str, inputs: Iterable[EncodeInput]) -> EncodeRequest:
+    def request(self, request_id: str, inputs: Iterable[PoolingInput]) -> PoolRequest:
         """Return a request for inputs that were made for this model."""
-        return EncodeRequest(
+        return PoolRequest(
             request_id=request_id, model=self.names[0], inputs=tuple(inputs), head=self.head
         )
 
 
-def with_head(info: EncoderInfo, head: OwnHead) -> EncoderInfo:
+def with_head(info: PoolingInfo, head: OwnHead) -> PoolingInfo:
     """Return the facts of a model that answers with another head.
 
     The labels keep the model's names if there are as many; otherwise they get numbers.

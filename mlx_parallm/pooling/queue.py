@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 
 # An input joins a batch if padding it costs at most this share of the batch's length (one in so
 # many), or so few tokens: launching another batch costs about as much.
@@ -28,7 +28,7 @@ class WaitingInput:
         askers: request ids, with the index of the input in each request.
     """
 
-    input: EncodeInput
+    input: PoolingInput
     number: int
     arrival_s: float = 0.0
     askers: list[tuple[str, int]] = field(default_factory=list)
@@ -39,11 +39,11 @@ class WaitingInput:
         return len(self.input.token_ids), self.number
 
 
-class EncodeQueue:
+class PoolingQueue:
     """The inputs of all requests, equal ones once. It is not thread-safe."""
 
     def __init__(self) -> None:
-        self._by_input: dict[EncodeInput, WaitingInput] = {}
+        self._by_input: dict[PoolingInput, WaitingInput] = {}
         # Keys sorted by length. ``_by_number`` has the order of arrival.
         self._by_length: list[tuple[int, int]] = []
         self._by_number: dict[int, WaitingInput] = {}
@@ -75,7 +75,7 @@ class EncodeQueue:
         return self._by_length[-1][0]
 
     def add(
-        self, request: EncodeRequest, known: Container[int] = (), *, arrival_s: float = 0.0
+        self, request: PoolRequest, known: Container[int] = (), *, arrival_s: float = 0.0
     ) -> None:
         """Queue a request's inputs; an input that waits already is computed once for both.
 
@@ -93,7 +93,7 @@ class EncodeQueue:
                 bisect.insort(self._by_length, waiting.key)
             waiting.askers.append((request.request_id, place))
 
-    def remove(self, request: EncodeRequest) -> None:
+    def remove(self, request: PoolRequest) -> None:
         """Drop a request; inputs that no other request waits for are not computed."""
         for item in set(request.inputs):
             waiting = self._by_input.get(item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +24,7 @@ class ResultCache:
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: most bytes of all entries; 0 disables the cache."""
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[EncodeInput, np.ndarray] = OrderedDict()
+        self._entries: OrderedDict[PoolingInput, np.ndarray] = OrderedDict()
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -36,14 +36,14 @@ class ResultCache:
         """Return the bytes of all entries."""
         return self._num_bytes
 
-    def get(self, item: EncodeInput) -> np.ndarray | None:
+    def get(self, item: PoolingInput) -> np.ndarray | None:
         """Return the cached result of an equal input, or None."""
         result = self._entries.get(item)
         if result is not None:
             self._entries.move_to_end(item)
         return result
 
-    def put(self, item: EncodeInput, result: np.ndarray) -> None:
+    def put(self, item: PoolingInput, result: np.ndarray) -> None:
         """Cache a result, unless it alone is larger than the whole cache."""
         size = _size(item, result)
         if size > self._max_bytes or item in self._entries:
@@ -59,6 +59,6 @@ class ResultCache:
         self._num_bytes = 0
 
 
-def _size(item: EncodeInput, result: np.ndarray) -> int:
+def _size(item: PoolingInput, result: np.ndarray) -> int:
     num_ids = len(item.token_ids) + len(item.places) + len(item.candidates)
     return ENTRY_BYTES + ID_BYTES * num_ids + result.nbytes

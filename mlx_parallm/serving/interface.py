@@ -11,7 +11,7 @@ from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, Mod
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import ModelNotFoundError
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -103,7 +103,7 @@ class PoolingCalls(Protocol):
         """
         ...
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         """Return the result of each input's task, float32; see ``Task`` for the shapes.
 
         Raises:

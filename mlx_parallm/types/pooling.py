@@ -42,7 +42,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeInput:
+class PoolingInput:
     """One text of a request. Equal inputs have equal results.
 
     Attributes:
@@ -95,7 +95,7 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodeRequest:
+class PoolRequest:
     """Inputs of one model that are answered together.
 
     Attributes:
@@ -109,12 +109,12 @@ class EncodeRequest:
 
     request_id: str
     model: str
-    inputs: tuple[EncodeInput, ...]
+    inputs: tuple[PoolingInput, ...]
     adapter: str | None = None
     head: OwnHead | None = None
     scope: CacheScope = EVERYBODY
 
-    def with_scoped_inputs(self) -> EncodeRequest:
+    def with_scoped_inputs(self) -> PoolRequest:
         """Return this request with its scope copied into every input's cache key."""
         if self.scope == EVERYBODY:
             return self
@@ -122,7 +122,7 @@ class EncodeRequest:
         return replace(self, inputs=inputs)
 
 
-class EncodeResults(list["np.ndarray"]):
+class PoolingResults(list["np.ndarray"]):
     """The results of a request's inputs, in order; ``Task`` gives their shapes.
 
     The arrays are read-only, because other requests share them.
@@ -141,7 +141,7 @@ class PoolingEvent:
     """The only event of a request that did not fail: all its results."""
 
     request_id: str
-    results: EncodeResults
+    results: PoolingResults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class LateInteraction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderInfo:
+class PoolingInfo:
     """Facts about a loaded encoder that the rest of the server needs.
 
     Attributes:
@@ -234,7 +234,7 @@ class OwnHead:
     num_labels: int = 0
 
 
-class EncodeJob(Protocol):
+class PoolingJob(Protocol):
     """A batch that is computed in stages, with other work in between."""
 
     @property
@@ -251,15 +251,15 @@ class EncodeJob(Protocol):
         ...
 
 
-class Encoder(Protocol):
+class PoolingRunner(Protocol):
     """Runs a model over a batch of inputs. Everything happens on the engine thread."""
 
     @property
-    def info(self) -> EncoderInfo:
+    def info(self) -> PoolingInfo:
         """Facts about the loaded model."""
         ...
 
-    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> EncodeJob:
+    def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> PoolingJob:
         """Return a batch of these inputs, with nothing computed yet.
 
         ``slots`` maps the content id of every adapter that inputs name to its slot. The slots may
@@ -267,7 +267,7 @@ class Encoder(Protocol):
         """
         ...
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of a batch, computed without a break."""
         ...
 

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.types.model_input import InputKind
-from mlx_parallm.types.pooling import EncodeInput, OwnHead
+from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class PoolBatch(Op[list[np.ndarray]]):
     """
 
     model: str
-    inputs: Sequence[EncodeInput]
+    inputs: Sequence[PoolingInput]
     slots: Mapping[str, int]
 
 

@@ -19,7 +19,7 @@ from mlx_parallm.pooling.build import is_read, pooling_spec, tokenizer_of
 from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.pooling import EncodeInput, Encoder
+from mlx_parallm.types.pooling import PoolingInput, PoolingRunner
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
 from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
 from mlx_parallm.worker.pooling.loading import open_runner
@@ -32,7 +32,7 @@ PAIR_TEMPLATE = (
 )
 
 
-def built(folder: Path, task: Any = "auto") -> tuple[Encoder, TextEncoder]:
+def built(folder: Path, task: Any = "auto") -> tuple[PoolingRunner, TextEncoder]:
     config = ModelConfig(path=str(folder), task=task)
     assert is_read(config, folder)
     tokenizer = tokenizer_of(config, folder)
@@ -52,7 +52,7 @@ def expected_logit(folder: Path, ids: tuple[int, ...], plus: int, minus: int) ->
     runner = open_runner(
         pooling_spec(ModelConfig(task="embed"), folder, tokenizer_of(ModelConfig(), folder))
     ).finish()
-    (hidden,) = runner.run([EncodeInput(ids, "token_embed")])
+    (hidden,) = runner.run([PoolingInput(ids, "token_embed")])
     table = np.array(golden_arrays(read_decoder("qwen3_chosen"))["model.embed_tokens.weight"])
     return float(hidden[-1] @ (table[plus] - table[minus]))
 
@@ -99,7 +99,7 @@ def test_a_model_that_generates_gives_vectors_when_asked(tmp_path: Path) -> None
     assert runner.info.tasks == ("embed", "token_embed")
     assert runner.info.normalizes
     (ids,) = tokenizer.encode(["w8 w9"])
-    vector, tokens = runner.run([EncodeInput(ids), EncodeInput(ids, "token_embed")])
+    vector, tokens = runner.run([PoolingInput(ids), PoolingInput(ids, "token_embed")])
     np.testing.assert_allclose(vector, tokens[-1], atol=1e-6)
 
 
@@ -107,7 +107,7 @@ def test_a_model_that_generates_compares_tokens_when_asked(tmp_path: Path) -> No
     folder = write_causal(tmp_path)
     runner, _ = built(folder, "token_embed")
     assert runner.info.tasks == ("token_embed", "embed")
-    assert runner.run([EncodeInput((5, 6, 7), "token_embed")])[0].shape == (3, runner.info.dims)
+    assert runner.run([PoolingInput((5, 6, 7), "token_embed")])[0].shape == (3, runner.info.dims)
 
 
 def test_a_reranker_scores_a_pair_by_two_tokens(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_reranker_scores_a_pair_by_two_tokens(tmp_path: Path) -> None:
     # A pair that is too long loses tokens of its document.
     cut = tokenizer.cut(ids, len(ids) - 1)
     assert cut == (*ids[: -len(end) - 1], *end)
-    (logits,) = runner.run([EncodeInput(ids, "classify")])
+    (logits,) = runner.run([PoolingInput(ids, "classify")])
     np.testing.assert_allclose(logits, [expected_logit(folder, ids, 3, 4)], atol=1e-4)
     assert len(runner.info.labels) == 1
 
@@ -141,7 +141,7 @@ def test_rerankers_of_sentence_transformers_have_a_template_and_their_tokens(
     runner, tokenizer = built(folder)
     ((ids, _),) = tokenizer.encode_pairs([("w8", "w9 w10")])
     assert ids == (5, 8, 6, 9, 10, 7)
-    (logits,) = runner.run([EncodeInput(ids, "classify")])
+    (logits,) = runner.run([PoolingInput(ids, "classify")])
     np.testing.assert_allclose(logits, [expected_logit(folder, ids, 17, 40)], atol=1e-4)
 
 
@@ -153,7 +153,7 @@ def test_a_reward_model_reads_conversations(tmp_path: Path) -> None:
     runner, tokenizer = built(tmp_path)
     ids = tokenizer.encode_chat([{"role": "user", "content": "w8"}], add_generation_prompt=False)
     assert ids == (8, 2)
-    (logits,) = runner.run([EncodeInput(ids, "classify")])
+    (logits,) = runner.run([PoolingInput(ids, "classify")])
     assert logits.shape == (1,)
 
 
@@ -171,7 +171,7 @@ def test_a_head_of_several_layers(tmp_path: Path, prefix: str) -> None:
     write_words(tmp_path, 99)
     runner, _ = built(tmp_path)
     ids = tuple(golden["inputs"]["input_ids"][0])
-    (logits,) = runner.run([EncodeInput(ids, "classify")])
+    (logits,) = runner.run([PoolingInput(ids, "classify")])
     hidden = np.array(golden["hidden"][0][-1])
     inner = np.maximum(head["0.weight"] @ hidden + head["0.bias"], 0)
     np.testing.assert_allclose(logits, head["2.weight"] @ inner + head["2.bias"], atol=1e-3)
@@ -213,7 +213,7 @@ def test_quantised_weights_score_nearly_the_same(tmp_path: Path, name: str) -> N
     folder = write_encoder(tmp_path / "b", quantised, dict(tree_flatten(plain.parameters())))
     plan = decoder_plan("score", config, chosen)
     expected = np.array(golden["logits"])
-    inputs = [EncodeInput(tuple(ids), "classify") for ids in golden["inputs"]["input_ids"]]
+    inputs = [PoolingInput(tuple(ids), "classify") for ids in golden["inputs"]["input_ids"]]
     # On the CPU "auto" dequantises; the other dtype stays.
     for dtype in ("auto", "bfloat16"):
         loaded = open_decoder(ModelConfig(dtype=dtype), folder, plan)
@@ -233,5 +233,5 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
         mx.save_safetensors(str(file), {name: arrays[name] for name in part}, {"format": "pt"})
     runner, _ = built(folder)
     golden = read_decoder("qwen3_model")
-    (vector,) = runner.run([EncodeInput(tuple(golden["inputs"]["input_ids"][0]))])
+    (vector,) = runner.run([PoolingInput(tuple(golden["inputs"]["input_ids"][0]))])
     np.testing.assert_allclose(vector, golden["hidden"][0][-1], atol=1e-4)

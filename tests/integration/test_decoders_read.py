@@ -11,7 +11,7 @@ import pytest
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, has_head
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
 from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
 from tests.decoder_folders import decoder_names, read_decoder
@@ -29,7 +29,7 @@ def runner_of(folder: Path, golden: dict[str, Any], dtype: str = "auto") -> Deco
 
 
 def run(runner: DecoderRunner, golden: dict[str, Any], task: Task) -> list[np.ndarray]:
-    return runner.run([EncodeInput(tuple(ids), task) for ids in golden["inputs"]["input_ids"]])
+    return runner.run([PoolingInput(tuple(ids), task) for ids in golden["inputs"]["input_ids"]])
 
 
 @pytest.fixture(params=decoder_names())
@@ -57,5 +57,5 @@ def test_a_ragged_batch_equals_each_input_alone(golden: dict[str, Any], tmp_path
     for task in runner.info.tasks:
         together = run(runner, golden, task)
         for ids, result in zip(golden["inputs"]["input_ids"], together, strict=True):
-            (alone,) = runner.run([EncodeInput(tuple(ids), task)])
+            (alone,) = runner.run([PoolingInput(tuple(ids), task)])
             np.testing.assert_allclose(alone, result, atol=ATOL)

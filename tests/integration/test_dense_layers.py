@@ -16,7 +16,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, read_vector_spec
 from mlx_parallm.pooling.build import pooling_spec, tokenizer_of
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.pooling import encoder_heads
 from mlx_parallm.worker.pooling.dense_layers import DenseLayer, load_dense
@@ -77,7 +77,7 @@ def test_dense_layers_follow_pooling(tmp_path: Path) -> None:
         dense((24, 24), activation_function=TANH, use_residual=True),
     ]
     runner = runner_of(write_folder(tmp_path, [MEAN, *layers, ("Normalize", {})]))
-    (vector,) = runner.run([EncodeInput(IDS)])
+    (vector,) = runner.run([PoolingInput(IDS)])
     first = weight("2_Dense", "linear.weight", (24, 16)) @ HIDDEN.mean(axis=0)
     second = weight("3_Dense", "linear.weight", (24, 24)) @ first
     expected = np.tanh(second + weight("3_Dense", "linear.bias", (24,))) + first
@@ -111,7 +111,7 @@ def test_dense_layers_of_tokens_make_their_vectors(tmp_path: Path) -> None:
     (folder / "config_sentence_transformers.json").write_text('{"model_type": "ColBERT"}')
     runner = runner_of(folder)
     assert runner.info.tasks[0] == "token_embed"
-    (actual,) = runner.run([EncodeInput(IDS, "token_embed")])
+    (actual,) = runner.run([PoolingInput(IDS, "token_embed")])
     expected = HIDDEN @ weight("1_Dense", "linear.weight", (8, 16)).T
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     np.testing.assert_allclose(actual, expected, atol=1e-4)
@@ -134,7 +134,7 @@ def test_shorter_vectors_and_prompts_are_those_of_the_files(tmp_path: Path) -> N
     info = runner.info
     assert (info.dims, info.shorter_dims) == (12, (4, 8))
     assert (info.prompts, info.default_prompt) == (settings["prompts"], "query")
-    (vector,) = runner.run([EncodeInput(IDS)])
+    (vector,) = runner.run([PoolingInput(IDS)])
     np.testing.assert_allclose(vector, HIDDEN.mean(axis=0)[:12], atol=1e-4)
 
 

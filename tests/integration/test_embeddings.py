@@ -14,7 +14,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec, rea
 from mlx_parallm.models.loading import is_encoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from mlx_parallm.worker.pooling.loading import load_encoder_runner
 from mlx_parallm.worker.pooling.vectors import pooled
@@ -25,7 +25,7 @@ INPUTS = [(2, 9, 3), (2, 30, 31, 32, 40, 41, 3), (2, 3), (2, *range(5, 24), 3)]
 
 
 def embed(runner: AdaptedEncoder, inputs: list[tuple[int, ...]]) -> np.ndarray:
-    return np.stack(runner.run([EncodeInput(ids) for ids in inputs]))
+    return np.stack(runner.run([PoolingInput(ids) for ids in inputs]))
 
 
 def wanted(pooling: str, hidden: np.ndarray) -> np.ndarray:
@@ -103,7 +103,7 @@ def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     together = embed(runner, inputs)
     for ids, vector in zip(inputs, together, strict=True):
         np.testing.assert_allclose(embed(runner, [ids])[0], vector, atol=1e-4)
-    job = runner.begin([EncodeInput(ids) for ids in inputs], {})
+    job = runner.begin([PoolingInput(ids) for ids in inputs], {})
     assert job.num_stages > 1
     while job.num_stages > 1:
         job.advance()
@@ -146,12 +146,12 @@ def test_tasks_of_one_batch_are_those_of_each_alone(tmp_path: Path) -> None:
     runner = load_encoder_runner(write_golden(tmp_path, golden), "auto", VectorSpec())
     first, second, third = INPUTS[:3]
     inputs = [
-        EncodeInput(first, "mlm", places=(1,)),
-        EncodeInput(second),
-        EncodeInput(second, "mlm", second_at=4, places=(1, 5), candidates=(7, 3)),
-        EncodeInput(third, "sparse"),
-        EncodeInput(second, "mlm_logprobs", places=(2,)),
-        EncodeInput(first, "token_embed"),
+        PoolingInput(first, "mlm", places=(1,)),
+        PoolingInput(second),
+        PoolingInput(second, "mlm", second_at=4, places=(1, 5), candidates=(7, 3)),
+        PoolingInput(third, "sparse"),
+        PoolingInput(second, "mlm_logprobs", places=(2,)),
+        PoolingInput(first, "token_embed"),
     ]
     together = runner.run(inputs)
     vocab = golden["config"]["vocab_size"]
@@ -160,5 +160,5 @@ def test_tasks_of_one_batch_are_those_of_each_alone(tmp_path: Path) -> None:
     for item, result in zip(inputs, together, strict=True):
         np.testing.assert_allclose(runner.run([item])[0], result, atol=1e-4)
     assert np.isclose(np.exp(together[4]).sum(), 1, atol=1e-5)
-    (untyped,) = runner.run([EncodeInput(second, "mlm", places=(1, 5), candidates=(7, 3))])
+    (untyped,) = runner.run([PoolingInput(second, "mlm", places=(1, 5), candidates=(7, 3))])
     assert np.abs(untyped - together[2]).max() > 1e-3

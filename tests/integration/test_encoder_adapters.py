@@ -20,7 +20,7 @@ from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.lora.context import AdapterContext
@@ -50,7 +50,7 @@ class Served:
         self.slots = {adapter.digest: slot for slot, adapter in enumerate(adapters, 1)}
         self.store.place({slot: content for content, slot in self.slots.items()})
 
-    def run(self, *inputs: EncodeInput) -> list[np.ndarray]:
+    def run(self, *inputs: PoolingInput) -> list[np.ndarray]:
         return self.runner.begin(inputs, self.slots).wait()
 
 
@@ -80,11 +80,11 @@ def task_of(golden: dict[str, Any]) -> Task:
     return tasks.get(golden["adapter_config"]["task_type"], "token_embed")
 
 
-def inputs_of(golden: dict[str, Any], *adapters: AdapterWeights | None) -> list[EncodeInput]:
+def inputs_of(golden: dict[str, Any], *adapters: AdapterWeights | None) -> list[PoolingInput]:
     """Return every text with each adapter in turn; None is the base model."""
     task = task_of(golden)
     return [
-        EncodeInput(tuple(ids), task, adapter=None if adapter is None else adapter.digest)
+        PoolingInput(tuple(ids), task, adapter=None if adapter is None else adapter.digest)
         for ids in golden["input_ids"]
         for adapter in adapters
     ]
@@ -191,7 +191,7 @@ def test_nothing_of_an_adapter_is_left_where_it_was(golden: dict[str, Any], tmp_
         np.testing.assert_array_equal(result, expected)
     served.store.release()
     assert served.store.num_bytes == 0
-    embed = [EncodeInput(tuple(ids), "token_embed") for ids in golden["input_ids"]]
+    embed = [PoolingInput(tuple(ids), "token_embed") for ids in golden["input_ids"]]
     base = runner_of(tmp_path / "base", golden)
     for result, expected in zip(served.run(*embed), base.run(embed), strict=True):
         np.testing.assert_array_equal(result, expected)
@@ -259,7 +259,7 @@ def test_a_masked_lm_takes_candidates_from_what_an_adapter_makes_of_its_tables(
     adapter = AdapterWeights(modules)
     served = Served(tmp_path, golden, adapter)
     ids = tuple(golden["input_ids"][0])
-    whole = EncodeInput(ids, "mlm", places=(2, 4), adapter=adapter.digest)
+    whole = PoolingInput(ids, "mlm", places=(2, 4), adapter=adapter.digest)
     chosen = replace(whole, candidates=(7, 50, 8))
     (of_all,), (of_some,) = served.run(whole), served.run(chosen)
     np.testing.assert_allclose(of_some, of_all[:, [7, 50, 8]], rtol=ALONE, atol=ALONE)

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling import forward_shapes
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_names, read_golden, write_golden
@@ -39,7 +39,7 @@ def test_results_are_the_same(name: str, tmp_path: Path, few_shapes: pytest.Monk
     for task in padded.info.tasks:
         places = (1, 2) if task.startswith("mlm") else ()
         top_k = 3 if task == "mlm_top" else 0
-        inputs = [EncodeInput(text, task, places=places, top_k=top_k) for text in texts]
+        inputs = [PoolingInput(text, task, places=places, top_k=top_k) for text in texts]
         for result, expected in zip(padded.run(inputs), exact.run(inputs), strict=True):
             assert np.isfinite(expected).all()
             np.testing.assert_allclose(result, expected, atol=ATOL)

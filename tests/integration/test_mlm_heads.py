@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.heads import table_logits
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_names, read_golden, write_golden
@@ -63,10 +63,10 @@ def test_the_head_is_evaluated_at_masks_alone(length: int, tmp_path: Path) -> No
     heads = EncoderHeads(counted, VectorSpec())
     ids = tuple(range(5, 5 + length))
     inputs = [
-        EncodeInput(ids, "mlm", places=(1, 3), candidates=(9, 8)),
-        EncodeInput(ids, "mlm", places=(2,), candidates=(8, 7, 8)),
-        EncodeInput(ids, "mlm", places=(0,)),
-        EncodeInput(ids, "mlm_logprobs", places=(1,), candidates=(5,)),
+        PoolingInput(ids, "mlm", places=(1, 3), candidates=(9, 8)),
+        PoolingInput(ids, "mlm", places=(2,), candidates=(8, 7, 8)),
+        PoolingInput(ids, "mlm", places=(0,)),
+        PoolingInput(ids, "mlm_logprobs", places=(1,), candidates=(5,)),
     ]
     hidden = loaded.model(mx.array([ids] * len(inputs)))
     results = heads.run(inputs, hidden, mx.ones(hidden.shape[:2], mx.bool_))
@@ -91,8 +91,8 @@ def test_only_the_likeliest_leave_the_device() -> None:
     # Among many equal logits the lower ids are kept, and come first.
     logits = np.random.RandomState(5).randint(0, 9, (2, 3, 50)).astype(np.float32)
     inputs = [
-        EncodeInput((5, 6, 7), "mlm_top", places=(0, 2), top_k=4),
-        EncodeInput((5, 6, 7), "mlm_top", places=(1,), top_k=50),
+        PoolingInput((5, 6, 7), "mlm_top", places=(0, 2), top_k=4),
+        PoolingInput((5, 6, 7), "mlm_top", places=(1,), top_k=50),
     ]
     lazy = heads.run(inputs, mx.array(logits), mx.ones((2, 3), mx.bool_))
     results = [np.array(array) for array in lazy]

@@ -31,7 +31,7 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests import sum_kind
 from tests.sum_kind import SumKind, SumRequest, write_sum_model
@@ -76,8 +76,8 @@ async def tokens_of(reader: Any) -> list[int]:
     return tokens
 
 
-def embed(request_id: str, model: str) -> EncodeRequest:
-    return EncodeRequest(request_id=request_id, model=model, inputs=(EncodeInput((1, 2, 3)),))
+def embed(request_id: str, model: str) -> PoolRequest:
+    return PoolRequest(request_id=request_id, model=model, inputs=(PoolingInput((1, 2, 3)),))
 
 
 async def vectors_of(reader: Any) -> list[list[float]]:
@@ -104,8 +104,8 @@ CASES = {
         POOLING_TRAITS,
         embed,
         # A token that the embedding table does not have makes the batch fail.
-        lambda request_id, model: EncodeRequest(
-            request_id=request_id, model=model, inputs=(EncodeInput((1,), task="mlm"),)
+        lambda request_id, model: PoolRequest(
+            request_id=request_id, model=model, inputs=(PoolingInput((1,), task="mlm"),)
         ),
         vectors_of,
         'mlx_parallm:encoder_tokens_total{model_name="a"}',

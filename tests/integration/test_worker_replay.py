@@ -27,7 +27,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import StepOutput
 from mlx_parallm.types.weights import SLEEP_TAGS
@@ -127,9 +127,9 @@ class BusyRun:
         return loaded[NORM].shape
 
     def embed(self, name: str, *lengths: int) -> None:
-        inputs = tuple(EncodeInput(tuple(range(5, 5 + length))) for length in lengths)
+        inputs = tuple(PoolingInput(tuple(range(5, 5 + length))) for length in lengths)
         engine = self.engines[EMBEDDER]
-        engine.submit(EncodeRequest(request_id=name, model=EMBEDDER, inputs=inputs))
+        engine.submit(PoolRequest(request_id=name, model=EMBEDDER, inputs=inputs))
         # The time is so short that a batch takes several turns.
         while engine.has_work():
             engine.step(within_s=1e-9)

@@ -10,7 +10,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient, PoolingClient
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults
+from mlx_parallm.types.pooling import PoolingResults, PoolRequest
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -42,5 +42,5 @@ class _ScopedPooling(View[PoolingClient]):
         super().__init__(client)
         self._scope = scope
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         return await self._viewed.encode(replace(request, scope=self._scope))

@@ -18,7 +18,7 @@ from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 # MAX_NUMBERS: most numbers of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24
@@ -82,7 +82,7 @@ class PoolingCall(ModelCall):
 
     async def respond(
         self,
-        inputs: Sequence[EncodeInput],
+        inputs: Sequence[PoolingInput],
         write: Callable[[Encoded], Response],
         *,
         param: str = "input",
@@ -110,7 +110,7 @@ class PoolingCall(ModelCall):
         return await unless_disconnected(self.request, work())
 
     async def _results(
-        self, inputs: Sequence[EncodeInput], reduce: Callable[[np.ndarray], Any] | None
+        self, inputs: Sequence[PoolingInput], reduce: Callable[[np.ndarray], Any] | None
     ) -> Sequence[Any]:
         if reduce is None:
             return await self.encode(inputs)
@@ -130,7 +130,7 @@ class Encoded:
     """
 
     call: PoolingCall
-    inputs: Sequence[EncodeInput]
+    inputs: Sequence[PoolingInput]
     results: Sequence[Any]
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -146,7 +146,7 @@ class Encoded:
         }
 
 
-def num_tokens(inputs: Sequence[EncodeInput]) -> int:
+def num_tokens(inputs: Sequence[PoolingInput]) -> int:
     """Return how many tokens inputs have together."""
     return sum(len(each.token_ids) for each in inputs)
 
@@ -156,7 +156,7 @@ def prompt_usage(count: int) -> dict[str, int]:
     return {"prompt_tokens": count, "total_tokens": count}
 
 
-def _check_size(inputs: Sequence[EncodeInput], model: PoolingModel, param: str) -> None:
+def _check_size(inputs: Sequence[PoolingInput], model: PoolingModel, param: str) -> None:
     numbers = sum(num_numbers(each, model.info) for each in inputs)
     # That of vectors is bounded by the number of inputs.
     if inputs[0].task != "embed" and numbers > MAX_NUMBERS:

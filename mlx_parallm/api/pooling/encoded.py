@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
-from mlx_parallm.types.pooling import EncodeInput, EncodeResults, EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults
 
 T = TypeVar("T")
 
@@ -33,14 +33,14 @@ class ModelCall:
     model: PoolingModel
     work_id: str
 
-    async def encode(self, inputs: Sequence[EncodeInput]) -> EncodeResults:
+    async def encode(self, inputs: Sequence[PoolingInput]) -> PoolingResults:
         """Return the results of inputs; see ``PoolingClient.encode``."""
         return await self.client.encode(self.model.request(self.work_id, inputs))
 
     async def written(
         self,
-        inputs: Sequence[EncodeInput],
-        write: Callable[[EncodeInput, np.ndarray], T],
+        inputs: Sequence[PoolingInput],
+        write: Callable[[PoolingInput, np.ndarray], T],
         *,
         part: str = "",
     ) -> tuple[list[T], list[bool]]:
@@ -61,7 +61,7 @@ class ModelCall:
         return written, hits
 
 
-def num_numbers(encoded: EncodeInput, info: EncoderInfo) -> int:
+def num_numbers(encoded: PoolingInput, info: PoolingInfo) -> int:
     """Return how many numbers an input's result has; see ``Task``."""
     if encoded.top_k:
         return len(encoded.places) * 2 * encoded.top_k
@@ -76,7 +76,7 @@ def num_numbers(encoded: EncodeInput, info: EncoderInfo) -> int:
     return sizes.get(encoded.task, info.dims)
 
 
-def in_parts(inputs: Sequence[EncodeInput], info: EncoderInfo) -> Iterator[Sequence[EncodeInput]]:
+def in_parts(inputs: Sequence[PoolingInput], info: PoolingInfo) -> Iterator[Sequence[PoolingInput]]:
     """Yield inputs in parts whose results are small enough to wait for each other."""
     begin = size = 0
     for place, each in enumerate(inputs):

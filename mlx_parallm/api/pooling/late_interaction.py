@@ -16,14 +16,14 @@ from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
 from mlx_parallm.api.pooling.inputs.encode import Reading, Role, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.pooling import EncodeInput, LateInteraction
+from mlx_parallm.types.pooling import LateInteraction, PoolingInput
 
 Side = Literal["query", "document"]
 
 
 async def side_inputs(
     texts: Sequence[str], model: PoolingModel, side: Side, reading: Reading
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return queries or documents as the model was made to read them; see ``single_inputs``."""
     late = model.info.late or LateInteraction()
     is_query = side == "query"
@@ -39,14 +39,14 @@ async def side_inputs(
 
 
 def side_vectors(
-    encoded: EncodeInput, vectors: np.ndarray, side: Side, late: LateInteraction
+    encoded: PoolingInput, vectors: np.ndarray, side: Side, late: LateInteraction
 ) -> np.ndarray:
     """Return the vectors of a query or a document that count; see ``compared``."""
     skips = side == "document" or late.skips_in_queries
     return compared(encoded, vectors, late.skipped_ids if skips else frozenset())
 
 
-def compared(encoded: EncodeInput, vectors: np.ndarray, skipped_ids: frozenset[int]) -> np.ndarray:
+def compared(encoded: PoolingInput, vectors: np.ndarray, skipped_ids: frozenset[int]) -> np.ndarray:
     """Return the vectors of an input's tokens that count, ``[tokens, dims]``, of length 1 each."""
     if skipped_ids:
         vectors = vectors[[token not in skipped_ids for token in encoded.token_ids]]
@@ -61,7 +61,7 @@ def max_sim(query: np.ndarray, document: np.ndarray, *, is_mean: bool = False) -
     return float(best.mean() if is_mean else best.sum())
 
 
-def _expanded(query: EncodeInput, late: LateInteraction, longest: int) -> EncodeInput:
+def _expanded(query: PoolingInput, late: LateInteraction, longest: int) -> PoolingInput:
     missing = min(late.expands_to, longest) - len(query.token_ids)
     if missing <= 0 or late.expansion_id is None:
         return query

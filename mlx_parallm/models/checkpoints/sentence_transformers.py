@@ -63,14 +63,14 @@ class VectorSpec:
         token_dense: layers over the hidden state of each token.
         normalizes_tokens: True if each token's vector is divided by its norm.
         poolings: the poolings whose results are concatenated.
-        pools_prompts: see ``EncoderInfo``.
+        pools_prompts: see ``PoolingInfo``.
         dense: layers over the vector.
         dims: length to which the vector is cut; None: it is not cut.
         normalizes: True if the vector is divided by its norm.
-        shorter_dims: see ``EncoderInfo``.
+        shorter_dims: see ``PoolingInfo``.
         max_model_len: most tokens of an input; None if the files do not say.
-        prompts: see ``EncoderInfo``.
-        default_prompt: see ``EncoderInfo``.
+        prompts: see ``PoolingInfo``.
+        default_prompt: see ``PoolingInfo``.
         compares_tokens: True if the model was made for late interaction.
     """
 

@@ -12,7 +12,7 @@ from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways
 from mlx_parallm.models.checkpoints.labels import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
 from mlx_parallm.worker.generation.row_selection import embedding_rows
@@ -28,7 +28,7 @@ from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 
 class DecoderRunner:
-    """Runs a decoder over inputs of mixed length. Implements ``pooling.Encoder``."""
+    """Runs a decoder over inputs of mixed length. Implements ``pooling.PoolingRunner``."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
         """Create a runner for a model of ``open_decoder``; ``spec`` says how vectors are made.
@@ -57,17 +57,17 @@ class DecoderRunner:
 
     def _facts(
         self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec, longest: int
-    ) -> EncoderInfo:
+    ) -> PoolingInfo:
         """Return facts about the model; results of one token give the sizes."""
         config, num_labels = loaded.config, 0
         if plan.head != "none":
-            (num_labels,) = self.run([EncodeInput((0,), "classify")])[0].shape
-        return EncoderInfo(
+            (num_labels,) = self.run([PoolingInput((0,), "classify")])[0].shape
+        return PoolingInfo(
             architecture=str(config["model_type"]),
             vocab_size=embedding_rows(loaded.model, config_value(config, "vocab_size")) or 0,
             max_model_len=min(longest, spec.max_model_len or longest),
             tasks=by_purpose(plan.tasks, spec),
-            dims=len(self.run([EncodeInput((0,))])[0]),
+            dims=len(self.run([PoolingInput((0,))])[0]),
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
             **vector_facts(spec),
@@ -76,28 +76,28 @@ class DecoderRunner:
         )
 
     @property
-    def info(self) -> EncoderInfo:
-        """See ``pooling.Encoder``."""
+    def info(self) -> PoolingInfo:
+        """See ``pooling.PoolingRunner``."""
         return self._info
 
     def begin(
-        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``pooling.Encoder``."""
+        """See ``pooling.PoolingRunner``."""
         return self.adapters.job(inputs, slots)
 
-    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+    def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
         """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         return self._model(mx.array(ids), mask), mask
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """See ``pooling.Encoder``."""
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
+        """See ``pooling.PoolingRunner``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``pooling.Encoder``."""
+        """See ``pooling.PoolingRunner``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._modules:
             module.clear()

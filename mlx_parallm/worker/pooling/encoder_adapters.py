@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.types.pooling import LABEL_TASKS, EncodeInput, Encoder, OwnHead, Task
+from mlx_parallm.types.pooling import LABEL_TASKS, OwnHead, PoolingInput, PoolingRunner, Task
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, find_module, product_dtype, unfit
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
@@ -24,20 +24,20 @@ from mlx_parallm.worker.pooling.own_heads import HeadMaker
 from mlx_parallm.worker.pooling.trunk_calls import TrunkCalls, trunk_calls
 
 #: ``Forward`` computes hidden states ``[B, L, D]`` and the bool mask ``[B, L]`` of inputs.
-Forward = Callable[[Sequence[EncodeInput]], tuple[mx.array, mx.array]]
+Forward = Callable[[Sequence[PoolingInput]], tuple[mx.array, mx.array]]
 #: ``NO_SLOTS``: the adapters' slots of a batch without adapters.
 NO_SLOTS: Mapping[str, int] = {}
 # ONE_TOKEN stands for any input.
-ONE_TOKEN = EncodeInput((0,))
+ONE_TOKEN = PoolingInput((0,))
 # _SAMPLES: inputs with which heads are tried.
-_SAMPLES: Mapping[Task, EncodeInput] = {
-    "classify": EncodeInput((0,), "classify"),
-    "token_classify": EncodeInput((0,), "token_classify"),
-    "mlm": EncodeInput((0,), "mlm", places=(0,)),
+_SAMPLES: Mapping[Task, PoolingInput] = {
+    "classify": PoolingInput((0,), "classify"),
+    "token_classify": PoolingInput((0,), "token_classify"),
+    "mlm": PoolingInput((0,), "mlm", places=(0,)),
 }
 
 
-class AdaptedEncoder(Encoder, Protocol):
+class AdaptedEncoder(PoolingRunner, Protocol):
     """A pooling model's runner that takes adapters."""
 
     @property
@@ -149,7 +149,7 @@ class EncoderAdapters:
         """Drop the model's arrays, because it is unloaded; the store may outlive it."""
         self._heads.release()
 
-    def job(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> StagedJob:
+    def job(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> StagedJob:
         """Return a batch of which nothing is computed yet.
 
         ``slots`` maps the content of each adapter that inputs name to its slot. The slots may be
@@ -170,7 +170,7 @@ class EncoderAdapters:
         return StagedJob(outputs, [result for result in results if result is not None])
 
     def _hidden(
-        self, inputs: Sequence[EncodeInput], rows: np.ndarray, own: np.ndarray
+        self, inputs: Sequence[PoolingInput], rows: np.ndarray, own: np.ndarray
     ) -> tuple[mx.array, mx.array]:
         with self._context.during(AdapterRows.of_batch(own[rows])):
             return self._forward([inputs[row] for row in rows])
@@ -185,7 +185,7 @@ class EncoderAdapters:
             yield np.flatnonzero(own == slot)
 
     def _results(
-        self, inputs: Sequence[EncodeInput], own: np.ndarray, hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], own: np.ndarray, hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         """Return the results of the heads; an adapter with its own head gets its own rows."""
         groups: dict[tuple[int, bool], list[int]] = {}

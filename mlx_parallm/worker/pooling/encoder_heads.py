@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.worker.pooling.dense_layers import load_dense
 from mlx_parallm.worker.pooling.vectors import pooled
 from mlx_parallm.worker.sampling.logprobs import likeliest
@@ -25,7 +25,7 @@ TASKS: Mapping[str | None, tuple[Task, ...]] = {
 
 
 def vector_facts(spec: VectorSpec) -> dict[str, Any]:
-    """Return the fields of ``EncoderInfo`` that describe vectors."""
+    """Return the fields of ``PoolingInfo`` that describe vectors."""
     return {
         "normalizes": spec.normalizes,
         "shorter_dims": spec.shorter_dims,
@@ -44,7 +44,7 @@ def by_purpose(tasks: tuple[Task, ...], spec: VectorSpec) -> tuple[Task, ...]:
 
 
 # A head takes inputs of one task, their hidden states [B, L, D] and their mask, bool [B, L].
-Head = Callable[[Sequence[EncodeInput], mx.array, mx.array], list[mx.array]]
+Head = Callable[[Sequence[PoolingInput], mx.array, mx.array], list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class EncoderHeads:
         self._dense = _DenseLayers([], [])
 
     def run(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         """Return the result of each input, float32 and not yet evaluated; see ``Task``.
 
@@ -111,7 +111,7 @@ class EncoderHeads:
         return results
 
     def _embed(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         first = None
         if any(item.num_unpooled for item in inputs):
@@ -122,7 +122,7 @@ class EncoderHeads:
         return list(vectors[:, : self._spec.dims])
 
     def _token_embed(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
         return _cut(self._token_vectors(hidden), inputs)
@@ -136,19 +136,19 @@ class EncoderHeads:
         return hidden
 
     def _classify(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del inputs
         return list(self._model.sequence_logits(hidden, mask))
 
     def _token_classify(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
         return _cut(self._model.token_logits(hidden), inputs)
 
     def _mlm(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
         # For candidates only their rows of the decoder matrix are computed: it is most of the head.
@@ -165,14 +165,14 @@ class EncoderHeads:
         return [results[row] for row in range(len(inputs))]
 
     def _mlm_logprobs(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
         logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
         return _chosen(logits - mx.logsumexp(logits, axis=-1, keepdims=True), inputs)
 
     def _mlm_top(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
         logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
@@ -187,7 +187,7 @@ class EncoderHeads:
 
     def _logits(
         self,
-        inputs: Sequence[EncodeInput],
+        inputs: Sequence[PoolingInput],
         hidden: mx.array,
         rows: Sequence[int],
         ids: mx.array | None = None,
@@ -208,7 +208,7 @@ class EncoderHeads:
         return self._model.mlm_logits(hidden[mx.array(chosen), mx.array(places)], ids)
 
     def _sparse(
-        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+        self, inputs: Sequence[PoolingInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         """Return SPLADE's weights, https://arxiv.org/abs/2109.10086, equation 6."""
         del inputs
@@ -228,12 +228,12 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
     return likeliest(mx.where(kept, logits, -mx.inf), count)
 
 
-def _cut(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
+def _cut(rows: mx.array, inputs: Sequence[PoolingInput]) -> list[mx.array]:
     return [row[: len(item.token_ids)] for row, item in zip(rows, inputs, strict=True)]
 
 
 def _chosen(
-    logits: mx.array, inputs: Sequence[EncodeInput], columns: Mapping[int, int] | None = None
+    logits: mx.array, inputs: Sequence[PoolingInput], columns: Mapping[int, int] | None = None
 ) -> list[mx.array]:
     """Return each input's part of ``[places, vocabulary]``, cut to its candidates if it has any.
 
@@ -246,7 +246,7 @@ def _chosen(
     return results
 
 
-def _of_each(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
+def _of_each(rows: mx.array, inputs: Sequence[PoolingInput]) -> list[mx.array]:
     """Return, for each input, the rows of its places."""
     ends = [0, *itertools.accumulate(len(item.places) for item in inputs)]
     return [rows[begin:end] for begin, end in itertools.pairwise(ends)]

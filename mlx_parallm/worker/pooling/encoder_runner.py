@@ -10,7 +10,7 @@ import numpy as np
 from mlx_parallm.models.checkpoints.labels import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import LoadedEncoder
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
@@ -21,7 +21,7 @@ from mlx_parallm.worker.weights.loader import DTYPES
 
 
 class EncoderRunner:
-    """Runs an encoder over inputs of mixed length. Implements ``pooling.Encoder``."""
+    """Runs an encoder over inputs of mixed length. Implements ``pooling.PoolingRunner``."""
 
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
@@ -40,12 +40,12 @@ class EncoderRunner:
             dtype=loaded.dtype,
             shapes=self._shapes,
         )
-        self._info = EncoderInfo(
+        self._info = PoolingInfo(
             architecture=str(loaded.config["model_type"]),
             vocab_size=int(loaded.config["vocab_size"]),
             max_model_len=min(longest, spec.max_model_len or longest),
             tasks=by_purpose(tasks, spec),
-            dims=len(self.run([EncodeInput((0,))])[0]),
+            dims=len(self.run([PoolingInput((0,))])[0]),
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
             **vector_facts(spec),
@@ -54,17 +54,17 @@ class EncoderRunner:
         )
 
     @property
-    def info(self) -> EncoderInfo:
-        """See ``pooling.Encoder``."""
+    def info(self) -> PoolingInfo:
+        """See ``pooling.PoolingRunner``."""
         return self._info
 
     def begin(
-        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``pooling.Encoder``."""
+        """See ``pooling.PoolingRunner``."""
         return self.adapters.job(inputs, slots)
 
-    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+    def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
         """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
@@ -72,12 +72,12 @@ class EncoderRunner:
         # Without padding no mask is needed, and attention is faster without one.
         return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """See ``pooling.Encoder``."""
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
+        """See ``pooling.PoolingRunner``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``pooling.Encoder``."""
+        """See ``pooling.PoolingRunner``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._model.modules():
             module.clear()
@@ -85,7 +85,7 @@ class EncoderRunner:
         give_back_memory()
 
 
-def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:
+def padded(inputs: Sequence[PoolingInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:
     """Return right-padded ids, int32 ``[B, L]``, and which are attended to, bool ``[B, L]``."""
     length = shapes.length(max(len(item.token_ids) for item in inputs))
     ids = np.zeros((len(inputs), length), dtype=np.int32)
@@ -97,7 +97,7 @@ def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.nda
     return ids, mask
 
 
-def token_types(inputs: Sequence[EncodeInput], length: int) -> mx.array | None:
+def token_types(inputs: Sequence[PoolingInput], length: int) -> mx.array | None:
     """Return token types, int32 ``[B, length]``; None if no input has a second text."""
     if all(item.second_at is None for item in inputs):
         return None

@@ -40,7 +40,7 @@ class LayerStages:
 
 
 class StagedJob:
-    """A batch whose forward is computed in stages. Implements ``pooling.EncodeJob``."""
+    """A batch whose forward is computed in stages. Implements ``pooling.PoolingJob``."""
 
     def __init__(self, outputs: Sequence[mx.array], results: Sequence[mx.array]) -> None:
         """``outputs`` are the layers', in order; ``results`` are the inputs'."""
@@ -50,15 +50,15 @@ class StagedJob:
 
     @property
     def num_stages(self) -> int:
-        """See ``pooling.EncodeJob``."""
+        """See ``pooling.PoolingJob``."""
         return len(self._outputs) + 1
 
     def advance(self) -> None:
-        """See ``pooling.EncodeJob``."""
+        """See ``pooling.PoolingJob``."""
         mx.eval(self._outputs.pop(0))
 
     def wait(self) -> list[np.ndarray]:
-        """See ``pooling.EncodeJob``."""
+        """See ``pooling.PoolingJob``."""
         self._outputs.clear()
         mx.eval(self._results)
         return [np.array(result) for result in self._results]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,5 +40,5 @@ class PoolingPlan:
         is_cast: True if ``dtype="auto"`` became float32 in a decoder, see ``load_model``.
     """
 
-    info: EncoderInfo
+    info: PoolingInfo
     is_cast: bool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.types.errors import OverloadedError, RequestAbortedError, StepError
-from mlx_parallm.types.pooling import EncodeResults
+from mlx_parallm.types.pooling import PoolingResults
 from tests.sum_encoder import (
     NAN,
     NUM_STAGES,
@@ -185,7 +185,7 @@ def test_an_aborted_request_is_not_computed() -> None:
 
 def test_results_are_kept_and_say_so() -> None:
     engine, encoder, answers = make(cache_bytes=10_000)
-    given: list[EncodeResults] = []
+    given: list[PoolingResults] = []
     ask(engine, answers, "a", (1,), (2,), (1,))
     run(engine)
     request = request_of("b", (2,), (3,))
@@ -202,7 +202,7 @@ def test_results_are_kept_and_say_so() -> None:
 
 def test_shared_results_cannot_be_written() -> None:
     engine, _, _ = make(cache_bytes=10_000)
-    given: list[EncodeResults] = []
+    given: list[PoolingResults] = []
     engine.add(request_of("a", (1,)), given.append)
     run(engine)
     with pytest.raises(ValueError, match="read-only"):

@@ -14,14 +14,14 @@ from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
-from mlx_parallm.pooling.queue import EncodeQueue
+from mlx_parallm.pooling.queue import PoolingQueue
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelLoadingError,
     ModelNotFoundError,
     RequestAbortedError,
 )
-from mlx_parallm.types.pooling import EncodeInput, OwnHead
+from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from tests.sum_encoder import RepliedEngine, SumEncoder, SumJob, engine_of, request_of, shift_of
 from tests.version_harness import SlotRecord, adapter
 
@@ -37,7 +37,7 @@ class AdaptedSums(SumEncoder):
         self._store = store
         self.most = 0
 
-    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+    def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> SumJob:
         self.most = max(self.most, len(slots))
         self._store.place({slot: content for content, slot in slots.items()})
         found = {content: self._store.slots[slot] for content, slot in slots.items()}
@@ -270,9 +270,9 @@ def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, 
 def test_a_batch_has_no_more_adapters_than_there_are_slots(
     inputs: list[tuple[int, int]], most: int
 ) -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     for number, (length, which) in enumerate(inputs):
-        one = EncodeInput((number, *range(length)), adapter=f"digest-{which}" if which else None)
+        one = PoolingInput((number, *range(length)), adapter=f"digest-{which}" if which else None)
         queue.add(replace(request_of(str(number), (0,)), inputs=(one,)))
     while len(queue):
         batch = queue.take(100, max_adapters=most)

@@ -15,7 +15,7 @@ from mlx_parallm.engine.interface import MemoryLimit, ModelState
 from mlx_parallm.engine.residency import MakeRoom, ModelEntry, Residency
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 from tests.fakes import ByteTokenizer
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}
@@ -53,7 +53,7 @@ class ScriptedLoader:
             raise self.failure
         self.in_memory.add(name)
         self.peak = max(self.peak, sum(SIZES[one] for one in self.in_memory))
-        info = EncoderInfo(
+        info = PoolingInfo(
             architecture="x",
             vocab_size=9,
             max_model_len=9,

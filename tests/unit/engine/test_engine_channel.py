@@ -29,7 +29,7 @@ from mlx_parallm.types.events import (
     PromptEvent,
     TokenEvent,
 )
-from mlx_parallm.types.pooling import EncodeResults
+from mlx_parallm.types.pooling import PoolingResults
 from mlx_parallm.types.step import TokenLogprob
 from tests.fakes import ByteTokenizer, make_info
 
@@ -60,7 +60,7 @@ def test_large_arrays_cross_beside_the_pickle(
 ) -> None:
     monkeypatch.setattr(channel, "SLICE_BYTES", slice_bytes)
     rows = np.arange(300_000, dtype=np.float32).reshape(3, -1)
-    results = EncodeResults([rows, rows[:0], rows.T, rows[:, ::2]], [True, False, True, False])
+    results = PoolingResults([rows, rows[:0], rows.T, rows[:, ::2]], [True, False, True, False])
     found = sent(ends, {"results": results, "tensor": HostTensor(rows.view(np.uint32))})
     assert isinstance(found, dict)
     assert found["results"].cache_hits == results.cache_hits

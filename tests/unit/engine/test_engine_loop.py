@@ -22,7 +22,7 @@ from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from tests.sum_encoder import FakeClock, SumEncoder, SumJob, engine_of, request_of, seconds_of
 
 STEP_S = 0.010
@@ -210,7 +210,7 @@ class ShortEncoder(SumEncoder):
 
     behind_s = 0.0
 
-    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+    def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> SumJob:
         super().begin(inputs, slots)
         self.clock.now_s += self.behind_s
         return SumJob(self.clock, 0.0002, [np.zeros(2, np.float32) for _ in inputs])

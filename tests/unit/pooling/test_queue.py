@@ -7,17 +7,17 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.pooling.queue import FREE_PADDING, MAX_PADDING_SHARE, EncodeQueue, WaitingInput
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.pooling.queue import FREE_PADDING, MAX_PADDING_SHARE, PoolingQueue, WaitingInput
+from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 
 INPUTS = st.lists(st.integers(1, 200).map(lambda n: tuple(range(n))), min_size=1, max_size=30)
 
 
-def request(request_id: str, *inputs: tuple[int, ...]) -> EncodeRequest:
-    return EncodeRequest(request_id=request_id, model="m", inputs=tuple(map(EncodeInput, inputs)))
+def request(request_id: str, *inputs: tuple[int, ...]) -> PoolRequest:
+    return PoolRequest(request_id=request_id, model="m", inputs=tuple(map(PoolingInput, inputs)))
 
 
-def drained(queue: EncodeQueue, max_tokens: int) -> list[list[WaitingInput]]:
+def drained(queue: PoolingQueue, max_tokens: int) -> list[list[WaitingInput]]:
     batches = []
     while len(queue):
         batches.append(queue.take(max_tokens))
@@ -28,7 +28,7 @@ def drained(queue: EncodeQueue, max_tokens: int) -> list[list[WaitingInput]]:
 def test_every_place_of_every_request_runs_once(
     requests: list[list[tuple[int, ...]]], max_tokens: int
 ) -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     for number, inputs in enumerate(requests):
         queue.add(request(str(number), *inputs))
     found = {}
@@ -54,7 +54,7 @@ def test_every_place_of_every_request_runs_once(
 def test_the_longest_waiting_is_in_the_next_batch(
     inputs: list[tuple[int, ...]], max_tokens: int
 ) -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     queue.add(request("first", *inputs))
     waiting = list(dict.fromkeys(inputs))
     while waiting:
@@ -75,7 +75,7 @@ def test_groups_of_other_lengths_join_where_that_costs_less(
     """Never more than the batches that there are without, and never dearer."""
     costs, counts = [], []
     for seconds in (None, launch_and_tokens(launch)):
-        queue = EncodeQueue()
+        queue = PoolingQueue()
         queue.add(request("a", *inputs))
         batches = []
         while len(queue):
@@ -92,7 +92,7 @@ def test_groups_of_other_lengths_join_where_that_costs_less(
 def test_one_batch_takes_all_where_padding_costs_less_than_launches() -> None:
     lengths = (1, 30, 60, 120)
     for launch, wanted in ((0, 4), (28, 4), (30, 3), (269, 1)):
-        queue = EncodeQueue()
+        queue = PoolingQueue()
         queue.add(request("a", *(tuple(range(length)) for length in lengths)))
         batches = 0
         while len(queue):
@@ -102,7 +102,7 @@ def test_one_batch_takes_all_where_padding_costs_less_than_launches() -> None:
 
 
 def test_no_part_of_a_group_joins_since_that_saves_no_launch() -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     texts = [(number, *range(7)) for number in range(1, 60)]
     queue.add(request("a", tuple(range(250)), *texts))
     (batch,) = [queue.take(512, seconds=launch_and_tokens(10_000))]
@@ -112,16 +112,16 @@ def test_no_part_of_a_group_joins_since_that_saves_no_launch() -> None:
 
 def test_groups_that_join_bring_no_more_adapters_than_there_may_be() -> None:
     for max_adapters, wanted in ((1, 1), (2, 2)):
-        queue = EncodeQueue()
+        queue = PoolingQueue()
         for name, length in (("a", 5), ("b", 90)):
-            one = EncodeInput(tuple(range(length)), adapter=name)
-            queue.add(EncodeRequest(request_id=name, model="m", inputs=(one,)))
+            one = PoolingInput(tuple(range(length)), adapter=name)
+            queue.add(PoolRequest(request_id=name, model="m", inputs=(one,)))
         batch = queue.take(1000, max_adapters=max_adapters, seconds=launch_and_tokens(1e6))
         assert len(batch) == wanted
 
 
 def test_an_input_that_several_ask_for_runs_once() -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     queue.add(request("a", (1, 2), (3,), (1, 2)))
     queue.add(request("b", (1, 2)))
     assert len(queue) == 2
@@ -133,7 +133,7 @@ def test_an_input_that_several_ask_for_runs_once() -> None:
 def test_what_is_removed_does_not_run_and_others_do(
     kept: list[tuple[int, ...]], removed: list[tuple[int, ...]]
 ) -> None:
-    queue = EncodeQueue()
+    queue = PoolingQueue()
     queue.add(request("removed", *removed))
     queue.add(request("kept", *kept))
     queue.remove(request("removed", *removed))

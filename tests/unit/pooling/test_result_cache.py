@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.pooling.result_cache import ENTRY_BYTES, ID_BYTES, ResultCache
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 ENTRY = ENTRY_BYTES + ID_BYTES + 4
 
 
-def one(number: int) -> EncodeInput:
-    return EncodeInput((number,))
+def one(number: int) -> PoolingInput:
+    return PoolingInput((number,))
 
 
 def result(number: int, size: int = 1) -> np.ndarray:
@@ -52,15 +52,15 @@ def test_what_is_larger_than_everything_is_not_kept() -> None:
 
 def test_an_input_of_another_task_is_another() -> None:
     cache = ResultCache(10 * ENTRY)
-    cache.put(EncodeInput((1,), "classify"), result(5))
+    cache.put(PoolingInput((1,), "classify"), result(5))
     for other in (
-        EncodeInput((1,)),
-        EncodeInput((1,), "classify", second_at=0),
-        EncodeInput((1,), "classify", places=(0,)),
-        EncodeInput((1,), "classify", candidates=(0,)),
+        PoolingInput((1,)),
+        PoolingInput((1,), "classify", second_at=0),
+        PoolingInput((1,), "classify", places=(0,)),
+        PoolingInput((1,), "classify", candidates=(0,)),
     ):
         assert cache.get(other) is None
-    assert cache.get(EncodeInput((1,), "classify")) is not None
+    assert cache.get(PoolingInput((1,), "classify")) is not None
 
 
 def test_nothing_is_left_after_clear() -> None:

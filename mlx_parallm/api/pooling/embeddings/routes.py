@@ -14,7 +14,7 @@ from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt, prompt_of_type
 from mlx_parallm.api.pooling.inputs.request import request_inputs
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 
 routes = Routes(POOLING, body_limit=INPUT, short=True)
 
@@ -31,7 +31,7 @@ async def create_embeddings(body: EmbeddingsRequest, pooling: PoolingDep) -> Res
     return await call.respond(inputs, lambda encoded: embeddings_response(encoded, body))
 
 
-def asked_prompt(body: EmbeddingsRequest, info: EncoderInfo) -> str:
+def asked_prompt(body: EmbeddingsRequest, info: PoolingInfo) -> str:
     """Return the prompt that a request asks for; the model's default where it asks for none.
 
     Raises:

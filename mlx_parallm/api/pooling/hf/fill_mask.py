@@ -13,7 +13,7 @@ from mlx_parallm.api.pooling.hf.texts import reading, texts_of
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.mlm.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 TOP_K = 5
 
@@ -69,7 +69,7 @@ async def filled(
         top_k=0 if words.ids else kept_top_k(top_k, model),
     )
 
-    def write(text: EncodeInput, result: np.ndarray) -> list[Any]:
+    def write(text: PoolingInput, result: np.ndarray) -> list[Any]:
         masks = fillings(text, result, top_k, model)
         return masks[0] if len(masks) == 1 else masks
 

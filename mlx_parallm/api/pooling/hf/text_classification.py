@@ -12,7 +12,7 @@ from mlx_parallm.api.pooling.hf.texts import reading, texts_of
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, is_list_of
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, ProblemType
+from mlx_parallm.types.pooling import PoolingInput, ProblemType
 
 #: The problem whose scores the function makes, whatever the number of labels.
 PROBLEMS: dict[str, ProblemType] = {
@@ -31,14 +31,14 @@ async def text_classification(job: Job) -> Done:
     inputs = await _inputs(job)
     labels = job.call.model.info.labels
 
-    def write(_: EncodeInput, logits: np.ndarray) -> list[dict[str, Any]]:
+    def write(_: PoolingInput, logits: np.ndarray) -> list[dict[str, Any]]:
         return ranked_labels(_scores(job, logits), labels)[: job.parameters.top_k]
 
     answers, _ = await job.call.written(inputs, write)
     return Done(answers)
 
 
-async def _inputs(job: Job) -> tuple[EncodeInput, ...]:
+async def _inputs(job: Job) -> tuple[PoolingInput, ...]:
     model, how = job.call.model, reading(job.parameters)
     pairs = [job.inputs] if isinstance(job.inputs, dict) else job.inputs
     if is_list_of(pairs, dict) and len(pairs) <= MAX_INPUTS:

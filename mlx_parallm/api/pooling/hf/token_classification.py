@@ -13,7 +13,7 @@ from mlx_parallm.api.pooling.hf.job import Done, Job
 from mlx_parallm.api.pooling.hf.texts import reading, texts_of
 from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, TokenSpan
+from mlx_parallm.types.pooling import PoolingInput, TokenSpan
 
 #: What Hugging Face's servers do where nothing is asked for; transformers itself does "none".
 STRATEGY = "simple"
@@ -41,7 +41,7 @@ async def token_classification(job: Job) -> Done:
     ignored = OUTSIDE if job.parameters.ignore_labels is None else job.parameters.ignore_labels
     strategy = job.parameters.aggregation_strategy or STRATEGY
 
-    def write(own: list[TokenSpan], text: EncodeInput, rows: np.ndarray) -> list[dict[str, Any]]:
+    def write(own: list[TokenSpan], text: PoolingInput, rows: np.ndarray) -> list[dict[str, Any]]:
         kept = _kept(own, len(text.token_ids))
         tokens = LabelledTokens(
             [own[place] for place in kept], kept, softmax(rows[kept]), model.info.labels

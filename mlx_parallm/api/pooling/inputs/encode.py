@@ -9,7 +9,7 @@ from typing import Any
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
@@ -57,7 +57,7 @@ async def single_inputs(
     reading: Reading = AS_IT_IS,
     *,
     role: Role = ANY_TEXT,
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return inputs of one text each.
 
     Args:
@@ -75,14 +75,14 @@ async def single_inputs(
     if not isinstance(sources[0], str):
         ids = [tuple(each) for each in sources]
         _check_ids(ids, model.info.vocab_size, reading.param)
-        return tuple(EncodeInput(each, task) for each in _fitting(ids, model, limit))
+        return tuple(PoolingInput(each, task) for each in _fitting(ids, model, limit))
     leaves_prompt = bool(role.prompt) and task == "embed" and not model.info.pools_prompts
     # How much of the prompt is cut at the left tells the length of the whole text.
     needs_all = leaves_prompt and limit.cuts and limit.from_left
     ids = await _encoded(sources, model, reading, role, ANY_LENGTH if needs_all else limit)
     fitting = _fitting(ids, model, limit)
     if not leaves_prompt:
-        return tuple(EncodeInput(each, task) for each in fitting)
+        return tuple(PoolingInput(each, task) for each in fitting)
     (bare,) = model.tokenizer.encode([role.prompt], add_special_tokens=False)
     num_begin = len(model.tokenizer.begin_ids) if reading.add_special_tokens else 0
     inputs = []
@@ -90,7 +90,7 @@ async def single_inputs(
         num_cut = len(whole) - len(kept) if limit.from_left else 0
         # One token at least is left of a text that is cut to its prompt.
         num_unpooled = min(max(num_begin + len(bare) - num_cut, 0), len(kept) - 1)
-        inputs.append(EncodeInput(kept, task, num_unpooled=num_unpooled))
+        inputs.append(PoolingInput(kept, task, num_unpooled=num_unpooled))
     return tuple(inputs)
 
 
@@ -112,7 +112,7 @@ async def _encoded(
 
 async def pair_inputs(
     pairs: Sequence[tuple[str, str]], model: PoolingModel, reading: Reading
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return inputs to classify, of two texts each, such as a query and a document.
 
     If a pair is too long, its second text is cut. See also ``single_inputs``.
@@ -124,7 +124,7 @@ async def pair_inputs(
     )
     fitting = _fitting([ids for ids, _ in encoded], model, limit)
     return tuple(
-        EncodeInput(ids, "classify", second)
+        PoolingInput(ids, "classify", second)
         for ids, (_, second) in zip(fitting, encoded, strict=True)
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 
 # What APIs and models call the two sides of a search: Cohere, NVIDIA, Voyage, Jina and
 # sentence-transformers' ``encode_query`` and ``encode_document``.
@@ -15,7 +15,7 @@ SIDES = (
 OTHERS = frozenset({"classification", "clustering", "separation", "text-matching"})
 
 
-def named_prompt(info: EncoderInfo, name: str | None) -> str:
+def named_prompt(info: PoolingInfo, name: str | None) -> str:
     """Return the prompt of this name, the default one if it is None; "" if there is no default.
 
     Raises:
@@ -29,7 +29,7 @@ def named_prompt(info: EncoderInfo, name: str | None) -> str:
     return info.prompts[chosen]
 
 
-def prompt_of_type(info: EncoderInfo, input_type: str) -> str:
+def prompt_of_type(info: PoolingInfo, input_type: str) -> str:
     """Return the prompt for inputs of this type, by any of the names that the type has.
 
     A model without such a prompt treats them as any other text.
@@ -47,7 +47,7 @@ def prompt_of_type(info: EncoderInfo, input_type: str) -> str:
     return named_prompt(info, None)
 
 
-def _refusal(field: str, name: str, info: EncoderInfo) -> InvalidRequestError:
+def _refusal(field: str, name: str, info: PoolingInfo) -> InvalidRequestError:
     known = ", ".join(sorted(info.prompts)[:50]) or "none"
     return InvalidRequestError(
         f"The model has no prompt for {name[:64]!r}; its prompts: {known}.", param=field

@@ -13,12 +13,12 @@ from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 
 async def request_inputs(
     body: TextsRequest, model: PoolingModel, task: Task, *, prompt: str = ""
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return the inputs of a request: texts, token ids or conversations.
 
     Args:

@@ -77,7 +77,7 @@ Inputs = Annotated[
 ]
 
 
-class EncodeFields(OpenForm):
+class PoolingFields(OpenForm):
     """Which model reads the inputs, and how long they may be."""
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
@@ -100,7 +100,7 @@ class EncodeFields(OpenForm):
         return Reading(truncate=self.truncate_prompt_tokens, from_left=is_left, param=param)
 
 
-class TextsRequest(TurnEndFields, EncodeFields):
+class TextsRequest(TurnEndFields, PoolingFields):
     """vLLM's: texts or token ids as ``input``, or a conversation as ``messages``."""
 
     input: Inputs = Field(

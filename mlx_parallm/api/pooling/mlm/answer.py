@@ -14,7 +14,7 @@ from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked
 from mlx_parallm.api.pooling.mlm.schema import MlmRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 # MAX_LOGITS: most logits of an answer, whose text has some 20 bytes for each.
 MAX_LOGITS = 4_000_000
@@ -49,7 +49,7 @@ class MaskQuestion:
         param = "targets" if body.label_words is None else "label_words"
         return cls(body, model, await candidates_of(body.words, model, param))
 
-    async def inputs(self) -> tuple[EncodeInput, ...]:
+    async def inputs(self) -> tuple[PoolingInput, ...]:
         """Return what the model reads.
 
         Raises:
@@ -76,7 +76,7 @@ class MaskQuestion:
             )
         return inputs
 
-    def answer(self, text: EncodeInput, result: np.ndarray) -> dict[str, Any]:
+    def answer(self, text: PoolingInput, result: np.ndarray) -> dict[str, Any]:
         """Return what is told of a text."""
         logits = result if text.task == "mlm" else None
         # The result of ``mlm_top`` is what ``fillings`` takes.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 # LEAST_TOP_K: fewest tokens that are asked of the model for a mask, so that one kept result serves
 # requests for different numbers of them.
@@ -20,7 +20,7 @@ def kept_top_k(top_k: int, model: PoolingModel) -> int:
 
 
 def fillings(
-    text: EncodeInput, results: np.ndarray, top_k: int, model: PoolingModel
+    text: PoolingInput, results: np.ndarray, top_k: int, model: PoolingModel
 ) -> list[list[dict[str, Any]]]:
     """Return the likeliest tokens at each mask of an input, best first.
 
@@ -40,7 +40,7 @@ def fillings(
     ]
 
 
-def _likeliest(text: EncodeInput, row: np.ndarray, top_k: int) -> list[tuple[int, float]]:
+def _likeliest(text: PoolingInput, row: np.ndarray, top_k: int) -> list[tuple[int, float]]:
     """Tokens with their log-probabilities, best first; of equal ones the earlier."""
     if text.task == "mlm_top":
         ids, logprobs = row[:, :top_k].tolist()
@@ -50,7 +50,7 @@ def _likeliest(text: EncodeInput, row: np.ndarray, top_k: int) -> list[tuple[int
 
 
 def filling(
-    text: EncodeInput, place: int, token: int, logprob: float, model: PoolingModel
+    text: PoolingInput, place: int, token: int, logprob: float, model: PoolingModel
 ) -> dict[str, Any]:
     """Return a token at a mask, and the text with it.
 

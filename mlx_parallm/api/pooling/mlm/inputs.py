@@ -10,7 +10,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.request import TokenLimit
 
 # To look up a word takes as long as to encode so many characters.
@@ -53,8 +53,8 @@ async def masked_inputs(
     candidates: tuple[int, ...] = (),
     *,
     top_k: int = 0,
-) -> tuple[EncodeInput, ...]:
-    """Inputs whose places are their masks; see ``single_inputs`` and ``EncodeInput``.
+) -> tuple[PoolingInput, ...]:
+    """Inputs whose places are their masks; see ``single_inputs`` and ``PoolingInput``.
 
     Raises:
         InvalidRequestError: a text has no mask, perhaps because it was cut.

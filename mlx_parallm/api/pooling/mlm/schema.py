@@ -17,7 +17,7 @@ from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.inputs.schema import (
     MAX_INPUTS,
     TOKEN_IDS,
-    EncodeFields,
+    PoolingFields,
     Texts,
     is_list_of,
     many,
@@ -70,7 +70,7 @@ Words = Annotated[
 ]
 
 
-class MlmRequest(EncodeFields):
+class MlmRequest(PoolingFields):
     """Texts with masks, and what is wanted of each mask."""
 
     texts: Texts = Field(None, description="A text or several, with the model's mask token.")

@@ -15,7 +15,7 @@ from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import mask_id
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 # Each is a text once through the model.
 MAX_SCORED_TOKENS = 8192
@@ -23,7 +23,7 @@ MAX_SCORED_TOKENS = 8192
 
 async def scored_texts(
     sources: Sequence[Any], model: PoolingModel, reading: Reading
-) -> list[EncodeInput]:
+) -> list[PoolingInput]:
     """Return texts whose places are those of all tokens but the special ones.
 
     Raises:
@@ -47,11 +47,11 @@ async def scored_texts(
     return texts
 
 
-def masked_one_by_one(texts: Sequence[EncodeInput], model: PoolingModel) -> list[EncodeInput]:
+def masked_one_by_one(texts: Sequence[PoolingInput], model: PoolingModel) -> list[PoolingInput]:
     """Return an input for each place of each text, with a mask there."""
     mask = mask_id(model)
     return [
-        EncodeInput(
+        PoolingInput(
             (*text.token_ids[:place], mask, *text.token_ids[place + 1 :]),
             "mlm_logprobs",
             places=(place,),
@@ -63,7 +63,7 @@ def masked_one_by_one(texts: Sequence[EncodeInput], model: PoolingModel) -> list
 
 
 def text_scores(
-    texts: Sequence[EncodeInput], logprobs: Sequence[float], hits: Sequence[bool]
+    texts: Sequence[PoolingInput], logprobs: Sequence[float], hits: Sequence[bool]
 ) -> list[dict[str, Any]]:
     """Return what is told of each text.
 

@@ -13,7 +13,7 @@ from mlx_parallm.api.pooling.answer import Encoded
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 
 #: A category is flagged from this probability on.
 THRESHOLD = 0.5
@@ -86,7 +86,7 @@ def moderator(client: PoolingClient, name: str | None) -> PoolingModel:
     return model
 
 
-def moderates(info: EncoderInfo) -> bool:
+def moderates(info: PoolingInfo) -> bool:
     """True if a model's labels say what of a text is harmful.
 
     Where labels exclude each other, one is the likeliest of any text: one must mean harmless.
@@ -99,7 +99,7 @@ def moderates(info: EncoderInfo) -> bool:
     return len(harmful(info.labels)) < len(info.labels) or is_multi
 
 
-def _names_harms(info: EncoderInfo) -> bool:
+def _names_harms(info: PoolingInfo) -> bool:
     names = map(_bare, harmful(info.labels).values())
     return any(harm in name for name in names for harm in HARMS)
 

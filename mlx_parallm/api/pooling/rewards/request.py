@@ -14,7 +14,7 @@ from mlx_parallm.api.pooling.score.pairs import logistic
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
 from mlx_parallm.types.request import TokenLimit
 
 #: A text, or the messages of a conversation as templates take them.
@@ -57,12 +57,12 @@ def reward_model(
     return named
 
 
-def gives_rewards(info: EncoderInfo, task: Task) -> bool:
+def gives_rewards(info: PoolingInfo, task: Task) -> bool:
     """True if a model's labels mean a reward, of texts or of tokens."""
     return task in info.tasks and len(info.labels) in (1, 2)
 
 
-def _unlikeliness(info: EncoderInfo) -> tuple[bool, bool, int]:
+def _unlikeliness(info: PoolingInfo) -> tuple[bool, bool, int]:
     """Return what is less for classifiers that were more likely made for rewards."""
     return not info.is_reward, info.problem_type != "regression", len(info.labels)
 
@@ -74,7 +74,7 @@ async def reward_inputs(
     reading: Reading,
     *,
     template_kwargs: Mapping[str, Any],
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return what a reward model reads; see ``single_inputs``.
 
     Raises:

@@ -28,7 +28,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 
 routes = Routes(POOLING, body_limit=INPUT, short=True)
 
@@ -71,7 +71,7 @@ def _text(scored: Scored) -> Text:
     return content if isinstance(content, str) else template_messages(turns_of(content))
 
 
-def _check_steps(inputs: Sequence[EncodeInput], step_id: int, param: str) -> None:
+def _check_steps(inputs: Sequence[PoolingInput], step_id: int, param: str) -> None:
     """Refuse texts without a step."""
     for place, each in enumerate(inputs):
         if step_id not in each.token_ids:

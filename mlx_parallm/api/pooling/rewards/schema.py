@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
-from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, EncodeFields
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, PoolingFields
 from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -28,7 +28,7 @@ class RewardPrompt(NullIsAbsent):
     )
 
 
-class RewardsRequest(EncodeFields):
+class RewardsRequest(PoolingFields):
     """Texts, conversations, or completions of prompts; exactly one of the three."""
 
     texts: list[StrictStr] | None = Field(

@@ -25,7 +25,7 @@ from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
+from mlx_parallm.types.pooling import LateInteraction, PoolingInfo, PoolingInput
 
 #: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.
 Activation = Literal["default", "sigmoid", "none"]
@@ -157,7 +157,7 @@ async def _logits(call: ModelCall, pairs: Pairs) -> PairScores:
 
 
 async def _cosines(call: ModelCall, pairs: Pairs) -> PairScores:
-    inputs: list[EncodeInput] = []
+    inputs: list[PoolingInput] = []
     for side, texts in zip(SIDES, (pairs.queries, pairs.documents), strict=True):
         role = Role(prompt=prompt_of_type(call.model.info, side))
         inputs += await single_inputs(texts, call.model, "embed", pairs.reading(side), role=role)
@@ -195,7 +195,7 @@ def logistic(value: float) -> float:
     return 0.5 * (1 + math.tanh(value / 2))
 
 
-def _rank(info: EncoderInfo) -> int:
+def _rank(info: PoolingInfo) -> int:
     """Return the place of a model that can score pairs among those made for that, the best first.
 
     Cross-encoders, models that compare tokens, models made for vectors, reward models, and models
@@ -206,9 +206,9 @@ def _rank(info: EncoderInfo) -> int:
     return {"token_embed": 1, "embed": 2}.get(info.tasks[0], 4)
 
 
-def _reads_pairs(info: EncoderInfo) -> bool:
+def _reads_pairs(info: PoolingInfo) -> bool:
     return info.tasks[0] == "classify" and len(info.labels) == 1
 
 
-def _embeds(info: EncoderInfo) -> bool:
+def _embeds(info: PoolingInfo) -> bool:
     return "embed" in info.tasks and not info.labels

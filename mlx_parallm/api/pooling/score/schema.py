@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
 from mlx_parallm.api.http.forms import INT64
-from mlx_parallm.api.pooling.inputs.schema import EncodeFields, Inputs, Texts, is_list_of
+from mlx_parallm.api.pooling.inputs.schema import Inputs, PoolingFields, Texts, is_list_of
 from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS
 
 
@@ -25,7 +25,7 @@ _QUERY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type
 Query = Annotated[Any, BeforeValidator(_text_or_ids), WithJsonSchema(_QUERY_SCHEMA)]
 
 
-class ScoreRequest(EncodeFields):
+class ScoreRequest(PoolingFields):
     """Pairs of texts, or a ``query`` with ``items``."""
 
     text_1: Texts | None = Field(None, description="One text, or as many as text_2 has.")

@@ -17,7 +17,7 @@ from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.tei.schema import EmbedOptions, PredictRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task, TokenSpan
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task, TokenSpan
 
 PARAM = "inputs"
 # Where TEI's name is another.
@@ -26,7 +26,7 @@ _POOLINGS = {"last": "last_token"}
 
 async def embed_inputs(
     inputs: Sequence[Any], options: EmbedOptions, model: PoolingModel, task: Task
-) -> tuple[EncodeInput, ...]:
+) -> tuple[PoolingInput, ...]:
     """Return inputs: texts with the prompt that is asked for, or token ids."""
     if options.prompt_name is not None and not isinstance(inputs[0], str):
         raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
@@ -34,7 +34,7 @@ async def embed_inputs(
     return await single_inputs(inputs, model, task, options.reading(PARAM), role=role)
 
 
-async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[EncodeInput, ...]:
+async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[PoolingInput, ...]:
     """Return texts and pairs as inputs to classify, in their order."""
     sequences, _ = body.inputs
     reading = body.reading(PARAM)
@@ -50,7 +50,7 @@ async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[Enc
     return tuple(next(next_text if len(each) == 1 else next_pair) for each in sequences)
 
 
-def predictions(logits: np.ndarray, info: EncoderInfo, *, raw_scores: bool) -> list[dict[str, Any]]:
+def predictions(logits: np.ndarray, info: PoolingInfo, *, raw_scores: bool) -> list[dict[str, Any]]:
     """Return the labels of a text, the likeliest first."""
     scores = logits if raw_scores else activated(logits, info.problem_type)
     return ranked_labels(scores, info.labels)
@@ -116,7 +116,7 @@ def model_facts(model: PoolingModel) -> dict[str, Any]:
     }
 
 
-def _model_type(info: EncoderInfo) -> dict[str, Any]:
+def _model_type(info: PoolingInfo) -> dict[str, Any]:
     """TEI's ``classifier``, ``reranker`` (of one label) or ``embedding``."""
     purpose = info.tasks[0]
     if purpose in ("classify", "token_classify"):

@@ -11,12 +11,12 @@ from mlx_parallm.api.pooling.embeddings.answer import finished
 from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_response
 from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncoderInfo, Task
+from mlx_parallm.types.pooling import PoolingInfo, Task
 
 POOLING_TASKS: tuple[Task, ...] = ("embed", "token_embed", "classify", "token_classify")
 
 
-def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
+def pooling_task(body: PoolingRequest, info: PoolingInfo) -> Task:
     """Return the task of a request; by default the first of the model that this route has.
 
     Raises:
@@ -49,7 +49,7 @@ def pooling_response(encoded: Encoded, body: PoolingRequest, task: Task) -> Resp
 def finished_result(
     result: np.ndarray,
     task: Task,
-    info: EncoderInfo,
+    info: PoolingInfo,
     *,
     dimensions: int | None = None,
     use_activation: bool | None = None,

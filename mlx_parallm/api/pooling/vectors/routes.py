@@ -18,7 +18,7 @@ from mlx_parallm.api.pooling.late_interaction import side_inputs, side_vectors
 from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, pooling_response, pooling_task
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 routes = Routes(POOLING, body_limit=INPUT, short=True)
 
@@ -37,7 +37,9 @@ async def pool(body: PoolingRequest, pooling: PoolingDep) -> Response:
     )
 
 
-async def _inputs(body: PoolingRequest, model: PoolingModel, task: Task) -> tuple[EncodeInput, ...]:
+async def _inputs(
+    body: PoolingRequest, model: PoolingModel, task: Task
+) -> tuple[PoolingInput, ...]:
     if body.input_type is None:
         return await request_inputs(body, model, task)
     if task != "token_embed" or body.input is None or body.messages is not None:

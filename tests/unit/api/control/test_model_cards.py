@@ -10,11 +10,11 @@ from mlx_parallm.api.control.models.answer import model_card
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.types.pooling import PoolingInfo
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
-INFO = EncoderInfo(
+INFO = PoolingInfo(
     architecture="x",
     vocab_size=256,
     max_model_len=9,

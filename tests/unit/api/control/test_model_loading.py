@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelLoadingError
-from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, EncoderInfo, Task
+from mlx_parallm.types.pooling import PoolingInfo, PoolingResults, PoolRequest, Task
 from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
 
 
@@ -27,7 +27,7 @@ class LoadingEncoders(NoEncoders):
         assert name == "new"
         if not self.is_loaded.is_set():
             raise ModelLoadingError(name)
-        info = EncoderInfo(
+        info = PoolingInfo(
             architecture="x",
             vocab_size=256,
             max_model_len=9,
@@ -52,9 +52,9 @@ class LoadingEncoders(NoEncoders):
             raise ModelLoadError(self.failure)
         self.is_loaded.set()
 
-    async def encode(self, request: EncodeRequest) -> EncodeResults:
+    async def encode(self, request: PoolRequest) -> PoolingResults:
         results = [np.array([len(one.token_ids), 1.0], np.float32) for one in request.inputs]
-        return EncodeResults(results, [False] * len(results))
+        return PoolingResults(results, [False] * len(results))
 
 
 def ask(encoders: LoadingEncoders) -> httpx2.Response:

@@ -19,7 +19,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncodeResults
+from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
@@ -218,11 +218,11 @@ def test_no_salt_imitates_another_scope_adapter_or_key() -> None:
 def test_an_encoder_keeps_and_joins_results_by_scope() -> None:
     encoder = SumEncoder()
     engine = engine_of(encoder, cache_bytes=1 << 20)
-    answers: dict[str, EncodeResults] = {}
+    answers: dict[str, PoolingResults] = {}
 
     def ask(name: str, scope: CacheScope) -> None:
-        inputs = (EncodeInput((1, 2)),)
-        request = EncodeRequest(request_id=name, model="m", inputs=inputs, scope=scope)
+        inputs = (PoolingInput((1, 2)),)
+        request = PoolRequest(request_id=name, model="m", inputs=inputs, scope=scope)
         engine.add(request, lambda found: answers.__setitem__(name, found))
 
     def run() -> None:
@@ -246,7 +246,7 @@ def test_an_encoder_keeps_and_joins_results_by_scope() -> None:
 def test_the_scope_goes_to_another_process() -> None:
     scope = CacheScope("a")
     request = GenerateRequest(request_id="r", model="m", prompt_ids=(1,), scope=scope)
-    read = EncodeRequest(request_id="r", model="m", inputs=(EncodeInput((1,)),), scope=scope)
+    read = PoolRequest(request_id="r", model="m", inputs=(PoolingInput((1,)),), scope=scope)
     for one in (request, read):
         assert pickle.loads(pickle.dumps(one)).scope == scope
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.api.pooling.activation import activated
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 
@@ -21,7 +21,7 @@ def encoders(**changes: Any) -> FakeEncoders:
 
 
 def logits(served: FakeEncoders, *ids: int) -> np.ndarray:
-    return computed(EncodeInput(ids, "classify"), served.models()[0].info)
+    return computed(PoolingInput(ids, "classify"), served.models()[0].info)
 
 
 def test_softmax_and_sigmoid_are_those_of_transformers() -> None:

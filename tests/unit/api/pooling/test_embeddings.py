@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.api.pooling import answer as encoder_answer
 from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 
@@ -25,7 +25,7 @@ def embedder(**changes: Any) -> FakeEncoders:
 
 
 def vector(ids: tuple[int, ...], task: Task = "embed", served: FakeEncoders | None = None) -> Any:
-    return computed(EncodeInput(ids, task), (served or embedder()).models()[0].info)
+    return computed(PoolingInput(ids, task), (served or embedder()).models()[0].info)
 
 
 def unit(found: np.ndarray) -> np.ndarray:

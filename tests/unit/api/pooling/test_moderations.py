@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.api.pooling.moderations.answer import CATEGORIES, SHORT, harmful, moderates
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import PoolingInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 from tests.fake_engine import FakeEngine, serve_fake
@@ -71,7 +71,7 @@ def test_openais_client_reads_the_verdicts() -> None:
     assert (several.model, several.id[:5]) == ("guard", "modr-")
     assert one == several.results[1]
     for number, verdict in zip(range(5, 65), several.results, strict=True):
-        logits = computed(EncodeInput((2, number, 3), "classify"), model.info)
+        logits = computed(PoolingInput((2, number, 3), "classify"), model.info)
         toxic, violence, self_harm = activated(logits, MULTI).tolist()
         scores = verdict.category_scores
         np.testing.assert_allclose([scores.violence, scores.self_harm], [violence, self_harm])
@@ -83,7 +83,7 @@ def test_openais_client_reads_the_verdicts() -> None:
         applied = verdict.category_applied_input_types
         assert (applied.violence, applied.hate) == (["text"], [])
     assert {one.flagged for one in several.results} == {True, False}
-    logits = computed(EncodeInput((2, 5, 6, 3), "classify"), model.info)
+    logits = computed(PoolingInput((2, 5, 6, 3), "classify"), model.info)
     np.testing.assert_allclose(
         together.category_scores.violence, activated(logits, MULTI)[1], rtol=1e-6
     )

@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.api.pooling import encoded as encoding
 from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 
@@ -35,7 +35,7 @@ def classifier(**changes: Any) -> FakeEncoders:
 
 def result(task: Task, *ids: int, second_at: int | None = None) -> np.ndarray:
     info = (classifier() if task == "classify" else embedder()).models()[0].info
-    return computed(EncodeInput(ids, task, second_at), info)
+    return computed(PoolingInput(ids, task, second_at), info)
 
 
 def unit(found: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from mlx_parallm.api.pooling.late_interaction import compared, max_sim, side_inp
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.pooling import EncodeInput, LateInteraction
+from mlx_parallm.types.pooling import LateInteraction, PoolingInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import CLS, MASK, SEP, FakeEncoders, WordEncoder, make_encoder
 
@@ -34,7 +34,7 @@ def test_max_sim_is_its_definition(query: np.ndarray, document: np.ndarray) -> N
 
 
 def test_what_has_no_token_left_fits_nothing() -> None:
-    one = EncodeInput((7, 8, 7), "token_embed")
+    one = PoolingInput((7, 8, 7), "token_embed")
     vectors = np.array([[3.0, 4.0], [0.0, 2.0], [5.0, 0.0]])
     np.testing.assert_allclose(compared(one, vectors, frozenset({8})), [[0.6, 0.8], [1, 0]])
     nothing = compared(one, vectors, frozenset({7, 8}))
