@@ -12,7 +12,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spe
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
-from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner
+from mlx_parallm.worker.pooling.loading import load_encoder_runner
 
 
 def main() -> None:
