@@ -9,6 +9,7 @@ from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 CONFIG_NAME = "adapter_config.json"
 #: ``WEIGHTS_NAMES``: the file names of PEFT and of mlx-lm.
@@ -34,7 +35,7 @@ def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
         raise InvalidRequestError(
             f"{path} has no {CONFIG_NAME} that can be read: {error}", param=param
         ) from None
-    if not isinstance(config, dict):
+    if not is_object(config):
         raise InvalidRequestError(f"{path / CONFIG_NAME} is no object.", param=param)
     weights_file = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
     if weights_file is None:

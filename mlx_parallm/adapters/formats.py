@@ -18,6 +18,7 @@ from typing import Any
 from mlx_parallm.adapters.tensors import HostTensor, on_threads, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object, is_text_list
 
 Tensors = Mapping[str, HostTensor]
 Parts = dict[str, dict[str, HostTensor]]
@@ -74,7 +75,7 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
             raise _Unusable(f"{name} is not supported")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise _Unusable("biases are not supported")
-    modules = {}
+    modules: dict[str, LowRank] = {}
     for path, parts in _grouped(tensors, _PEFT_NAME, _PEFT_PREFIX).items():
         is_embedding = "lora_embedding_A" in parts
         names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
@@ -100,13 +101,14 @@ def _saved(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, HostT
     ``modules_to_save`` lists suffixes of module paths, such as a classifier's head. PEFT lists the
     heads of every architecture, so most of them match nothing.
     """
-    ends = config.get("modules_to_save") or []
-    if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
+    ends: Any = config.get("modules_to_save") or []
+    if not is_text_list(ends):
         raise _Unusable("modules_to_save is no list of names")
     if not ends:
         return {}, tensors
     is_saved = re.compile(rf"(?:.+\.)?(?:{'|'.join(map(re.escape, ends))})\..+")
-    saved, unsaved = {}, {}
+    saved: dict[str, HostTensor] = {}
+    unsaved: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
         path = _WRAPPER.sub(".", name.removeprefix(_PEFT_PREFIX))
         if _PEFT_NAME.fullmatch(path) is None and is_saved.fullmatch(path):
@@ -124,7 +126,8 @@ def _saved(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, HostT
 def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
     """Return alpha over the rank, or over its root (rsLoRA, arXiv:2312.03732)."""
     alpha = config.get("lora_alpha", 8)
-    for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
+    patterns: Mapping[str, Any] = config.get("alpha_pattern") or {}
+    for pattern, module_alpha in patterns.items():
         if _is_match(pattern, path):
             alpha = module_alpha
             break
@@ -145,10 +148,10 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
     if kind not in ("lora", "dora"):
         raise _Unusable(f"fine_tune_type {str(kind)[:40]!r} is neither lora nor dora")
     settings = config.get("lora_parameters")
-    scale = settings.get("scale", 20.0) if isinstance(settings, dict) else None
+    scale = settings.get("scale", 20.0) if is_object(settings) else None
     if not isinstance(scale, int | float) or not math.isfinite(scale):
         raise _Unusable("lora_parameters.scale is no number")
-    modules = {}
+    modules: dict[str, LowRank] = {}
     for path, parts in _grouped(tensors, _MLX_NAME, "").items():
         a, b = _part(path, parts, "lora_a"), _part(path, parts, "lora_b")
         magnitude = _part(path, parts, "m") if kind == "dora" else parts.get("m")
@@ -188,7 +191,7 @@ def _part(path: str, parts: Mapping[str, HostTensor], name: str) -> HostTensor:
 def _with_experts(modules: dict[str, LowRank]) -> dict[str, LowRank]:
     """Return the modules with separate experts stacked, as in mlx_lm."""
     experts: dict[str, dict[int, LowRank]] = defaultdict(dict)
-    dense = {}
+    dense: dict[str, LowRank] = {}
     for path, module in modules.items():
         match = _EXPERT.fullmatch(path)
         if match is None:

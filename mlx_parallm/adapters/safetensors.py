@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_object
 
 _LENGTH_BYTES = 8
 # _MAX_HEADER: the format's own limit, in bytes.
@@ -63,7 +64,7 @@ def read_safetensors(
         InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
     """
     header, start = _read_header(data, param)
-    tensors = {}
+    tensors: dict[str, HostTensor] = {}
     file_bytes = memoryview(data)
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: _begin(item[1], param)):
@@ -91,7 +92,7 @@ def _read_header(data: bytes | bytearray, param: str) -> tuple[dict[str, Any], i
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length], object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise _wrong(f"its header cannot be read: {error}", param) from None
-    if not isinstance(header, dict):
+    if not is_object(header):
         raise _wrong("its header is no object", param)
     header.pop(_METADATA, None)
     return header, _LENGTH_BYTES + length
@@ -106,7 +107,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _begin(entry: Any, param: str) -> tuple[int, int]:
     """Return the offset of a tensor, after checking that its entry has offsets."""
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    offsets = entry.get("data_offsets") if is_object(entry) else None
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _wrong("an entry of its header has no data_offsets", param)
     return offsets[0], offsets[1]
@@ -126,7 +127,7 @@ def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) 
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    if not isinstance(value, list) or len(value) > _MAX_AXES:
+    if not is_list(value) or len(value) > _MAX_AXES:
         return False
     return all(type(size) is int and 0 <= size <= sys.maxsize for size in value)
 

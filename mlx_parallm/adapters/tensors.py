@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +40,7 @@ class HostTensor:
         is_bfloat16: True if the array's uint16 are the bits of bfloat16, which NumPy lacks.
     """
 
-    array: np.ndarray
+    array: NDArray[Any]
     is_bfloat16: bool = False
 
     @property
@@ -66,8 +67,8 @@ class HostTensor:
     def of(cls, array: mx.array) -> HostTensor:
         """Return a copy of an MLX array. Only the engine thread may call it."""
         if array.dtype == mx.bfloat16:
-            return cls(np.array(array.view(mx.uint16)), is_bfloat16=True)
-        return cls(np.array(array))
+            return cls(_to_numpy(array.view(mx.uint16)), is_bfloat16=True)
+        return cls(_to_numpy(array))
 
     def transposed(self) -> HostTensor:
         """Return a view with the last two axes exchanged."""
@@ -90,7 +91,7 @@ class HostTensor:
         """Return a copy as an MLX array. Only the engine thread may call it."""
         return self.shaped(self.numbers(mx.array(self.flat())))
 
-    def flat(self) -> np.ndarray:
+    def flat(self) -> NDArray[Any]:
         """Return its numbers in memory order, ``[n]``."""
         array = self.array.swapaxes(-1, -2) if self._is_turned else self.array
         return np.ascontiguousarray(array).reshape(-1)
@@ -102,8 +103,8 @@ class HostTensor:
     def shaped(self, numbers: mx.array) -> mx.array:
         """Return numbers in the order of ``flat()`` in this tensor's shape."""
         if not self._is_turned:
-            return numbers.reshape(self.shape)
-        return numbers.reshape(self.transposed().shape).swapaxes(-1, -2)
+            return mx.reshape(numbers, self.shape)
+        return mx.reshape(numbers, self.transposed().shape).swapaxes(-1, -2)
 
     @property
     def _is_turned(self) -> bool:
@@ -114,13 +115,21 @@ class HostTensor:
         )
 
 
+def _to_numpy(array: object) -> NDArray[Any]:
+    """Return a copy. MLX declares an unknown dtype for it, so the parameter is an object."""
+    return np.array(array)
+
+
 def on_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return ``work(item)`` of each item, in order; useful only if ``work`` releases the GIL."""
     size = -(-len(items) // MAX_THREADS) or 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
+
+    def work_on(part: Sequence[T]) -> list[R]:
+        return [work(item) for item in part]
+
     with ThreadPoolExecutor(MAX_THREADS, "tensors") as pool:
-        done = pool.map(lambda part: [work(item) for item in part], parts)
-        return list(itertools.chain.from_iterable(done))
+        return list(itertools.chain.from_iterable(pool.map(work_on, parts)))
 
 
 def to_mlx(

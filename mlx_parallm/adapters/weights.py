@@ -59,7 +59,7 @@ class AdapterWeights:
     """
 
     modules: Mapping[str, LowRank]
-    saved: Mapping[str, HostTensor] = field(default_factory=dict)
+    saved: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
     task_type: str | None = None
 
     @property
