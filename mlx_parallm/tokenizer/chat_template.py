@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mlx_parallm.tokenizer.lanes import Lanes
+from mlx_parallm.tokenizer.loaded import ChatRenderer, inherits, load_with_transformers
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 # _TEMPLATE_ERRORS: exceptions of a Jinja template that was not written for such messages.
 _TEMPLATE_ERRORS = (
@@ -27,7 +28,7 @@ _TEMPLATE_ERRORS = (
 
 
 @contextlib.contextmanager
-def template_refusals() -> Iterator[None]:
+def template_refusals() -> Generator[None]:
     """Turn errors of a template into InvalidRequestError with ``param`` "messages"."""
     try:
         yield
@@ -40,7 +41,7 @@ def template_refusals() -> Iterator[None]:
 class ChatTemplate:
     """A pooling model's chat template. Its methods may be called from any thread."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: ChatRenderer) -> None:
         """``tokenizer`` is a transformers tokenizer with a chat template."""
         self._tokenizer = tokenizer
         self._lanes = None if renders_as_usual(tokenizer) else Lanes(tokenizer)
@@ -71,12 +72,12 @@ class ChatTemplate:
                 return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
 
 
-def renders_as_usual(tokenizer: Any) -> bool:
+def renders_as_usual(tokenizer: ChatRenderer) -> bool:
     """True if transformers' own code renders chats, which several threads may call at once.
 
     That code does not change the tokenizer: a compiled Jinja template has a context per call.
     """
-    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+    return inherits(tokenizer, "apply_chat_template")
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -91,11 +92,11 @@ def has_chat_template(folder: Path) -> bool:
     if not config.exists():
         return False
     settings = json.loads(config.read_text(encoding="utf-8"))
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return is_object(settings) and bool(settings.get("chat_template"))
 
 
 def load_chat_template(folder: Path, *, trust_remote_code: bool = False) -> ChatTemplate | None:
     """Return the template of a model's folder; None if it has none."""
     if not has_chat_template(folder):
         return None
-    return ChatTemplate(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+    return ChatTemplate(load_with_transformers(folder, trust_remote_code=trust_remote_code))

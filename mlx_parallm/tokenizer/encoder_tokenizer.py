@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
-from transformers import AutoTokenizer
 
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
 from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.tokenizer.loaded import load_with_transformers
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 from mlx_parallm.types.errors import InvalidRequestError
@@ -105,7 +105,7 @@ class EncoderTokenizer:
         self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
         """See ``TextEncoder.encode_pairs``."""
-        encoded = []
+        encoded: list[tuple[tuple[int, ...], int | None]] = []
         fitting = self._fitting(pairs, limit)
         for encoding in self._released.encodings(fitting, add_special_tokens=True):
             limit.check(len(encoding), len(encoded))
@@ -139,7 +139,7 @@ class EncoderTokenizer:
         unknown = self._special.unk
         texts = [self._released.fitting(text, limit, i) for i, text in enumerate(texts)]
         encodings = self._released.encodings(texts, add_special_tokens=add_special_tokens)
-        spans = []
+        spans: list[list[TokenSpan]] = []
         for text, encoding in zip(texts, encodings, strict=True):
             limit.check(len(encoding), len(spans))
             rows = self._rows(encoding)
@@ -228,7 +228,7 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
             template = load_chat_template(folder, trust_remote_code=trust_remote_code)
         else:
-            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            loaded = load_with_transformers(folder, trust_remote_code=trust_remote_code)
             backend = loaded.backend_tokenizer
             template = ChatTemplate(loaded) if loaded.chat_template else None
         return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)

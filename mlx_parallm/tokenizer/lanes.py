@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Generic, TypeVar
 
 from mlx_parallm.tokenizer.lock import OwnLock
@@ -26,7 +26,7 @@ class Lanes(Generic[T]):
         self._workers = _copied(original) or self._loop
 
     @contextlib.contextmanager
-    def use(self) -> Iterator[T]:
+    def use(self) -> Generator[T]:
         """Yield the object of this thread's lane, for this thread alone."""
         lane_object, lock = self._loop if _is_event_loop() else self._workers
         with lock:

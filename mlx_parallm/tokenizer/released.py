@@ -41,7 +41,7 @@ class ReleasedTokenizer:
                 characters proves it, no text is encoded.
         """
         fitting = [self.fitting(text, limit, place) for place, text in enumerate(texts)]
-        encoded = []
+        encoded: list[tuple[int, ...]] = []
         for part in _groups(fitting):
             encodings = self._backend.encode_batch_fast(part, add_special_tokens=add_special_tokens)
             for encoding in encodings:

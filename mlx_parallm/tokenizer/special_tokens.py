@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from mlx_parallm.types.json_values import is_object
+
 # FILES: the second, older file fills in what the first one leaves out.
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
 #: ``USUAL``: BERT's and RoBERTa's names, for folders with no file but ``tokenizer.json``.
@@ -39,7 +41,7 @@ def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
 
 def _token(named: dict[str, Any], key: str, backend: Tokenizer) -> str | None:
     token = named.get(key)
-    if isinstance(token, dict):
+    if is_object(token):
         # The file has an added token with its flags.
         token = token.get("content")
     candidates = [token] if isinstance(token, str) else USUAL[key]

@@ -9,19 +9,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_lm import tokenizer_utils
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import renders_as_usual, template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
+from mlx_parallm.tokenizer.loaded import (
+    HubTokenizer,
+    LoadedTokenizer,
+    TextRenderer,
+    inherits,
+    load_with_mlx_lm,
+)
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 # _PROBE_TOOL is rendered to find out whether a template writes tools.
@@ -45,19 +50,20 @@ class ParallmTokenizer:
     does more than that, its Python code is called under a lock, because it is not thread-safe.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper, eos_ids: frozenset[int]) -> None:
-        self._wrapper = wrapper
-        self._eos_ids = eos_ids
-        self._vocabulary = Vocabulary(wrapper._tokenizer)
-        backend = _plain_backend(wrapper._tokenizer)
+    def __init__(self, loaded: LoadedTokenizer) -> None:
+        self._hub = loaded.hub
+        self._renderer = loaded.renderer
+        self._eos_ids = loaded.eos_ids
+        self._vocabulary = Vocabulary(loaded.hub)
+        backend = _plain_backend(loaded.hub)
         self._released = None if backend is None else ReleasedTokenizer(backend)
-        is_usual = wrapper._chat_template is None and renders_as_usual(wrapper._tokenizer)
+        is_usual = not loaded.renders_itself and renders_as_usual(loaded.hub)
         self._renders_as_usual = is_usual
-        self._lanes = None if is_usual and self._released is not None else Lanes(wrapper)
+        self._lanes = None if is_usual and self._released is not None else Lanes(loaded.renderer)
         self._limit = ANY_LENGTH
-        # The wrapper's own flag does not include a template set after loading.
-        template = wrapper._tokenizer.chat_template
-        self._has_chat_template = bool(wrapper.has_chat_template) or template is not None
+        # mlx_lm's own flag does not include a template set after loading.
+        has_template = loaded.hub.chat_template is not None
+        self._has_chat_template = loaded.has_chat_template or has_template
 
     @property
     def vocab_size(self) -> int:
@@ -77,7 +83,7 @@ class ParallmTokenizer:
     @property
     def chat_template(self) -> str | None:
         """The template's text; None if there is none, or several, or one that is Python code."""
-        template = self._wrapper._tokenizer.chat_template
+        template = self._hub.chat_template
         return template if isinstance(template, str) else None
 
     @property
@@ -105,7 +111,7 @@ class ParallmTokenizer:
 
     def vocabulary(self) -> Mapping[str, int]:
         """Return the id of every token, in a new mapping."""
-        return self._wrapper._tokenizer.get_vocab()
+        return self._hub.get_vocab()
 
     @property
     def backend_json(self) -> str | None:
@@ -114,7 +120,7 @@ class ParallmTokenizer:
 
     def has_vocabulary_of(self, other: ParallmTokenizer) -> bool:
         """True if both give every token the same id."""
-        return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()
+        return self._hub.get_vocab() == other._hub.get_vocab()
 
     def limited(self, max_model_len: int) -> ParallmTokenizer:
         """Return a copy that refuses texts longer than a model's context, in tokens."""
@@ -130,8 +136,8 @@ class ParallmTokenizer:
         if self._released is not None:
             (ids,) = self._released.ids([text], limit, add_special_tokens=add_special_tokens)
             return list(ids)
-        with self._shared().use() as wrapper:
-            ids = wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        with self._shared().use() as renderer:
+            ids = renderer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         limit.check(len(ids))
         return list(ids)
 
@@ -206,23 +212,23 @@ class ParallmTokenizer:
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         with template_refusals():
             if self._renders_as_usual:
-                return str(self._wrapper.apply_chat_template(messages, tokenize=False, **options))
-            with self._shared().use() as wrapper:
-                return str(wrapper.apply_chat_template(messages, tokenize=False, **options))
+                return str(self._renderer.apply_chat_template(messages, tokenize=False, **options))
+            with self._shared().use() as renderer:
+                return str(renderer.apply_chat_template(messages, tokenize=False, **options))
 
-    def _shared(self) -> Lanes[TokenizerWrapper]:
+    def _shared(self) -> Lanes[TextRenderer]:
         assert self._lanes is not None, "this tokenizer is called without locks"
         return self._lanes
 
 
-def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> BackendTokenizer | None:
+def _plain_backend(tokenizer: HubTokenizer) -> BackendTokenizer | None:
     """Return the Rust tokenizer if the Python class adds nothing to its encoding, else None."""
-    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     is_plain = (
         isinstance(tokenizer, TokenizersBackend)
-        and kind.encode is PreTrainedTokenizerBase.encode
-        and kind._encode_plus is TokenizersBackend._encode_plus
-        and kind.decode is PreTrainedTokenizerBase.decode
+        and inherits(tokenizer, "encode")
+        and inherits(tokenizer, "_encode_plus", TokenizersBackend)
+        and inherits(tokenizer, "decode")
     )
     return backend if is_plain and isinstance(backend, BackendTokenizer) else None
 
@@ -244,16 +250,14 @@ def load_tokenizer(
     """
     template = None if chat_template is None else _read_template(chat_template)
     with load_failures(path, "has no tokenizer that can be loaded"):
-        wrapper = tokenizer_utils.load(
+        loaded = load_with_mlx_lm(
             path,
-            {"trust_remote_code": trust_remote_code},
-            eos_token_ids=sorted(_configured_eos_ids(path)),
+            eos_ids=sorted(_configured_eos_ids(path)),
+            chat_template=template,
+            trust_remote_code=trust_remote_code,
         )
-    _forget_truncation(wrapper)
-    if template is not None:
-        wrapper._tokenizer.chat_template = template
-        wrapper._chat_template = None
-    return ParallmTokenizer(wrapper, frozenset(wrapper.eos_token_ids))
+    _forget_truncation(loaded.hub)
+    return ParallmTokenizer(loaded)
 
 
 def _read_template(chat_template: str) -> str:
@@ -277,8 +281,8 @@ def _configured_eos_ids(path: Path) -> set[int]:
     sources = [config, config.get("text_config"), _read_json(path / "generation_config.json")]
     eos_ids: set[int] = set()
     for source in sources:
-        ids = source.get("eos_token_id") if isinstance(source, dict) else None
-        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        ids = source.get("eos_token_id") if is_object(source) else None
+        listed = ids if is_list(ids) else [] if ids is None else [ids]
         if not all(isinstance(token_id, int) for token_id in listed):
             raise ModelLoadError(f"{path}: eos_token_id {ids!r} is no token id or list of them.")
         eos_ids.update(listed)
@@ -292,14 +296,14 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ModelLoadError(f"{path} is no JSON object.")
     return content
 
 
-def _forget_truncation(wrapper: TokenizerWrapper) -> None:
+def _forget_truncation(tokenizer: HubTokenizer) -> None:
     """Drop truncation stored with the tokenizer: too long prompts are refused, not cut."""
-    backend = getattr(wrapper._tokenizer, "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, BackendTokenizer):
         backend.no_truncation()
         backend.no_padding()

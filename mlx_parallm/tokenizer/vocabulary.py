@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import PreTrainedTokenizerBase
 
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
+from mlx_parallm.tokenizer.loaded import HubTokenizer, inherits
 from mlx_parallm.tokenizer.token_bytes import (
     byte_level_bytes,
     gpt2_byte_map,
@@ -31,7 +31,7 @@ class Vocabulary:
     and differs only in that spaces are never "cleaned up", which garbles text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: HubTokenizer) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend_of(tokenizer)
         self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -102,16 +102,14 @@ class Vocabulary:
         return token
 
 
-def _backend_of(tokenizer: PreTrainedTokenizerBase) -> BackendTokenizer | None:
+def _backend_of(tokenizer: HubTokenizer) -> BackendTokenizer | None:
     """Return the Rust tokenizer if the Python class adds nothing to its decoding, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    own_decode = type(tokenizer).decode is not PreTrainedTokenizerBase.decode
-    return backend if isinstance(backend, BackendTokenizer) and not own_decode else None
+    is_plain = inherits(tokenizer, "decode")
+    return backend if isinstance(backend, BackendTokenizer) and is_plain else None
 
 
-def _special_ids(
-    tokenizer: PreTrainedTokenizerBase, backend: BackendTokenizer | None
-) -> Sequence[int]:
+def _special_ids(tokenizer: HubTokenizer, backend: BackendTokenizer | None) -> Sequence[int]:
     if backend is None:
         return tokenizer.all_special_ids
     added = backend.get_added_tokens_decoder()

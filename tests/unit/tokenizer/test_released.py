@@ -67,13 +67,13 @@ def _released(spy: Spy) -> ReleasedTokenizer:
 def test_the_ids_are_those_of_transformers(
     demo: ParallmTokenizer, text: str, special: bool
 ) -> None:
-    wanted = demo._wrapper.encode(text, add_special_tokens=special)
+    wanted = demo._renderer.encode(text, add_special_tokens=special)
     assert demo.encode(text, add_special_tokens=special) == list(wanted)
 
 
 def test_the_ids_of_a_long_text_are_those_of_transformers(demo: ParallmTokenizer) -> None:
     text = "Some words, \u4f60\u597d and \U0001f469\u200d\U0001f4bb; " * 2000
-    assert demo.encode(text) == list(demo._wrapper.encode(text))
+    assert demo.encode(text) == list(demo._renderer.encode(text))
 
 
 def test_texts_are_encoded_without_holding_the_interpreter(spy: Spy) -> None:
