@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_parallm.types.json_values import is_object
+
 # LINE_ENDS: escapes of further characters at which Python's ``splitlines`` ends a line.
 LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
@@ -73,9 +75,10 @@ class Usage:
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add an answer's ``usage``, in the field names of any route."""
-        body = (answer["response"] or {}).get("body")
-        usage = body.get("usage") if isinstance(body, dict) else None
-        if not isinstance(usage, dict):
+        response: Mapping[str, Any] = answer["response"] or {}
+        body = response.get("body")
+        usage = body.get("usage") if is_object(body) else None
+        if not is_object(usage):
             return
         self.input_tokens += _count(usage, "prompt_tokens", "input_tokens")
         self.output_tokens += _count(usage, "completion_tokens", "output_tokens")
@@ -104,4 +107,5 @@ def _count(usage: Mapping[str, Any], *names: str) -> int:
 
 
 def _details(usage: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    return next((usage[name] for name in names if isinstance(usage.get(name), dict)), {})
+    values = (usage.get(name) for name in names)
+    return next((value for value in values if is_object(value)), dict[str, Any]())

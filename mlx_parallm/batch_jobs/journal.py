@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.answers import encode
+from mlx_parallm.types.json_values import is_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,9 @@ def _entry(raw: bytes) -> Entry | None:
         content = json.loads(raw)
     except ValueError:
         return None
-    if not isinstance(content, Mapping):
+    if not is_object(content):
         return None
     line, answer = content.get("line"), content.get("answer")
-    if not isinstance(line, int) or not isinstance(answer, dict):
+    if not isinstance(line, int) or not is_object(answer):
         return None
     return Entry(line, answer)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlx_parallm.types.json_values import is_list, is_object
+
 # MAX_LINES: OpenAI's limit.
 MAX_LINES = 50_000
 # MAX_ERRORS: most errors in the report on a bad file.
@@ -67,7 +69,7 @@ def read_object(number: int, line: bytes) -> dict[str, Any]:
         entry = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as problem:
         raise BatchLineError("invalid_json_line", f"Line {number} is not JSON: {problem}") from None
-    if not isinstance(entry, dict):
+    if not is_object(entry):
         raise BatchLineError("invalid_json_line", f"Line {number} is not a JSON object.")
     return entry
 
@@ -107,7 +109,7 @@ def num_samples(body: dict[str, Any]) -> int:
     """Return the number of samples in a body that is not validated yet; at least 1."""
     n = body.get("n")
     prompt = body.get("prompt")
-    num_prompts = len(prompt) if isinstance(prompt, list) and not _is_one_prompt(prompt) else 1
+    num_prompts = len(prompt) if is_list(prompt) and not _is_one_prompt(prompt) else 1
     return max(1, num_prompts) * (n if isinstance(n, int) and n > 0 else 1)
 
 

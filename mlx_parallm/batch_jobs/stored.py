@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_parallm.types.json_values import is_object
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -15,7 +17,7 @@ T = TypeVar("T")
 
 def read_records(folder: Path, kind: type[T]) -> list[T]:
     """Return every record of a folder, logging and skipping unreadable ones."""
-    records = []
+    records: list[T] = []
     for path in sorted(folder.glob("*.json")):
         try:
             records.append(_record(json.loads(path.read_bytes()), kind))
@@ -26,6 +28,6 @@ def read_records(folder: Path, kind: type[T]) -> list[T]:
 
 def _record(content: Any, kind: type[T]) -> T:
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise TypeError("not an object")
     return kind(**{name: value for name, value in content.items() if name in names})

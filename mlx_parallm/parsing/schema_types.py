@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_parallm.parsing.formats import Tool
 from mlx_parallm.parsing.json_text import encode
+from mlx_parallm.types.json_values import is_list, is_mapping
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -19,6 +20,8 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (Mapping, "object"),
     (list, "array"),
 )
+# _LITERALS: the Python literals that are taken if a text is not JSON.
+_LITERALS: tuple[type[Any], ...] = (dict, list, tuple, str)
 _DEEPEST = 8
 # _LONGEST_LITERAL: longer Python literals stay text, because parsing them takes much memory.
 _LONGEST_LITERAL = 20_000
@@ -29,7 +32,7 @@ def types_of(tool: Tool | None, parameter: str) -> frozenset[str] | None:
     if tool is None:
         return None
     properties = tool.parameters.get("properties")
-    if not isinstance(properties, Mapping) or parameter not in properties:
+    if not is_mapping(properties) or parameter not in properties:
         return None
     return _types(properties[parameter], tool.parameters, _DEEPEST) or None
 
@@ -58,21 +61,21 @@ def _allows(types: frozenset[str] | None, kind: str) -> bool:
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
+    if not is_mapping(schema) or not depth:
         return frozenset()
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset([named])
-    if isinstance(named, list):
+    if is_list(named):
         return frozenset(name for name in named if isinstance(name, str))
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return frozenset(map(_kind, values if isinstance(values, list) else []))
+        return frozenset(map(_kind, values if is_list(values) else []))
     options = [_resolve(schema.get("$ref"), root)]
     for key in ("anyOf", "oneOf", "allOf"):
         listed = schema.get(key)
-        options += listed if isinstance(listed, list) else []
-    return frozenset().union(*(_types(option, root, depth - 1) for option in options))
+        options += listed if is_list(listed) else []
+    return frozenset[str]().union(*(_types(option, root, depth - 1) for option in options))
 
 
 def _resolve(reference: Any, root: Mapping[str, Any]) -> Any:
@@ -80,7 +83,7 @@ def _resolve(reference: Any, root: Mapping[str, Any]) -> Any:
         return None
     node: Any = root
     for name in reference[2:].split("/"):
-        node = node.get(name) if isinstance(node, Mapping) else None
+        node = node.get(name) if is_mapping(node) else None
     return node
 
 
@@ -100,10 +103,14 @@ def _read(text: str) -> Any:
         if len(text) > _LONGEST_LITERAL:
             raise
         value = ast.literal_eval(text)
-        if not isinstance(value, (dict, list, tuple, str)):
+        if not isinstance(value, _LITERALS):
             raise
     json.dumps(value, allow_nan=False)
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if _is_tuple(value) else value
+
+
+def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple)
 
 
 def _kind(value: Any) -> str:
