@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -102,5 +103,5 @@ def _check_output(source: Path, target: Path) -> None:
         pass
 
 
-def _advance(bar: tqdm) -> None:
+def _advance(bar: tqdm[Any]) -> None:
     bar.update()

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import yaml
 
@@ -25,6 +25,7 @@ from mlx_parallm.cli.settings import (
 )
 from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.json_values import is_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def from_flags(args: argparse.Namespace) -> dict[str, SourcedValue]:
     }
     models = getattr(args, MODELS_ARGUMENT, None)
     if models:
-        flagged = sourced_values[MODEL].value if MODEL in sourced_values else []
+        flagged: list[str] = sourced_values[MODEL].value if MODEL in sourced_values else []
         sourced_values[MODEL] = SourcedValue([*models, *flagged], f"--{MODEL}")
     return sourced_values
 
@@ -278,16 +279,24 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: {problem}") from None
     if content is None:
         return {}
-    if not isinstance(content, Mapping):
+    if not is_mapping(content):
         raise ConfigError(f"{path}: must be a table of settings")
     return content
+
+
+class _FlagGroup(Protocol):
+    """A parser or a group of one."""
+
+    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
+        """Add a flag."""
+        ...
 
 
 def _attribute(setting: Setting) -> str:
     return "setting_" + setting.name.replace("-", "_")
 
 
-def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+def _add_flag(group: _FlagGroup, setting: Setting) -> None:
     flags = [f"--{name}" for name in setting.names]
     options: dict[str, Any] = {
         "dest": _attribute(setting),

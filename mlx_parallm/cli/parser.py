@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlx_parallm.types.json_values import is_mapping
+
 UNKNOWN = "unrecognized arguments: "
 #: ``MAX_HINTS``: most flags that a message suggests for an unknown one.
 MAX_HINTS = 3
@@ -55,5 +57,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def _commands(self) -> list[CommandParser]:
         """Return the parsers of this command's subcommands."""
-        groups = (act for act in self._actions if isinstance(act, argparse._SubParsersAction))
-        return [parser for group in groups for parser in group.choices.values()]
+        choices = [action.choices for action in self._actions if is_mapping(action.choices)]
+        parsers = [parser for by_name in choices for parser in by_name.values()]
+        return [parser for parser in parsers if isinstance(parser, CommandParser)]

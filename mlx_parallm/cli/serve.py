@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,7 @@ class UvicornServer(uvicorn.Server):
     """A server that leaves signals to its owner, because uvicorn would raise them again."""
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         """Capture no signals."""
         yield
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from mlx_parallm.api.http.hosts import ANY, named_host
 from mlx_parallm.config import ModelTask, SpeculativeConfig
+from mlx_parallm.types.json_values import is_list, is_mapping, is_object, is_sequence
 
 Parse = Callable[[Any], Any]
 
@@ -23,7 +24,7 @@ class PerModel:
     """Values of a setting: ``shared`` for all models (None if not set), and ``own`` by model."""
 
     shared: Any = None
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def of(self, model: str | None) -> Any:
         """Return the value for a model; None if none was set."""
@@ -127,14 +128,15 @@ def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerMode
     Raises:
         ValueError: ``parse`` raises it, or there is no such model.
     """
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         for name in value:
             _check_model(name, models)
         return PerModel(None, {name: parse(entry) for name, entry in value.items()})
     # Texts are not split at commas, because they may contain some.
     splits = isinstance(value, str) and parse is not text
-    entries = value.split(",") if splits else value if isinstance(value, list) else [value]
-    shared, own = None, {}
+    entries: list[Any] = value.split(",") if splits else value if is_list(value) else [value]
+    shared: Any = None
+    own: dict[str, Any] = {}
     for entry in entries:
         owner = _owner(entry, models)
         if owner is not None:
@@ -173,11 +175,11 @@ def choice(*options: str) -> Parse:
 def listed(value: Any) -> tuple[str, ...]:
     """Return the texts of a list, a JSON list, or a text with commas."""
     items: Any = value
-    if isinstance(value, list) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
+    if is_list(value) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
         items = _json_list(str(value[0]))
     elif isinstance(value, str):
         items = _json_list(value) if value.lstrip().startswith("[") else value.split(",")
-    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+    if not is_sequence(items) or not all(isinstance(item, str) for item in items):
         raise ValueError("must be a text or a list of texts")
     texts = tuple(item.strip() for item in items)
     if not texts or not all(texts):
@@ -200,7 +202,7 @@ def parsers(*names: str) -> Parse:
 
 def tasks(value: Any) -> tuple[str, ...]:
     """Return tasks, alone or as MODEL=TASK, with vLLM's names translated."""
-    entries = []
+    entries: list[str] = []
     for entry in listed(value):
         owner, separator, name = entry.rpartition("=")
         name = TASK_ALIASES.get(name, name)
@@ -211,7 +213,7 @@ def tasks(value: Any) -> tuple[str, ...]:
 
 def hosts(value: Any) -> tuple[str, ...]:
     """Return hosts' names and addresses without ports, normalised; ``*`` is any."""
-    first = value[0] if isinstance(value, list) and len(value) == 1 else value
+    first = value[0] if is_list(value) and len(value) == 1 else value
     if isinstance(first, str) and first.startswith("[") and named_host(first) is not None:
         # ``listed`` would take an address in brackets for a JSON list.
         return (_host(first),)
@@ -224,8 +226,8 @@ def table(value: Any) -> dict[str, Any]:
         items = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise ValueError("must be a JSON object") from None
-    if not isinstance(items, dict):
-        raise ValueError("must be a JSON object")  # noqa: TRY004 - one type for all wrong values
+    if not is_object(items):
+        raise ValueError("must be a JSON object")
     return items
 
 

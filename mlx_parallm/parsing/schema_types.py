@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from mlx_parallm.parsing.formats import Tool
 from mlx_parallm.parsing.json_text import encode
-from mlx_parallm.types.json_values import is_list, is_mapping
+from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _KINDS: tuple[tuple[type, str], ...] = (
@@ -106,11 +106,7 @@ def _read(text: str) -> Any:
         if not isinstance(value, _LITERALS):
             raise
     json.dumps(value, allow_nan=False)
-    return list(value) if _is_tuple(value) else value
-
-
-def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(value, tuple)
+    return list(value) if is_sequence(value) else value
 
 
 def _kind(value: Any) -> str:

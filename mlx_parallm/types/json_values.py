@@ -6,7 +6,7 @@ unknown to type checkers; after these checks they are str and Any.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 
@@ -23,6 +23,11 @@ def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
 def is_list(value: Any) -> TypeGuard[list[Any]]:
     """True if a JSON value is a list."""
     return isinstance(value, list)
+
+
+def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    """True if a value is a list or a tuple; a text is neither."""
+    return isinstance(value, list | tuple)
 
 
 def is_text_list(value: Any) -> TypeGuard[list[str]]:
