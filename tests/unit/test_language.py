@@ -46,7 +46,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/units.py",
     "mlx_parallm/worker/attention",
     "mlx_parallm/worker/device",
-    "mlx_parallm/worker/layers/wrapped_calls.py",
+    "mlx_parallm/worker/layers",
     "mlx_parallm/worker/model_errors.py",
     "mlx_parallm/worker/ops.py",
     "mlx_parallm/worker/pooling",

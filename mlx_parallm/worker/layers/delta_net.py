@@ -1,6 +1,6 @@
-"""One token of a whole gated delta net by two kernels, on an NVIDIA GPU.
+"""A whole gated delta net's decode step in two kernels, on an NVIDIA GPU.
 
-mlx_lm's layer makes some thirty operations of a token. Each of them costs the host several
+mlx_lm's layer runs some thirty operations for a token. Each of them costs the host several
 microseconds, whatever it computes (``docs/decisions/019-recurrent-layers.md``).
 """
 
@@ -30,29 +30,34 @@ from mlx_parallm.worker.layers.state_kernels import (
     vector_of,
 )
 
-# Of mlx_lm's ``normalize_qk``, as its layers call it.
+# EPSILON is that of mlx_lm's ``normalize_qk``, as its layers call it.
 EPSILON = 1e-6
+# CHECKED_ROWS is the number of sequences in the check against mlx_lm's layer.
 CHECKED_ROWS = 3
 
 
 class NetKernels:
-    """The kernels in their variants, each compiled once."""
+    """The two kernels of a gated delta net; each variant is compiled once."""
 
     def __init__(self, language: KernelLanguage) -> None:
-        """``language`` is CUDA's, or one that stands for it."""
+        """Prepare to build kernels in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "states")
 
     def mix(
         self, x: mx.array, before: mx.array, weight: mx.array, k_heads: int, v_heads: int
     ) -> tuple[mx.array, mx.array]:
-        """Queries, keys and values ``[B, 1, C]`` after the convolution, and the tokens it keeps.
+        """Return the convolution's output and its next state.
 
         Args:
-            x: what goes into the convolution, ``[B, 1, C]``.
-            before: the W - 1 tokens before, ``[B, W - 1, C]``.
-            weight: ``[C, W, 1]``.
-            k_heads: of queries, and of keys.
-            v_heads: of values.
+            x: the convolution's input, ``[B, 1, C]``.
+            before: the inputs of the W - 1 tokens before this one, ``[B, W - 1, C]``.
+            weight: the convolution's weight, ``[C, W, 1]``.
+            k_heads: the number of query heads, which is that of key heads.
+            v_heads: the number of value heads.
+
+        Returns:
+            Normalised queries and keys and the values, ``[B, 1, C]``; and the W - 1 latest inputs,
+            ``[B, W - 1, C]``, which are the next token's ``before``. Both have the dtype of x.
         """
         heads, width = 2 * k_heads + v_heads, weight.shape[1]
         size = x.shape[-1] // heads
@@ -85,15 +90,18 @@ class NetKernels:
         bias: mx.array,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """The rule's outputs ``[B, 1, V, D]`` and states.
+        """Return the delta rule's outputs and the next state.
 
         Args:
-            mixed: queries, keys and values of ``mix``.
-            a: decides the decay, ``[B, 1, V]``.
-            b: decides the rate, ``[B, 1, V]``.
-            logs: of the decay, ``[V]``.
-            bias: of a, ``[V]``.
+            mixed: queries, keys and values from ``mix``, ``[B, 1, C]``.
+            a: the token's part of the decay, ``[B, 1, V]``.
+            b: the logit of the rule's learning rate (beta), ``[B, 1, V]``.
+            logs: the logarithms of the heads' decay (``A_log``), ``[V]``.
+            bias: what is added to ``a`` (``dt_bias``), ``[V]``.
             state: float32 ``[B, V, D, D]``.
+
+        Returns:
+            Outputs ``[B, 1, V, D]`` in the dtype of ``mixed``, and the state in float32.
         """
         batch, v_heads, size, _ = state.shape
         constants: dict[str, Constant] = {
@@ -117,21 +125,21 @@ class NetKernels:
 
 
 def qwen3_5_inputs(net: Any, x: mx.array) -> tuple[mx.array, ...]:
-    """Input of the convolution, z ``[B, 1, V, D]``, and b and a, ``[B, 1, V]``."""
+    """Return the convolution's input ``[B, 1, C]``, z ``[B, 1, V, D]``, b and a ``[B, 1, V]``."""
     z = net.in_proj_z(x).reshape(*x.shape[:2], net.num_v_heads, net.head_v_dim)
     return net.in_proj_qkv(x), z, net.in_proj_b(x), net.in_proj_a(x)
 
 
 def qwen3_next_inputs(net: Any, x: mx.array) -> tuple[mx.array, ...]:
-    """The same where the heads of all lie together."""
+    """Return what ``qwen3_5_inputs`` returns, for weights that interleave q, k, v and z by head."""
     projected = net.in_proj_qkvz(x), net.in_proj_ba(x)
     q, k, v, z, b, a = net.fix_query_key_value_ordering(*projected)
-    flat = [one.reshape(*x.shape[:2], -1) for one in (q, k, v)]
+    flat = [array.reshape(*x.shape[:2], -1) for array in (q, k, v)]
     return mx.concatenate(flat, axis=-1), z, b, a
 
 
 Inputs = Callable[[Any, mx.array], tuple[mx.array, ...]]
-#: By module and class.
+#: How the inputs of mlx_lm's gated delta nets are computed, by module and class name.
 NETS: MappingProxyType[tuple[str, str], Inputs] = MappingProxyType(
     {
         ("mlx_lm.models.qwen3_5", "GatedDeltaNet"): qwen3_5_inputs,
@@ -143,9 +151,9 @@ NETS: MappingProxyType[tuple[str, str], Inputs] = MappingProxyType(
 def use_net_kernels(
     model: nn.Module, kernels: NetKernels, trials: KernelTrials | None = None
 ) -> int:
-    """Let a model's gated delta nets have the kernels where they agree; how many do.
+    """Give a model's gated delta nets the kernels where these agree; return how many nets use them.
 
-    The layers use them in forwards of ours (``delta_net``).
+    The nets use them only in forwards of this package: see ``delta_net``.
     """
     trial = (trials or KernelTrials()).of("kernels of gated delta nets are")
     served = 0
@@ -153,7 +161,8 @@ def use_net_kernels(
         if _kind(net) not in NETS:
             continue
         if trial.agree(_shape(net), partial(why_not, kernels, net)):
-            # Its class may get another module while steps are split.
+            # The inputs are looked up now: the class may be replaced while steps are split, and
+            # its module's name is then another.
             net["_kernels"] = kernels, NETS[_kind(net)]
             served += 1
     return served
@@ -162,7 +171,15 @@ def use_net_kernels(
 def delta_net(
     _step: object, net: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None
 ) -> mx.array | None:
-    """A gated delta net of mlx_lm for one token; None where the kernels do not serve."""
+    """Return a net's output for one token a sequence; None where the kernels do not apply.
+
+    Args:
+        _step: the forward in progress, which this layer does not need.
+        net: mlx_lm's gated delta net.
+        x: hidden states, ``[B, 1, hidden]``.
+        mask: mlx_lm's mask of padding, which the kernels do not know.
+        cache: mlx_lm's cache of the convolution's inputs and the rule's state; both are replaced.
+    """
     if "_kernels" not in net or mask is not None or cache is None or x.shape[1] != 1:
         return None
     if cache[0] is None or cache[1] is None or cache.lengths is not None:
@@ -174,20 +191,20 @@ def delta_net(
 
 
 def _run(kernels: NetKernels, inputs: Inputs, net: Any, x: mx.array, cache: Any) -> mx.array:
-    taken, z, b, a = inputs(net, x)
+    convolved, z, b, a = inputs(net, x)
     weight, heads = net.conv1d.weight, (net.num_k_heads, net.num_v_heads)
-    mixed, cache[0] = kernels.mix(taken, cache[0], weight, *heads)
+    mixed, cache[0] = kernels.mix(convolved, cache[0], weight, *heads)
     y, cache[1] = kernels.step(mixed, a, b, net.A_log, net.dt_bias, cache[1])
     return net.out_proj(net.norm(y, z).reshape(*x.shape[:2], -1))
 
 
 def why_not(kernels: NetKernels, net: Any) -> str | None:
-    """Why the kernels are not to be used for a layer; None if they agree with it."""
+    """Return why the kernels are not to be used for a net; None if they agree with it."""
     return _why_unsupported(net) or why_off(lambda: net_error(kernels, net), MAX_ERROR)
 
 
 def net_error(kernels: NetKernels, net: Any) -> float:
-    """Largest difference from mlx_lm's layer, in parts of the largest value."""
+    """Return the largest difference from mlx_lm's layer, in parts of the largest value."""
     weight, size = net.conv1d.weight, net.head_v_dim
     dtype, keys = weight.dtype, iter(mx.random.split(mx.random.key(0), 3))
     width, channels = weight.shape[1], weight.shape[0]
@@ -197,8 +214,8 @@ def net_error(kernels: NetKernels, net: Any) -> float:
     caches = [ArraysCache(2) for _ in range(2)]
     for cache in caches:
         cache.cache = [kept, state]
-    found, wanted = _run(kernels, NETS[_kind(net)], net, x, caches[0]), net(x, cache=caches[1])
-    pairs = [(found, wanted), *zip(caches[0].cache, caches[1].cache, strict=True)]
+    actual, expected = _run(kernels, NETS[_kind(net)], net, x, caches[0]), net(x, cache=caches[1])
+    pairs = [(actual, expected), *zip(caches[0].cache, caches[1].cache, strict=True)]
     return max(largest_error(*pair) for pair in pairs)
 
 

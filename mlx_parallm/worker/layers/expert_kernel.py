@@ -1,7 +1,7 @@
-"""The linear kernel where every row chose one of several weights, on an NVIDIA GPU.
+"""The linear kernel for experts, where each row chose one of several weights, on an NVIDIA GPU.
 
-MLX's grouped product of sorted rows takes some five times as long as reading the experts' weights
-once where each has few rows. Here every weight that a row chose is read once for 8 rows.
+Where each expert has few rows, MLX's grouped product of sorted rows takes some five times as long
+as reading the experts' weights once. This kernel reads a chosen expert's weight once per 8 rows.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, w
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
 
-# Rows for each expert, on the average: with more, weights are read several times.
+# MAX_ROWS_EACH bounds the rows per expert, on average: with more, weights are read several times.
 MAX_ROWS_EACH = TILE
-# Rows of the check for the first expert, and for the last.
+# CROWD is the number of rows that the first and the last expert each have in the check.
 CROWD = 2 * TILE + 1
-# Of the weights that a report is about.
+# REPORT_SHAPE is the shape ``[E, N, K]`` of the weights that ``expert_report`` tests.
 REPORT_SHAPE = (16, 512, 512)
 
 
 def expert_report() -> KernelReport:
-    """Test the kernel of the default device, if it has one."""
+    """Test the kernel on the default device, if it has a kernel."""
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
     return cuda_report(lambda language: why_not(ExpertKernel(language), weight))
 
 
 class ExpertKernel:
-    """The kernel in its variants, each compiled once."""
+    """The kernel of experts; each variant is compiled once."""
 
     def __init__(self, language: KernelLanguage) -> None:
-        """``language`` is CUDA's, or one that stands for it."""
+        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "paged", argument_dtype)
 
     def __call__(self, x: mx.array, experts: mx.array, weight: mx.array) -> mx.array:
-        """Products ``[P, 1, N]`` of each row and the weight that it chose.
+        """Return the product of each row and its expert's weight, ``[P, 1, N]``.
 
         Args:
-            x: ``[P, 1, K]``.
-            experts: uint32 ``[P]``, in ascending order.
-            weight: ``[E, N, K]`` of the dtype of x.
+            x: P rows, ``[P, 1, K]``.
+            experts: the expert of each row, uint32 ``[P]`` in ascending order.
+            weight: the weights of all experts, ``[E, N, K]`` in the dtype of x.
         """
         num_experts, width, _ = weight.shape
         groups = num_experts * -(-width // PANEL)
-        return self._made(weight.dtype)(
+        return self._kernel(weight.dtype)(
             inputs=[x, experts, weight],
             output_shapes=[(x.shape[0], 1, width)],
             output_dtypes=[weight.dtype],
@@ -56,7 +56,7 @@ class ExpertKernel:
             threadgroup=(WARPS * WARP, 1, 1),
         )[0]
 
-    def _made(self, dtype: mx.Dtype) -> Kernel:
+    def _kernel(self, dtype: mx.Dtype) -> Kernel:
         constants: dict[str, Constant] = {
             "T": dtype,
             "OUTPUTS": 1,
@@ -76,7 +76,7 @@ class ExpertKernel:
 
 
 def serves(x: mx.array, experts: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel is for these; see ``ExpertKernel.__call__``."""
+    """True if the kernel takes these arguments; see ``ExpertKernel.__call__``."""
     return (
         x.ndim == 3
         and x.shape[1] == 1
@@ -88,7 +88,7 @@ def serves(x: mx.array, experts: mx.array, weight: mx.array) -> bool:
 
 
 def why_not(kernel: ExpertKernel, weight: mx.array) -> str | None:
-    """Why the kernel is not to be used for weights ``[E, N, K]``; None if it agrees with MLX."""
+    """Return why the kernel is not to be used for weights ``[E, N, K]``; None if it agrees."""
     if weight.dtype not in DTYPES:
         return f"weights of {weight.dtype}"
     if weight.shape[2] % CHUNK:
@@ -97,9 +97,9 @@ def why_not(kernel: ExpertKernel, weight: mx.array) -> str | None:
 
 
 def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
-    """Largest difference from MLX's own products, in parts of the largest value.
+    """Return the largest difference from MLX's own products, in parts of the largest value.
 
-    Some experts have many rows and some have none.
+    In the rows of this check some experts have many rows and some have none.
     """
     last = weight.shape[0] - 1
     ids = sorted([0] * CROWD + [last // 2] * 2 + [last] * CROWD)

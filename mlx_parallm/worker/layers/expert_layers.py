@@ -1,4 +1,4 @@
-"""Experts of a step's rows by one kernel, where MLX's own product of groups is slow."""
+"""Layers of experts that multiply few rows by one kernel: MLX's grouped product is slow there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 
 class RowSwitchLinear(SwitchLinear):
-    """Experts without biases whose few rows the kernel multiplies."""
+    """Experts without biases; the kernel multiplies their rows if these are few."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """As ``SwitchLinear``."""
+        """Return what ``SwitchLinear`` returns."""
         weight = self["weight"]
         if sorted_indices and serves(x, indices, weight):
             kernel: ExpertKernel = self["_kernel"]
@@ -28,8 +28,15 @@ class RowSwitchLinear(SwitchLinear):
 def use_expert_layers(
     model: nn.Module, kernel: ExpertKernel, trials: KernelTrials | None = None
 ) -> int:
-    """Give a model's experts this class where the kernel agrees; how many. Parameters stay."""
-    layers = [one for one in model.modules() if type(one) is SwitchLinear and "bias" not in one]
+    """Make a model's experts ``RowSwitchLinear`` where the kernel agrees; return how many are.
+
+    Names and parameters stay.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is SwitchLinear and "bias" not in module
+    ]
     trial = (trials or KernelTrials()).of("the kernel of experts is")
     served = 0
     for layer in layers:

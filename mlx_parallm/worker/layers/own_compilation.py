@@ -1,7 +1,7 @@
-"""Layers of mlx_lm that compile a step of theirs, and would keep the weights that they saw first.
+"""Turns off compilation inside mlx_lm's layers, which would fix the weights of the first step.
 
-On Metal the linear attention of ``kimi_k3`` compiles its decode step at the first one. Weights, and
-the adapters of the rows, are constants of what is traced: those that come later are not heeded.
+On Metal the linear attention of ``kimi_k3`` compiles its decode step when it first runs. Weights
+and the adapters of the rows are constants of that trace, so later ones would have no effect.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import mlx.nn as nn
 
 
 def run_uncompiled(model: nn.Module) -> int:
-    """Have such layers call what they would compile; how many there are."""
-    layers = [one for one in model.modules() if callable(getattr(one, "_decode_core", None))]
+    """Make such layers call the function that they would compile; return how many there are."""
+    layers = [
+        module for module in model.modules() if callable(getattr(module, "_decode_core", None))
+    ]
     for layer in layers:
         layer._step = layer._decode_core
     return len(layers)

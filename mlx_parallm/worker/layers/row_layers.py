@@ -1,9 +1,9 @@
-"""Linear layers that take one token per row at full speed where MLX's own do not.
+"""Linear layers that multiply rows of one token each faster than MLX's own.
 
-A layer of MLX makes four operations of ``[T, 1, K]``: it transposes the weight, flattens the rows,
-multiplies, and restores the shape. Three of them only make views, but each costs the host a third
-of a small kernel. Layers that read the same input, such as those of queries, keys and values, are
-multiplied at once: the first one called computes for all. See
+A linear layer of MLX runs four operations on ``[T, 1, K]``: it transposes the weight, flattens the
+rows, multiplies, and restores the shape. Three of them only make views, but each costs the host a
+third of a small kernel. Layers that read the same input, such as those of queries, keys and values,
+are multiplied at once: the first layer called computes the outputs of all. See
 ``docs/decisions/013-linear-layers-of-rows.md``.
 """
 
@@ -22,7 +22,7 @@ from mlx_parallm.worker.layers.row_counts import ROW_COUNTS
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
-#: Names of layers that mlx_lm's models call on one and the same input.
+#: Names of sibling layers, which mlx_lm's models call on one and the same input.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -34,13 +34,13 @@ SIBLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where an output of a layer lies: neighbouring columns of a matrix.
+    """The columns of a matrix that are a layer's output.
 
-    Kernels are given the matrix: strides of a view of it are not known before it is computed.
+    Kernels get the matrix instead of a view, whose strides are unknown until it is computed.
 
     Attributes:
-        matrix: the products of one input, ``[T, 1, N]``.
-        first: number of the first column.
+        matrix: the products of one input and several layers, ``[T, 1, N]``.
+        first: the index of the output's first column.
     """
 
     matrix: mx.array
@@ -49,20 +49,20 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The output of a layer, and the columns of the product that it is."""
+    """A layer's output ``[T, 1, width]``, and the columns that it is a view of."""
 
     output: mx.array
     columns: Columns
 
 
 class RowProduct:
-    """What layers of the same input compute together, each its share.
+    """One product for all layers that read the same input.
 
     Attributes:
-        arrays: the layers' weights one after the other, ``[N, K]``; packed ones with their scales
-            and biases.
-        widths: of the layers, N in all.
-        kernel: for up to ``MAX_ROWS`` rows; None to use MLX's operations alone.
+        arrays: the layers' weights one after the other, ``[N, K]``; for packed weights their scales
+            and biases too.
+        widths: the output widths of the layers, N in all.
+        kernel: the kernel for up to ``MAX_ROWS`` rows; None to use MLX's operations alone.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -76,27 +76,27 @@ class RowProduct:
         self._merge()
 
     def serves(self, x: mx.array) -> bool:
-        """Whether x is rows of the shape that this is for."""
+        """True if x is rows of one token each, in a bucketed number and the weights' dtype."""
         is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
         return is_rows and x.dtype == _arrays(self._layers[0])[-1].dtype
 
     def take(self, index: int, x: mx.array) -> mx.array:
-        """Output of one of the layers; what x gives the others is kept until they ask."""
+        """Return one layer's output; those of the others are kept until these are called."""
         return self.take_part(index, x).output
 
     def take_part(self, index: int, x: mx.array) -> Part:
-        """``take``, with where the output lies."""
+        """Return one layer's output as ``take`` does, with the columns that it is."""
         if x is not self._input or self._outputs[index] is None:
             self._input, self._outputs = x, list(self._compute(x))
         output = self._outputs[index]
         assert output is not None
         self._outputs[index] = None
-        if not any(one is not None for one in self._outputs):
+        if not any(part is not None for part in self._outputs):
             self._input = None
         return output
 
     def release(self) -> None:
-        """Hold no weights until they are used again."""
+        """Hold no weights until the next call."""
         self._parts, self._views, self.arrays = None, {}, []
         self._input, self._outputs = None, []
 
@@ -104,7 +104,7 @@ class RowProduct:
         if not self._is_current():
             self._merge()
         rows = x.shape[0]
-        # One row: MLX's own kernel for a matrix and a vector is the faster one.
+        # For one row, MLX's own matrix-vector kernel is faster.
         if self.kernel is not None and 1 < rows <= MAX_ROWS:
             return list(map(_own_part, self.kernel(x, self.arrays[0], self.widths)))
         whole = x @ self._view(rows) if self._packing is None else _flat(self._packed_product, x)
@@ -124,15 +124,15 @@ class RowProduct:
         return mx.quantized_matmul(x, packed, scales, biases, group_size=size, bits=bits)
 
     def _is_current(self) -> bool:
-        """Whether the layers still have the weights that were put together."""
+        """True if the layers still have the weights that ``_merge`` read."""
         return self._parts is not None and all(
-            array is known
+            array is merged
             for layer, part in zip(self._layers, self._parts, strict=True)
-            for array, known in zip(_arrays(layer), part, strict=True)
+            for array, merged in zip(_arrays(layer), part, strict=True)
         )
 
     def _view(self, rows: int) -> mx.array:
-        """The transposed weight, once per row, ``[rows, K, N]``: a product of one operation."""
+        """Return the transposed weight broadcast to ``[rows, K, N]``: then one operation does."""
         if rows not in self._views:
             (weight,) = self.arrays
             self._views[rows] = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
@@ -140,7 +140,7 @@ class RowProduct:
         return self._views[rows]
 
     def _merge(self) -> None:
-        """Put the weights one after the other; the layers' own become views of that."""
+        """Concatenate the weights, and make the layers' own weights views of the result."""
         parts = [_arrays(layer) for layer in self._layers]
         self.widths = [part[0].shape[0] for part in parts]
         self.arrays = parts[0]
@@ -156,23 +156,23 @@ class RowProduct:
 
 
 class RowLinear(nn.Linear):
-    """A layer without a bias whose rows a ``RowProduct`` computes."""
+    """A layer without a bias; a ``RowProduct`` computes its rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """As ``nn.Linear``."""
+        """Return what ``nn.Linear`` returns."""
         product: RowProduct = self["_product"]
         return product.take(self["_index"], x) if product.serves(x) else super().__call__(x)
 
 
 class RowQuantizedLinear(nn.QuantizedLinear):
-    """The same for packed weights; other shapes are flattened.
+    """A layer with packed weights; a ``RowProduct`` computes its rows if there is one.
 
-    MLX's CUDA backend treats ``[T, 1, K]`` as T products of one row each: 2,048 rows take 25 times
-    as long as ``[1, T, K]``. Metal flattens by itself.
+    Other inputs are flattened to ``[1, T, K]``. MLX's CUDA backend treats ``[T, 1, K]`` as T
+    products of one row each: 2,048 rows take 25 times as long. Metal flattens by itself.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
-        """As ``nn.QuantizedLinear``."""
+        """Return what ``nn.QuantizedLinear`` returns."""
         product: RowProduct | None = self.get("_product")
         if product is not None and product.serves(x):
             return product.take(self["_index"], x)
@@ -180,19 +180,19 @@ class RowQuantizedLinear(nn.QuantizedLinear):
 
 
 class RowEmbedding(nn.Embedding):
-    """The same for a tied head."""
+    """An embedding that is the head too; a ``RowProduct`` computes the head's rows."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """As ``nn.Embedding.as_linear``."""
+        """Return what ``nn.Embedding.as_linear`` returns."""
         product: RowProduct = self["_product"]
         return product.take(0, x) if product.serves(x) else super().as_linear(x)
 
 
 class RowQuantizedEmbedding(nn.QuantizedEmbedding):
-    """The same for a tied head of packed weights."""
+    """An embedding with packed weights that is the head too; see ``RowQuantizedLinear``."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """As ``nn.QuantizedEmbedding.as_linear``."""
+        """Return what ``nn.QuantizedEmbedding.as_linear`` returns."""
         product: RowProduct | None = self.get("_product")
         if product is not None and product.serves(x):
             return product.take(0, x)
@@ -208,7 +208,10 @@ ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array) -> Part:
-    """Return a layer's output, and where it lies; ``call`` computes it without its product."""
+    """Return a layer's output, and the columns that it is.
+
+    ``call`` computes the output of a layer without a ``RowProduct``.
+    """
     product: RowProduct | None = layer.get("_product")
     if product is not None and product.serves(x):
         return product.take_part(layer["_index"], x)
@@ -222,12 +225,14 @@ def _own_part(output: mx.array) -> Part:
 def use_row_layers(
     model: nn.Module, kernel: RowKernel | None, trials: KernelTrials | None = None
 ) -> int:
-    """Give a model's linear layers these classes; how many there are. Parameters stay.
+    """Give a model's linear layers the classes of ``ROW_LAYERS``; return how many layers have them.
+
+    Names and parameters stay.
 
     Args:
-        model: of mlx_lm.
-        kernel: for few rows; None to use MLX's operations alone.
-        trials: of the model's kernels; None for new ones.
+        model: mlx_lm's model.
+        kernel: the kernel for few rows; None to use MLX's operations alone.
+        trials: the trials of the model's kernels; None for new ones.
     """
     groups = list(_groups(model))
     trial = (trials or KernelTrials()).of("the linear kernel is")
@@ -242,16 +247,16 @@ def use_row_layers(
                 product.kernel = kernel
         for index, layer in enumerate(group):
             replace_class(layer, ROW_LAYERS[type(layer)], _product=product, _index=index)
-    # What has no product, for its bias or its packing, is flattened.
-    rest = (one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one))
-    others = {id(layer): layer for layer in rest}
-    for layer in others.values():
+    # Packed layers without a product, because of a bias or their mode, only flatten their input.
+    rest = (layer for layer in model.modules() if type(layer) in ROW_LAYERS and _packing(layer))
+    flattened = {id(layer): layer for layer in rest}
+    for layer in flattened.values():
         replace_class(layer, ROW_LAYERS[type(layer)])
-    return sum(map(len, groups)) + len(others)
+    return sum(map(len, groups)) + len(flattened)
 
 
 def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:
-    """Begin to compile the kernel for all groups that it is for, at once."""
+    """Begin to compile the kernel for all groups that it takes, all at the same time."""
     for group in groups:
         weights = [layer["weight"] for layer in group]
         if not _packing(group[0]) and why_unsupported(weights, len(group)) is None:
@@ -259,7 +264,7 @@ def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def release_products(model: nn.Module) -> None:
-    """Hold none of a model's weights outside of its layers until they are used again."""
+    """Release the weights that products hold outside of a model's layers, until the next call."""
     for module in model.modules():
         product: RowProduct | None = module.get("_product")
         if product is not None:
@@ -267,7 +272,7 @@ def release_products(model: nn.Module) -> None:
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Layers without a bias, those of one input together; each once, wherever it is shared."""
+    """Yield the layers that a product takes: siblings together, and shared layers only once."""
     grouped: set[int] = set()
     for parent in model.modules():
         for names in SIBLINGS:
@@ -289,15 +294,16 @@ def _fits(layer: Any) -> bool:
 
 
 def _alike(layers: Sequence[nn.Module]) -> bool:
-    """Whether their weights can lie one after the other."""
+    """True if the layers' weights can be concatenated."""
     kinds = {
-        (type(one), one["weight"].shape[1:], one["weight"].dtype, _packing(one)) for one in layers
+        (type(layer), layer["weight"].shape[1:], layer["weight"].dtype, _packing(layer))
+        for layer in layers
     }
     return len(kinds) == 1
 
 
 def _packing(layer: Any) -> tuple[int, int] | None:
-    """Bits and group size of packed weights."""
+    """Return bits and group size of packed weights; None if the layer has others."""
     if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
         return layer.bits, layer.group_size
     return None
@@ -312,6 +318,7 @@ def _arrays(layer: nn.Module) -> list[mx.array]:
 
 
 def _flat(run: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """Return ``run`` of x ``[..., K]`` as ``[1, T, K]``, with the axes of x restored."""
     if x.ndim < 3 or x.shape[0] == 1:
         return run(x)
     return run(x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)

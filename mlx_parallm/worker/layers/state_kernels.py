@@ -1,8 +1,8 @@
 """Kernels of recurrent layers, on an NVIDIA GPU: gated delta rule, state spaces, convolutions.
 
-mlx_lm has kernels of the rule and of state spaces for Metal and computes both elsewhere by
-operations that each read and write all states, the rule once for every token. MLX hands
-convolutions to cuDNN, which is made for wider ones and prepares itself anew for every length
+mlx_lm has kernels of the delta rule and of state spaces for Metal only. Elsewhere it uses
+operations that each read and write all states, for the delta rule once for every token. MLX hands
+convolutions to cuDNN, which is built for wider ones and prepares itself anew for every length
 (``docs/decisions/019-recurrent-layers.md``).
 """
 
@@ -18,32 +18,33 @@ from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, w
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.kernels import TEXTS
 
+# WARP is the number of threads in a warp, and WARPS that of warps in a threadgroup.
 WARP = 32
-# Of a threadgroup of the rule, and the rows of a state that one has.
 WARPS = 4
+# ROWS is the number of a state's rows that one warp computes.
 ROWS = 4
-# Registers hold that many columns of a state's rows.
+# MAX_COLUMNS: a warp keeps its rows of a state in registers, which hold that many columns.
 MAX_COLUMNS = 256
-# Of a threadgroup of the convolution.
+# THREADS is the number of threads in a threadgroup of the convolution.
 THREADS = 256
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-# Of the largest value: outputs of 16-bit numbers are rounded to 8 bits or more.
+# MAX_ERROR is in parts of the largest value: 16-bit outputs are rounded to 8 bits or more.
 MAX_ERROR = 0.02
-#: Of a report: sequences, tokens, heads of keys and of values, and their sizes.
+#: REPORT_SHAPE has a report's sequences, tokens, heads of keys and of values, and both sizes.
 REPORT_SHAPE = (2, 3, 2, 4, 128, 128)
 REPORT_CHANNELS = 512
 REPORT_WIDTH = 4
 
 
 class DeltaKernel:
-    """The gated delta rule in its variants, each compiled once."""
+    """The gated delta rule; each variant is compiled once."""
 
     def __init__(self, language: KernelLanguage) -> None:
-        """``language`` is CUDA's, or one that stands for it."""
+        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "states")
 
     def serves(self, q: mx.array, v: mx.array, state: mx.array) -> bool:
-        """Whether it is for arrays of these shapes and dtypes."""
+        """True if the kernel takes arrays of these shapes and dtypes."""
         columns, rows = q.shape[-1], v.shape[-1]
         return (
             q.dtype in DTYPES
@@ -63,18 +64,18 @@ class DeltaKernel:
         beta: mx.array,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Outputs and the state after the last token, as mlx_lm's ``gated_delta_ops``.
+        """Return the outputs and the state after the last token, as mlx_lm's ``gated_delta_ops``.
 
         Args:
-            q: ``[B, T, K, DK]``.
-            k: likewise.
-            v: ``[B, T, V, DV]``; V is a multiple of K.
-            g: ``[B, T, V]``, or one for each column, ``[B, T, V, DK]``.
-            beta: ``[B, T, V]``.
-            state: float32 ``[B, V, DV, DK]``.
+            q: queries, ``[B, T, K, DK]``.
+            k: keys, ``[B, T, K, DK]``.
+            v: values, ``[B, T, V, DV]``; V is a multiple of K.
+            g: decays, ``[B, T, V]``, or one for each column of a state, ``[B, T, V, DK]``.
+            beta: learning rates of the rule, ``[B, T, V]``.
+            state: the state before the first token, float32 ``[B, V, DV, DK]``.
 
         Returns:
-            ``[B, T, V, DV]`` of the dtype of q, and a state.
+            Outputs ``[B, T, V, DV]`` in the dtype of q, and the state in float32.
         """
         columns, (heads, rows) = q.shape[-1], v.shape[2:]
         constants: dict[str, Constant] = {
@@ -100,14 +101,14 @@ class DeltaKernel:
 
 
 class ScanKernel:
-    """One token of a selective state space (Mamba 2) in its variants, each compiled once."""
+    """One token of a selective state space (Mamba 2); each variant is compiled once."""
 
     def __init__(self, language: KernelLanguage) -> None:
-        """``language`` is CUDA's, or one that stands for it."""
+        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "states")
 
     def serves(self, x: mx.array, b: mx.array, state: mx.array) -> bool:
-        """Whether it is for arrays of these shapes and dtypes."""
+        """True if the kernel takes arrays of these shapes and dtypes."""
         columns, rows = b.shape[-1], x.shape[-1]
         return (
             x.shape[1] == 1
@@ -128,18 +129,18 @@ class ScanKernel:
         c: mx.array,
         state: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """What the states give, and they themselves after the token.
+        """Return the outputs and the state after the token.
 
         Args:
-            x: ``[B, 1, H, DH]``.
-            decay: of each head's state, ``[B, 1, H]``.
-            dt: the time that the token takes, ``[B, 1, H]``.
+            x: inputs, ``[B, 1, H, DH]``.
+            decay: what each head's state is multiplied by, ``[B, 1, H]``.
+            dt: the length of the token's time step, ``[B, 1, H]``.
             b: input vectors, ``[B, 1, G, DS]``; H is a multiple of G.
-            c: output vectors, likewise.
-            state: float32 ``[B, H, DH, DS]``.
+            c: output vectors, ``[B, 1, G, DS]``.
+            state: the state before the token, float32 ``[B, H, DH, DS]``.
 
         Returns:
-            ``[B, 1, H, DH]`` of the dtype of x, and a state.
+            Outputs ``[B, 1, H, DH]`` in the dtype of x, and the state in float32.
         """
         batch, _, heads, rows = x.shape
         groups, columns = b.shape[2:]
@@ -172,14 +173,17 @@ class ScanKernel:
 
 
 class ConvolutionKernel:
-    """A convolution along the tokens, each channel for itself, without padding."""
+    """A depthwise convolution along the tokens, without padding."""
 
     def __init__(self, language: KernelLanguage) -> None:
-        """``language`` is CUDA's, or one that stands for it."""
+        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "states")
 
     def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
-        """``[B, T - W + 1, C]`` of x ``[B, T, C]`` and a weight ``[C, W, 1]`` of its dtype."""
+        """Return the convolution of x ``[B, T, C]``, as ``[B, T - W + 1, C]``.
+
+        ``weight`` is ``[C, W, 1]`` in the dtype of x.
+        """
         batch, length, channels = x.shape
         width = weight.shape[1]
         constants: dict[str, Constant] = {"T": x.dtype, "WIDTH": width, "THREADS": THREADS}
@@ -197,20 +201,20 @@ class ConvolutionKernel:
 
 
 def vector_of(columns: int) -> int:
-    """How many neighbours a lane takes at once."""
+    """Return how many neighbouring columns a thread loads at once: the most that divide evenly."""
     return next(size for size in (4, 2, 1) if columns % (WARP * size) == 0)
 
 
 def launch_of(warps: int) -> dict[str, tuple[int, int, int]]:
-    """Whole threadgroups of so many warps."""
+    """Return the grid and threadgroup of a launch of so many warps, in whole threadgroups."""
     threads = WARPS * WARP
     return {"grid": (-(-warps // WARPS) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
 
 
 def delta_error(kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, gates: int) -> float:
-    """Largest difference from mlx_lm's operations, in parts of the largest value.
+    """Return the largest difference from mlx_lm's operations, in parts of the largest value.
 
-    ``shape`` is as ``REPORT_SHAPE``; ``gates`` are 1, or as many as there are columns.
+    ``shape`` is as ``REPORT_SHAPE``; ``gates`` is 1, or the number of a state's columns.
     """
     batch, tokens, k_heads, v_heads, columns, rows = shape
     keys = iter(mx.random.split(mx.random.key(0), 6))
@@ -222,19 +226,19 @@ def delta_error(kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, ga
     v = normal(batch, tokens, v_heads, rows)
     gate = normal(batch, tokens, v_heads, gates)
     inputs = [
-        *(one.astype(dtype) for one in (q, k, v)),
+        *(array.astype(dtype) for array in (q, k, v)),
         mx.sigmoid(gate if gates > 1 else gate[..., 0]),
         mx.sigmoid(normal(batch, tokens, v_heads)).astype(dtype),
         normal(batch, v_heads, rows, columns),
     ]
     pairs = zip(kernel(*inputs), gated_delta_ops(*inputs), strict=True)
-    return max(largest_error(found, wanted) for found, wanted in pairs)
+    return max(largest_error(*pair) for pair in pairs)
 
 
 def scan_error(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> float:
-    """The same for one token of a state space.
+    """Return the largest difference from mlx_lm's ``ssm_attn``, in parts of the largest value.
 
-    ``shape``: sequences, groups and heads, columns and rows of a state.
+    ``shape`` has sequences, groups, heads, and the columns and rows of a state.
     """
     batch, groups, heads, columns, rows = shape
     keys = iter(mx.random.split(mx.random.key(0), 6))
@@ -247,48 +251,54 @@ def scan_error(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> f
     dt, bias = normal(batch, 1, heads).astype(dtype), mx.zeros(heads)
     a_log, skip = mx.linspace(-1, 1, heads), mx.zeros(heads, dtype)
     state = normal(batch, heads, rows, columns)
-    wanted = ssm_attn(x, a_log, b, c, skip, dt, bias, state)
+    expected = ssm_attn(x, a_log, b, c, skip, dt, bias, state)
     time = compute_dt(dt, bias, (0.001, 100.0))
-    found = kernel(x, mx.exp(time * -mx.exp(a_log)), time, b, c, state)
-    return max(largest_error(*pair) for pair in zip(found, wanted, strict=True))
+    actual = kernel(x, mx.exp(time * -mx.exp(a_log)), time, b, c, state)
+    return max(largest_error(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def convolution_error(kernel: ConvolutionKernel, weight: mx.array) -> float:
-    """Largest difference from float32 sums, in parts of the largest value."""
+    """Return the largest difference from sums in float32, in parts of the largest value."""
     channels, width, _ = weight.shape
     x = mx.random.normal((2, width + 2, channels), key=mx.random.key(1)).astype(weight.dtype)
     wide = x.astype(mx.float32)
     taps = weight[..., 0].T.astype(mx.float32)
-    wanted = mx.stack([(wide[:, i : i + width] * taps).sum(axis=1) for i in range(3)], axis=1)
-    return largest_error(kernel(x, weight), wanted)
+    expected = mx.stack([(wide[:, i : i + width] * taps).sum(axis=1) for i in range(3)], axis=1)
+    return largest_error(kernel(x, weight), expected)
 
 
 def why_not_delta(
     kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, gates: int
 ) -> str | None:
-    """Why the rule's kernel is not to be used; None if it agrees. See ``delta_error``."""
+    """Return why the delta rule's kernel is not to be used; None if it agrees.
+
+    The arguments are those of ``delta_error``.
+    """
     return why_off(lambda: delta_error(kernel, shape, dtype, gates), MAX_ERROR)
 
 
 def why_not_scan(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:
-    """The same for the kernel of state spaces. See ``scan_error``."""
+    """Return why the kernel of state spaces is not to be used; None if it agrees.
+
+    The arguments are those of ``scan_error``.
+    """
     return why_off(lambda: scan_error(kernel, shape, dtype), MAX_ERROR)
 
 
 def why_not_convolution(kernel: ConvolutionKernel, weight: mx.array) -> str | None:
-    """Why the convolution's kernel is not to be used for a weight; None if it agrees."""
+    """Return why the convolution's kernel is not to be used for a weight; None if it agrees."""
     if weight.dtype not in DTYPES:
         return f"weights of {weight.dtype}"
     return why_off(lambda: convolution_error(kernel, weight), MAX_ERROR)
 
 
 def states_report() -> KernelReport:
-    """Test the kernels of the default device, if it has some."""
+    """Test the three kernels on the default device, if it has them."""
     return cuda_report(_why_not)
 
 
 def _why_not(language: KernelLanguage) -> str | None:
-    """Why one of them is not to be used at the shapes of a report."""
+    """Return why one of the kernels is not to be used at the report's shapes; None if all agree."""
     weight = mx.random.normal((REPORT_CHANNELS, REPORT_WIDTH, 1), key=mx.random.key(0))
     return (
         why_not_delta(DeltaKernel(language), REPORT_SHAPE, mx.bfloat16, 1)

@@ -1,4 +1,4 @@
-"""Recurrent layers that compute by kernels where MLX's and mlx_lm's own way is slow."""
+"""Recurrent layers that use kernels where MLX's and mlx_lm's own operations are slow."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 
 class RowConvolution(nn.Conv1d):
-    """A convolution of each channel by itself, without padding."""
+    """A depthwise convolution without padding that the kernel computes."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """As ``nn.Conv1d``."""
+        """Return what ``nn.Conv1d`` returns."""
         weight = self["weight"]
         if x.dtype != weight.dtype or x.shape[1] < weight.shape[1]:
             return super().__call__(x)
@@ -38,8 +38,15 @@ class RowConvolution(nn.Conv1d):
 def use_state_layers(
     model: nn.Module, kernel: ConvolutionKernel, trials: KernelTrials | None = None
 ) -> int:
-    """Give a model's short convolutions this class where the kernel agrees; how many there are."""
-    layers = [one for one in model.modules() if type(one) is nn.Conv1d and _is_own(one)]
+    """Make a model's short convolutions ``RowConvolution`` where the kernel agrees.
+
+    Return how many are.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Conv1d and _is_plain_depthwise(module)
+    ]
     trial = (trials or KernelTrials()).of("the kernel of convolutions is")
     for layer in layers:
         weight = layer["weight"]
@@ -49,22 +56,22 @@ def use_state_layers(
     return sum(type(layer) is RowConvolution for layer in layers)
 
 
-def _is_own(layer: Any) -> bool:
-    """Whether each channel is by itself, its outputs next to each other, and nothing is padded."""
+def _is_plain_depthwise(layer: Any) -> bool:
+    """True if the layer is depthwise, of stride and dilation 1, and without padding."""
     settings = (layer.stride, layer.padding, layer.dilation)
     return settings == (1, 0, 1) and layer.groups == layer["weight"].shape[0]
 
 
 class DeltaSeam:
-    """Stands for ``gated_delta_ops`` of mlx_lm.
+    """Replaces ``gated_delta_ops`` of mlx_lm.
 
-    The kernel is checked for every shape that comes, when it first does: in the first prompt of the
-    check at load, and so not while a function is traced.
+    The kernel is checked for each shape when the shape first occurs. That is in the first prompt of
+    the check at load, and so never while a function is traced.
     """
 
     def __init__(self, original: Callable[..., Any], kernel: DeltaKernel) -> None:
         self.original = original
-        #: The forward in progress; without one, mlx_lm's own operations compute.
+        #: The forward in progress; without a forward, mlx_lm's own operations run.
         self.step: object | None = None
         self._kernel = kernel
         self._trials = ShapeTrials("the kernel of the delta rule is")
@@ -79,7 +86,7 @@ class DeltaSeam:
         state: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
-        """As mlx_lm's function."""
+        """Return what mlx_lm's function returns."""
         if self.step is None or state is None or mask is not None:
             return self.original(q, k, v, g, beta, state, mask)
         if not self._serves(q, v, g, state):
@@ -97,10 +104,11 @@ class DeltaSeam:
 
 
 class ScanSeam:
-    """Stands for ``ssm_attn`` of mlx_lm, which keeps the prompts; see ``DeltaSeam``."""
+    """Replaces ``ssm_attn`` of mlx_lm for one token; prompts still use it. See ``DeltaSeam``."""
 
     def __init__(self, original: Callable[..., Any], kernel: ScanKernel) -> None:
         self.original = original
+        #: The forward in progress; without a forward, mlx_lm's own operations run.
         self.step: object | None = None
         self._kernel = kernel
         self._trials = ShapeTrials("the kernel of state spaces is")
@@ -118,8 +126,8 @@ class ScanSeam:
         time_step_limit: tuple[float, float] = (0.001, 100.0),
         **options: Any,
     ) -> tuple[mx.array, mx.array]:
-        """As mlx_lm's function."""
-        has_options = any(one is not None for one in options.values())
+        """Return what mlx_lm's function returns."""
+        has_options = any(option is not None for option in options.values())
         if self.step is None or has_options or state is None or not self._serves(x, b, state):
             parameters = (a_log, b, c, d, dt, dt_bias, state, time_step_limit)
             return self.original(x, *parameters, **options)
