@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_parallm.types.json_values import is_object, is_sequence
+
 
 def is_longer(value: Any, limit: int) -> bool:
     """True if a value, as JSON text, surely has more than ``limit`` characters.
@@ -12,14 +14,15 @@ def is_longer(value: Any, limit: int) -> bool:
     counted. The walk stops at the limit and does not recurse, so values may be large, deep or
     cyclic.
     """
-    rest, size = [value], 0
+    rest: list[Any] = [value]
+    size = 0
     while rest and size <= limit:
         item = rest.pop()
-        if isinstance(item, dict):
+        if is_object(item):
             # Each member has quotes, a colon and a comma, with the spaces that Python writes.
             size += 6 * len(item) + sum(map(len, map(str, item)))
             rest.extend(item.values())
-        elif isinstance(item, list | tuple):
+        elif is_sequence(item):
             size += 2 + 2 * (len(item) - 1)
             rest.extend(item)
         else:

@@ -90,9 +90,9 @@ def literal(text: str, specials: SpecialTokens) -> str:
 class LarkBuilder:
     """A Lark grammar under construction, and the grammars it refers to."""
 
-    specials: SpecialTokens = field(default_factory=dict)
-    rules: list[str] = field(default_factory=list)
-    others: list[dict[str, Any]] = field(default_factory=list)
+    specials: SpecialTokens = field(default_factory=dict[str, int])
+    rules: list[str] = field(default_factory=list[str])
+    others: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _count: int = 0
 
     def rule(self, body: str) -> str:

@@ -39,7 +39,7 @@ class RowMasks:
 
     rows: list[int]
     words: np.ndarray
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict[int, str])
 
 
 class GrammarMasks:

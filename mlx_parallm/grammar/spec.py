@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_mapping, is_sequence
 
 # MAX_CHARS of a specification's text; OpenAI takes 120,000 characters of names and values.
 MAX_CHARS = 256 * 1024
@@ -84,7 +85,7 @@ def choice(options: Sequence[str], *, param: str | None = None) -> GrammarSpec:
     Raises:
         InvalidRequestError: there is none, one is empty or no text, or they are too large.
     """
-    if not options or not all(isinstance(option, str) and option for option in options):
+    if not options or not all(map(_is_text, options)):
         raise InvalidRequestError(
             "A choice needs one or more texts, none of them empty.", param=param
         )
@@ -117,8 +118,13 @@ def structural_tag(tag: Mapping[str, Any] | str, *, param: str | None = None) ->
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, _json_text(tag, param))
 
 
-def _text_spec(kind: GrammarKind, text: str, param: str | None) -> GrammarSpec:
-    if not isinstance(text, str) or not text:
+def _is_text(value: object) -> TypeGuard[str]:
+    """True if it is a text that is not empty; callers from Python may pass anything."""
+    return isinstance(value, str) and value != ""
+
+
+def _text_spec(kind: GrammarKind, text: object, param: str | None) -> GrammarSpec:
+    if not _is_text(text):
         raise InvalidRequestError("A text that is not empty is needed.", param=param)
     _check_size(len(text), param)
     return GrammarSpec(kind, text)
@@ -177,6 +183,5 @@ def _too_deep(param: str | None) -> InvalidRequestError:
 
 
 def _children(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, (Mapping, list, tuple)):
-        yield from (item for item in items if isinstance(item, (Mapping, list, tuple)))
+    items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
+    yield from (item for item in items if is_mapping(item) or is_sequence(item))

@@ -19,6 +19,7 @@ from mlx_parallm.grammar.lark import (
     regex_grammar,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_mapping, is_text_list
 
 MAX_TAGS = 512
 
@@ -159,7 +160,7 @@ def _tags(node: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _end(node: Mapping[str, Any]) -> str:
     end = node.get("end", "")
     # XGrammar takes several ends; the model must write the first.
-    if isinstance(end, list) and end:
+    if is_list(end) and end:
         end = end[0]
     if not isinstance(end, str):
         raise InvalidRequestError("A tag's end is a text.")
@@ -175,20 +176,20 @@ def _text(node: Mapping[str, Any], key: str) -> str:
 
 def _texts(node: Mapping[str, Any], key: str) -> list[str]:
     value = node.get(key)
-    if not isinstance(value, list) or not value or not all(isinstance(t, str) and t for t in value):
+    if not is_text_list(value) or not value or not all(value):
         raise InvalidRequestError(f"A structural tag's {key} are texts, none of them empty.")
     return value
 
 
 def _object(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = node.get(key)
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         raise InvalidRequestError(f"A structural tag's {key} is a JSON object.")
     return value
 
 
 def _objects(node: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
     value = node.get(key)
-    if not isinstance(value, list) or not value or not all(isinstance(o, Mapping) for o in value):
+    if not is_list(value) or not value or not all(map(is_mapping, value)):
         raise InvalidRequestError(f"A structural tag's {key} are JSON objects, at least one.")
     return value
