@@ -5,8 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any, Protocol
 
 from mlx_parallm.bench.workload import Lengths
+
+
+class FlagGroup(Protocol):
+    """The part of a parser, or of a group of its flags, that flags are added to."""
+
+    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
+        """Add a flag."""
+        ...
 
 
 def positive(text: str) -> int:

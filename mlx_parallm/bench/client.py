@@ -121,7 +121,7 @@ class StreamEvents:
         """Add running or final counts; return the number of new tokens, None if unknown."""
         if not usage:
             return None
-        details = usage.get("prompt_tokens_details") or {}
+        details: Mapping[str, Any] = usage.get("prompt_tokens_details") or {}
         self._record.prompt_tokens = usage.get("prompt_tokens", 0)
         self._record.cached_tokens = details.get("cached_tokens") or 0
         self._record.output_tokens = usage.get("completion_tokens", 0)

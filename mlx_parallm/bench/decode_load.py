@@ -36,7 +36,8 @@ class DecodeLoad:
             **params: sampling parameters of all requests; greedy by default.
         """
         shared: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
-        own = [dict(request_params) for request_params in params_of or [{}] * len(prompts)]
+        own = [dict[str, Any](request_params) for request_params in params_of or ()]
+        own = own or [{}] * len(prompts)
         self._engine = engine
         self._ids = [f"{name}-{i}" for i in range(len(prompts))]
         self._mine = frozenset(self._ids)
@@ -77,7 +78,7 @@ class DecodeLoad:
 
     def prefill(self) -> list[float]:
         """Step until every request has a token; return the times."""
-        times = []
+        times: list[float] = []
         while self._waiting:
             times.append(self.step()[0])
         return times

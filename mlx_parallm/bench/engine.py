@@ -93,9 +93,11 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
     )
     # MLX takes long to import, and ``bench serve`` does not need it.
     build = importlib.import_module("mlx_parallm.serving.kinds")
-    return build.build_generator(
-        config, MetricFamilies(), lambda _text, _share: None, tracer=recorder
-    )
+    return build.build_generator(config, MetricFamilies(), _ignore_progress, tracer=recorder)
+
+
+def _ignore_progress(_text: str, _share: float) -> None:
+    """Show nothing while the model is loaded."""
 
 
 def _write(recorder: TraceRecorder, path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -169,7 +169,7 @@ async def request(
     *,
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
-) -> AsyncIterator[Response]:
+) -> AsyncGenerator[Response]:
     """Send one request and yield the response; leaving the context closes the connection.
 
     Raises:

@@ -3,6 +3,9 @@
 It needs matplotlib; no other module imports this one at its top.
 """
 
+# Many of matplotlib's methods take options without types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

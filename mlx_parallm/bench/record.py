@@ -50,8 +50,8 @@ class RequestRecord:
     start_s: float
     max_tokens: int = 0
     end_s: float = 0.0
-    chunk_times_s: list[float] = field(default_factory=list)
-    chunk_tokens: list[int | None] = field(default_factory=list)
+    chunk_times_s: list[float] = field(default_factory=list[float])
+    chunk_tokens: list[int | None] = field(default_factory=list[int | None])
     text: str = ""
     finish_reason: str | None = None
     prompt_tokens: int = 0

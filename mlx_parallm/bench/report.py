@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.statistics import Spread, Summary, chunk_gaps_s
+from mlx_parallm.types.json_values import is_object
 
 #: ``SHORT_SHARE``: outputs with a smaller share of the requested tokens are another workload.
 SHORT_SHARE = 0.75
@@ -88,7 +89,7 @@ def to_json(
 
 def finite(value: Any) -> Any:
     """Return ``value`` with each NaN replaced by None, because JSON has no NaN."""
-    if isinstance(value, dict):
+    if is_object(value):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

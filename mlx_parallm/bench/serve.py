@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.bench.arguments import (
+    FlagGroup,
     lengths,
     not_negative,
     not_negative_number,
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_result_arguments(parser.add_argument_group("the results"))
 
 
-def _add_target_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_target_arguments(group: FlagGroup) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     group.add_argument("--model", help="default: the first in GET /v1/models")
     group.add_argument("--api-key", help="sent as a bearer token")
@@ -54,7 +55,7 @@ def _add_target_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--timeout-s", type=positive_number, default=600.0, help="per request")
 
 
-def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_workload_arguments(group: FlagGroup) -> None:
     group.add_argument("--num-requests", type=positive, default=128)
     group.add_argument(
         "--prompt-lengths", type=lengths, default="uniform:50,150", help=LENGTHS_HELP
@@ -80,7 +81,7 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0, help="seed of the workload")
 
 
-def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_load_arguments(group: FlagGroup) -> None:
     group.add_argument(
         "--concurrency",
         type=positive,
@@ -100,7 +101,7 @@ def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_result_arguments(group: argparse._ArgumentGroup) -> None:
+def _add_result_arguments(group: FlagGroup) -> None:
     group.add_argument("--output", type=output_file, help="write everything to this JSON file")
     group.add_argument("--plot", type=output_file, help="draw a picture (needs the extra 'plot')")
 

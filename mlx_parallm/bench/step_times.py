@@ -71,7 +71,7 @@ class StepTimes:
     """
 
     step: Span
-    self_s: dict[Phase, float] = field(default_factory=dict)
+    self_s: dict[Phase, float] = field(default_factory=dict[Phase, float])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

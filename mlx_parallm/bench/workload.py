@@ -99,7 +99,7 @@ class Workload:
     seed_requests: bool = False
     seed: int = 0
     rate: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def plan_requests(workload: Workload) -> list[PlannedRequest]:
@@ -113,7 +113,7 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
     source = random.Random(workload.seed)
     prefix = _draw_units(workload, workload.shared_prefix_length, source)
     arrival_s = 0.0
-    requests = []
+    requests: list[PlannedRequest] = []
     for index in range(workload.num_requests):
         units = prefix + _draw_units(workload, workload.prompt_lengths.draw(source), source)
         max_tokens = workload.output_lengths.draw(source)
