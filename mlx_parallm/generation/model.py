@@ -176,7 +176,7 @@ class GenerationModel:
     created: int
     tokenizer: Tokenizer
     info: RunnerInfo
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     parses_tools: bool = True

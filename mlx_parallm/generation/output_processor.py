@@ -23,8 +23,8 @@ class ProcessedStep:
             them, by a stop string or because another sample of the request failed.
     """
 
-    events: list[GenerateEvent] = field(default_factory=list)
-    stopped: list[tuple[str, int]] = field(default_factory=list)
+    events: list[GenerateEvent] = field(default_factory=list[GenerateEvent])
+    stopped: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Request:
     params: SamplingParams
     new_sample: Callable[[], _Sample]
     open: dict[int, None]
-    samples: dict[int, _Sample] = field(default_factory=dict)
+    samples: dict[int, _Sample] = field(default_factory=dict[int, _Sample])
 
     def sample(self, index: int) -> _Sample:
         """Return the text state of an open sample."""

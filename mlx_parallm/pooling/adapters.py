@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -136,7 +136,7 @@ class EncoderAdapterSet:
             self.policies.forget_unused()
 
     @contextmanager
-    def placed(self, contents: Collection[str]) -> Iterator[Mapping[str, int]]:
+    def placed(self, contents: Collection[str]) -> Generator[Mapping[str, int]]:
         """Hold a slot for each adapter within the ``with`` block; yield them by content."""
         adapters = self.requests.adapters
         slots = {content: adapters.acquire(content) for content in contents}

@@ -18,6 +18,7 @@ from mlx_parallm.models.loading import ARCHITECTURES
 from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_object
 
 
 def task_of(config: ModelConfig, path: Path) -> ModelTask:
@@ -30,16 +31,12 @@ def task_of(config: ModelConfig, path: Path) -> ModelTask:
         return config.task
     model_config = read_json(path / "config.json")
     # A config that is no object is reported when the model is loaded.
-    return (
-        decoder_task(model_config, module_kinds(path))
-        if isinstance(model_config, dict)
-        else "generate"
-    )
+    return decoder_task(model_config, module_kinds(path)) if is_object(model_config) else "generate"
 
 
 def reads_on(path: Path) -> bool:
     """True if tokens of a folder's model attend only to earlier tokens."""
-    model_config = read_json(transformer_folder(path) / "config.json") or {}
+    model_config: dict[str, Any] = read_json(transformer_folder(path) / "config.json") or {}
     return model_config.get("model_type") not in ARCHITECTURES and not reads_both_ways(model_config)
 
 
@@ -62,8 +59,9 @@ def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
         ConfigError: ``chat_template`` is wrong.
         ModelLoadError: the folder has no tokenizer.
     """
-    settings = read_json(path / "config_sentence_transformers.json") or {}
-    instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name"))
+    settings: dict[str, Any] = read_json(path / "config_sentence_transformers.json") or {}
+    prompts: dict[str | None, str] = settings.get("prompts") or {}
+    instruction = prompts.get(settings.get("default_prompt_name"))
     return load_decoder_tokenizer(
         path,
         trust_remote_code=config.trust_remote_code,
@@ -81,7 +79,7 @@ def _chosen(path: Path, config: dict[str, Any], tokenizer: TextEncoder) -> tuple
     """
     for module in read_json(path / "modules.json") or ():
         if module_kind(module) == "LogitScore":
-            scores = read_json(path / str(module["path"]) / "config.json") or {}
+            scores: dict[str, Any] = read_json(path / str(module["path"]) / "config.json") or {}
             ids = (scores.get("true_token_id"), scores.get("false_token_id"))
             return tuple(token_id for token_id in ids if token_id is not None)
     # vLLM's field has the token of a mismatch first.

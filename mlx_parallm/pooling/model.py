@@ -250,7 +250,7 @@ def with_head(info: PoolingInfo, head: OwnHead) -> PoolingInfo:
     if not head.num_labels:
         return info
     others = (task for task in info.tasks if task not in LABEL_TASKS)
-    is_alike = set(head.tasks) == LABEL_TASKS.intersection(info.tasks)
+    is_alike = frozenset(head.tasks) == LABEL_TASKS.intersection(info.tasks)
     tasks = info.tasks if is_alike else (*head.tasks, *others)
     if len(info.labels) == head.num_labels:
         return replace(info, tasks=tasks)

@@ -31,7 +31,7 @@ class WaitingInput:
     input: PoolingInput
     number: int
     arrival_s: float = 0.0
-    askers: list[tuple[str, int]] = field(default_factory=list)
+    askers: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
     @property
     def key(self) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class PoolingQueue:
 
         while True:
             count, longest = end - begin, lengths[end - 1][0]
-            costs = []
+            costs: list[tuple[int, int, int]] = []
             if begin > 0 and joins(begin - 1, lengths[begin - 1][0], longest):
                 costs.append(((count + 1) * longest, begin - 1, end))
             if end < len(lengths) and joins(end, lengths[begin][0], lengths[end][0]):
@@ -166,7 +166,7 @@ class PoolingQueue:
             return seconds(end - begin, self._by_length[end - 1][0])
 
         while True:
-            choices = []
+            choices: list[tuple[float, tuple[int, int]]] = []
             for group in self._groups_beside(begin, end):
                 union = min(begin, group[0]), max(end, group[1])
                 saved = cost(begin, end) + cost(*group) - cost(*union)

@@ -24,7 +24,7 @@ class HeldInputs:
 
     inputs: PromptInputs
     scope: bytes
-    slots: dict[ProductKey, int] = field(default_factory=dict)
+    slots: dict[ProductKey, int] = field(default_factory=dict[ProductKey, int])
 
     def key(self, source: ModelInput) -> ProductKey:
         """Return the key of a product in the cache."""

@@ -49,7 +49,7 @@ class RequestGroup:
     end_ids: frozenset[int]
     arrival: int
     weights: PolicyWeights = field(default_factory=PolicyWeights)
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, Sequence] = field(default_factory=dict[int, "Sequence"])
     content: str | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)
     num_cached_tokens: int | None = None
@@ -187,7 +187,7 @@ class Sequence:
     index: int
     seed: int
     token_ids: list[int]
-    output_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list[int])
     num_computed: int = 0
     num_pending: int = 0
     num_drafted: int = 0
@@ -204,7 +204,7 @@ class Sequence:
     blocked_at: int = 0
     thinking: ThinkingTracker | None = field(init=False)
     order: tuple[int, int, int] = field(init=False)
-    followers: list[Sequence] = field(default_factory=list)
+    followers: list[Sequence] = field(default_factory=list["Sequence"])
 
     def __post_init__(self) -> None:
         budget = self.request.params.thinking_budget
