@@ -159,10 +159,12 @@ def _supervise(command: Sequence[str], wait: Callable[[], None]) -> int:
         if process is not None:
             process.terminate()
 
+    def leave_to_command(_number: int, _frame: FrameType | None) -> None:
+        """Do nothing, because a terminal sends SIGINT to the command too."""
+
     process: subprocess.Popen[bytes] | None = None
     signal.signal(signal.SIGTERM, stop)
-    # A terminal sends SIGINT to the command too.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGINT, leave_to_command)
     process = subprocess.Popen(command)
     if is_stopping.is_set():
         process.terminate()

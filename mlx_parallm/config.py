@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.json_values import is_mapping
 
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
@@ -59,7 +60,7 @@ class ModelConfig:
     max_model_len_is_own: bool = False
     kv_cache_dtype: str | None = None
     chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = True
@@ -155,13 +156,13 @@ class SpeculativeConfig:
             )
 
     @staticmethod
-    def from_mapping(values: Mapping[str, Any]) -> SpeculativeConfig:
+    def from_mapping(values: Any) -> SpeculativeConfig:
         """Return the settings in a mapping of names to plain values.
 
         Raises:
             ConfigError: ``values`` is no mapping, a name is unknown, or a value is out of range.
         """
-        if not isinstance(values, Mapping):
+        if not is_mapping(values):
             raise ConfigError(f"speculative settings are names with values, not {values!r}")
         known = {field.name for field in fields(SpeculativeConfig)}
         unknown = sorted(str(name) for name in values if name not in known)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import (
@@ -51,8 +51,8 @@ class CompletionOutput:
 
     index: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -403,13 +403,17 @@ def _as_texts(texts: str | Sequence[str]) -> list[str]:
 
 
 def _per_prompt(value: T | Sequence[T], num_prompts: int, name: str) -> list[T]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not _is_per_prompt(value):
         return [value] * num_prompts  # type: ignore[list-item]
     if len(value) != num_prompts:
         raise InvalidRequestError(
             f"{name} has {len(value)} entries for {num_prompts} prompts.", param=name
         )
     return list(value)
+
+
+def _is_per_prompt(value: T | Sequence[T]) -> TypeGuard[Sequence[T]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_conversation(value: Sequence[Any]) -> bool:

@@ -5,9 +5,13 @@ and trains it. This one serves with ``mlx_parallm`` and trains with a function o
 It follows the Protocol ``art.backend.Backend`` of openpipe-art 0.5.23.
 """
 
+# ART is optional: where it is not installed, its types are unknown.
+# pyright: reportUnknownVariableType=false, reportUnknownParameterType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -122,7 +126,7 @@ class MLXParallmBackend:
     async def _prepare_backend_for_training(
         self, model: Any, config: Mapping[str, Any] | None = None
     ) -> tuple[str, str]:
-        server_args = (config or {}).get("server_args") or {}
+        server_args: Mapping[str, Any] = (config or {}).get("server_args") or {}
         address = Address(
             host=server_args.get("host", Address().host),
             port=server_args.get("port"),
@@ -133,7 +137,7 @@ class MLXParallmBackend:
         return f"{policy.url}/v1", address.api_key or NO_KEY
 
     @asynccontextmanager
-    async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
+    async def exact_adapter_lease(self, model: Any, step: int) -> AsyncGenerator[None]:
         """Pin requests within the block that name no step to ``step``."""
         from art.adapter_leases import pin_inference_step  # noqa: PLC0415  # pyright: ignore
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Checkpoints:
         return folder if folder.is_dir() else None
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
+    def writing(self, step: int) -> Generator[Path]:
         """Yield an empty folder that becomes the step's if the block ends without an error.
 
         Raises:

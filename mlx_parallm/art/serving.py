@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +167,7 @@ class ServedPolicy:
             raise CheckpointError("weight_sync_method disk needs checkpoints of the whole model.")
 
     @asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
+    async def _room(self) -> AsyncGenerator[None]:
         """Let the server sleep while a trainer uses its device; always wake it up afterwards."""
         if self._devices.is_split or self._server is None or self._control is None:
             yield

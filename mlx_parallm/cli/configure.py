@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import yaml
 
@@ -55,7 +55,8 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS
         group = parser.add_argument_group(name)
         for setting in SETTINGS:
             if setting.group == name:
-                _add_flag(group, setting)
+                flags = (f"--{name}" for name in setting.names)
+                group.add_argument(*flags, **_flag_options(setting))
     parser.epilog = f"{ORDER} A setting's variable is {ENVIRONMENT_PREFIX}NAME."
 
 
@@ -284,20 +285,12 @@ def _load(path: Path) -> Mapping[str, Any]:
     return content
 
 
-class _FlagGroup(Protocol):
-    """A parser or a group of one."""
-
-    def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
-        """Add a flag."""
-        ...
-
-
 def _attribute(setting: Setting) -> str:
     return "setting_" + setting.name.replace("-", "_")
 
 
-def _add_flag(group: _FlagGroup, setting: Setting) -> None:
-    flags = [f"--{name}" for name in setting.names]
+def _flag_options(setting: Setting) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for a setting."""
     options: dict[str, Any] = {
         "dest": _attribute(setting),
         "default": argparse.SUPPRESS,
@@ -312,7 +305,7 @@ def _add_flag(group: _FlagGroup, setting: Setting) -> None:
     elif setting.per_model:
         # The flag takes one value at a time, because the next argument may be a model.
         options["action"] = "append"
-    group.add_argument(*flags, **options)
+    return options
 
 
 def _help(setting: Setting) -> str:
