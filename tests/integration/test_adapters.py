@@ -304,7 +304,7 @@ def test_weights_that_are_replaced_are_heeded() -> None:
     factors = {"model.layers.0.self_attn.q_proj": 1.5, "model.layers.1.mlp.down_proj": 0.5}
     change(served.model, factors)
     served.path.forget_weights()
-    served.layers.renew()
+    served.layers.refresh()
     for slot in (0, 1, 5):
         fresh = random_model("tiny", dtype=mx.float32).model
         change(fresh, factors)
@@ -380,7 +380,7 @@ def test_an_adapter_is_put_in_parts_beside_steps_of_others() -> None:
     served.layers.drop(7)
     served.layers.begin(7, adapter, param="adapter")
     parts = 1
-    while served.layers.put_some(7, 1):
+    while served.layers.put_modules(7, 1):
         parts += 1
         assert mx.allclose(served.step(0, LENGTH, rows), before, **TOLERANCE)
     assert parts == len(adapter.modules)

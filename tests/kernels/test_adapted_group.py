@@ -87,7 +87,7 @@ def test_a_bias_that_was_replaced_is_heeded(context: AdapterContext) -> None:
     with context.during(rows_of(1, 1)):
         assert mx.allclose(block.q_proj(x), wanted(block.q_proj, change, x), atol=1e-4)
     block.q_proj.update({"bias": mx.full((SIZE,), 5.0)})
-    layers.renew()
+    layers.refresh()
     with context.during(rows_of(1, 1)):
         assert mx.allclose(block.q_proj(x), wanted(block.q_proj, change, x), atol=1e-4)
 

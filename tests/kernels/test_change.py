@@ -123,7 +123,7 @@ def test_rows_are_as_operations_of_mlx_give_them(
         for size in (inner, *outs)
     )
     kernels = ChangeKernels(shim)
-    assert all(kernels.serve(x, y, stack, slots) for y, stack in zip(ys, stacks, strict=True))
+    assert all(kernels.serves(x, y, stack, slots) for y, stack in zip(ys, stacks, strict=True))
     actual = kernels(x, ys, stacks, slots)
     for output, y, stack in zip(actual, ys, stacks, strict=True):
         wanted = y + (x @ stack.a[slots].swapaxes(-1, -2)) @ stack.b[slots]
@@ -165,4 +165,4 @@ def test_what_they_do_not_serve(x: mx.array, y: mx.array) -> None:
     require_compiler()
     stack = LinearStack((y.shape[-1], x.shape[-1]), mx.float32)
     slots = mx.zeros(x.shape[0], mx.int32)
-    assert not ChangeKernels(SHIMS["cuda"]()).serve(x, y, stack, slots)
+    assert not ChangeKernels(SHIMS["cuda"]()).serves(x, y, stack, slots)

@@ -47,6 +47,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/worker/attention",
     "mlx_parallm/worker/device",
     "mlx_parallm/worker/layers",
+    "mlx_parallm/worker/lora",
     "mlx_parallm/worker/model_errors.py",
     "mlx_parallm/worker/ops.py",
     "mlx_parallm/worker/pooling",

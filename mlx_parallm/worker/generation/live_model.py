@@ -91,7 +91,7 @@ class LiveModel:
 
     def _refresh(self) -> None:
         self._path.forget_weights()
-        self._adapters.renew()
+        self._adapters.refresh()
         _free()
 
 

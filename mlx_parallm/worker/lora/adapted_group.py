@@ -1,4 +1,4 @@
-"""Linear layers of one input, whose adapters change them together."""
+"""Applies adapters to linear layers that read the same input, with one kernel for all of them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _Layer:
     """A layer without its adapters.
 
     Attributes:
-        module: the layer; it is asked for its bias at every call, as weights are replaced.
-        call: gives its output.
+        module: the layer. Its bias is read at every call, because weights may be replaced.
+        call: computes the layer's output without adapters.
     """
 
     module: Any
@@ -28,23 +28,23 @@ class _Layer:
 
     @property
     def bias(self) -> mx.array | None:
-        """That is in the output, ``[out]``."""
+        """The bias that the output contains, ``[out]``; None if the layer has none."""
         return self.module.get("bias")
 
     def part(self, x: mx.array) -> Part:
-        """Return the output, and where it lies."""
+        """Return the output, and the columns that it is."""
         return part_of(self.module, self.call, x)
 
 
 class AdaptedGroup:
-    """Computes all of its layers when the first is asked, where a kernel serves them at once.
+    """Layers that models call on the same array, such as those of queries, keys and values.
 
-    What the others will be asked is kept until then, or until the forward ends: models call them
-    on the same array.
+    Where a kernel serves them at once, all are computed when the first one is called. The outputs
+    of the others are kept until these are called, or until the forward ends.
     """
 
     def __init__(self, context: AdapterContext) -> None:
-        """``context`` is asked for the adapters of rows."""
+        """Begin without layers; ``context`` knows the adapters of the rows in each forward."""
         self._context = context
         self._layers: dict[str, _Layer] = {}
         self._input: mx.array | None = None
@@ -52,16 +52,16 @@ class AdaptedGroup:
         self._outputs: dict[str, mx.array] = {}
 
     def add(self, path: str, module: Any, call: Callable[[mx.array], mx.array]) -> None:
-        """Have a layer of this module path; ``module`` and ``call`` as in ``_Layer``."""
+        """Add the layer with this module path; ``module`` and ``call`` are as in ``_Layer``."""
         self._layers[path] = _Layer(module, call)
 
     def take(self, path: str, x: mx.array) -> mx.array:
-        """The output of a layer that has adapters, changed for the rows of the forward."""
+        """Return a layer's output for x, changed by the adapters of the forward's rows."""
         rows = self._context.rows
-        assert rows is not None, "asked for rows of a forward without adapters"
+        assert rows is not None, "the forward has no adapters"
         if self._context.kernels is None:
             return self._plain(path, x, self._layers[path].call(x))
-        forward = self._context.forward
+        forward = self._context.forward_id
         if x is not self._input or forward != self._forward or path not in self._outputs:
             self._input, self._forward, self._outputs = x, forward, self._compute(x, rows.slots)
         output = self._outputs.pop(path)
@@ -70,21 +70,21 @@ class AdaptedGroup:
         return output
 
     def _plain(self, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """By MLX's operations."""
-        x, rows = picked(x, y, self._context)
+        """Return ``y``, the layer's output for x, changed by MLX's operations."""
+        x, rows = rows_of_output(x, y, self._context)
         return self._stack(path)(x, y, rows, self._layers[path].bias)
 
     def _compute(self, x: mx.array, slots: mx.array) -> dict[str, mx.array]:
-        """The outputs of all layers that have adapters, of rows with these slots."""
+        """Return the outputs of all layers that have adapters, for rows with these slots."""
         kernels = self._context.kernels
-        assert kernels is not None, "asked for a kernel that there is not"
+        assert kernels is not None, "there are no kernels"
         stacks = self._context.stacks
         paths = [path for path in self._layers if isinstance(stacks.get(path), LinearStack)]
         parts = {path: self._layers[path].part(x) for path in paths}
         outputs = {path: part.output for path, part in parts.items()}
         served: list[str] = []
         for path, y in outputs.items():
-            if kernels.serve(x, y, self._stack(path), slots):
+            if kernels.serves(x, y, self._stack(path), slots):
                 served.append(path)
             else:
                 outputs[path] = self._plain(path, x, y)
@@ -102,10 +102,15 @@ class AdaptedGroup:
         return stack
 
 
-def picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, AdapterRows]:
-    """The rows of the input that the output has, and their adapters."""
-    assert context.rows is not None, "asked for rows of a forward without adapters"
-    if context.wanted is None or y.shape[:-1] == x.shape[:-1]:
+def rows_of_output(
+    x: mx.array, y: mx.array, context: AdapterContext
+) -> tuple[mx.array, AdapterRows]:
+    """Return the rows of the input that the output has, and their adapters.
+
+    A head may compute only some rows of its input; then ``y`` has fewer rows than x.
+    """
+    assert context.rows is not None, "the forward has no adapters"
+    if context.head_rows is None or y.shape[:-1] == x.shape[:-1]:
         return x, context.rows
-    rows = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
-    return rows, AdapterRows(context.rows.slots[context.wanted])
+    rows = x.reshape(-1, x.shape[-1])[context.head_rows][:, None]
+    return rows, AdapterRows(context.rows.slots[context.head_rows])

@@ -1,4 +1,4 @@
-"""Lets the layers of a model heed the adapters of the rows that they get."""
+"""Apply per-row LoRA in a model's layers."""
 
 from __future__ import annotations
 
@@ -27,75 +27,85 @@ from mlx_parallm.worker.weights.loader import DTYPES
 
 
 def product_dtype(dtype: str) -> mx.Dtype:
-    """What products of adapters are computed in, by the dtype of the model."""
-    # MLX's gather_mm knows no other on a CPU.
+    """Return the dtype in which adapters' products are computed, for a model of this dtype."""
+    # On a CPU, MLX's gather_mm knows float32 only.
     return mx.float32 if backend_name() == "cpu" else DTYPES.get(dtype, mx.float32)
 
 
 class AdaptedLayers:
     """The adapters of one model, by slot.
 
-    A layer gets a class of its own when the first adapter changes it; names of parameters stay.
+    A layer's class is replaced when the first adapter changes it; names of parameters stay.
     """
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype, context: AdapterContext) -> None:
-        """``dtype`` is that of the adapters' products, ``context`` the forward path's."""
+        """Begin without adapters.
+
+        Args:
+            model: the model whose layers adapters may change.
+            dtype: the dtype of adapters' products, see ``product_dtype``.
+            context: the context of the path that runs the model's forwards.
+        """
         self._context = context
         self._dtype = dtype
         self._modules = dict(model.named_modules())
         self._adapted: set[str] = set()
-        # By their parent and their names.
+        # The groups of sibling layers, by their parent's path and their names.
         self._groups: dict[tuple[str, tuple[str, ...]], AdaptedGroup] = {}
-        # Of each slot, the modules it changes.
+        # The paths of the modules that each slot changes.
         self._paths: dict[int, tuple[str, ...]] = {}
-        # Of each slot, what DoRA changes: how much depends on the model's weights.
+        # Each slot's DoRA changes by module path: their gains depend on the model's weights.
         self._doras: dict[int, dict[str, LowRank]] = {}
-        # Of each slot, what has still to be put.
+        # The changes of each slot, with module paths, that are still to be put.
         self._pending: dict[int, list[tuple[str, LowRank]]] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Of all resident adapters."""
+        """The size of all resident adapters, in bytes."""
         return sum(stack.num_bytes for stack in self._context.stacks.values())
 
     def put(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
-        """``begin``, and all of ``put_some``."""
+        """Put a whole adapter into a slot: ``begin``, then ``put_modules`` for all modules."""
         self.begin(slot, adapter, param=param)
-        self.put_some(slot, len(adapter.modules))
+        self.put_modules(slot, len(adapter.modules))
 
     def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
-        """Let a slot become this adapter, module by module; another one that had it is gone.
+        """Begin to put an adapter into a slot; an adapter that had the slot is removed.
 
         Args:
-            slot: from 1 on.
-            adapter: with the module paths of its checkpoint.
-            param: the field of the request it came in, for errors.
+            slot: the slot, from 1 on.
+            adapter: the adapter, with the module paths of its checkpoint.
+            param: the field of the request that the adapter came in, for errors.
 
         Raises:
-            InvalidRequestError: it changes a module that the model does not have, or one of another
-                kind or shape; then nothing is changed.
+            InvalidRequestError: the adapter changes a module that the model does not have, or one
+                of another kind or shape; then nothing is changed.
         """
-        fitting, stacks = self._fit(adapter, param)
-        self._leave(slot, kept=fitting)
+        changes, stacks = self._fit(adapter, param)
+        self._clear(slot, kept=changes)
         self._context.set_stacks({**self._context.stacks, **stacks})
         self._context.reserve(slot + 1)
-        # First: if it fails half-way, whoever has the slot next must know what to undo.
-        self._paths[slot] = tuple(fitting)
-        self._pending[slot] = list(fitting.items())
+        # The paths are noted before the modules are put: if that fails half-way, the slot's next
+        # adapter must know what to undo.
+        self._paths[slot] = tuple(changes)
+        self._pending[slot] = list(changes.items())
 
-    def put_some(self, slot: int, count: int) -> bool:
-        """Put the next ``count`` modules of a slot that was begun; whether there are more."""
+    def put_modules(self, slot: int, count: int) -> bool:
+        """Put the next ``count`` modules of a slot after ``begin``; return True if there are more.
+
+        The device is not waited for: it computes the arrays after the step in flight, and before
+        the next one.
+        """
         pending = self._pending[slot]
         part = pending[:count]
-        factors = factors_of([one for _, one in part], self._dtype)
+        factors = factors_of([change for _, change in part], self._dtype)
         stacks = []
-        for (path, one), own in zip(part, factors, strict=True):
+        for (path, change), own_factors in zip(part, factors, strict=True):
             self._adapt(path)
             stacks.append(self._context.stacks[path])
-            stacks[-1].put(slot, one, self._gain(path, one), own)
-            if one.magnitude is not None:
-                self._doras.setdefault(slot, {})[path] = one
-        # Not waited for: it is computed behind the step in flight, and before the next one.
+            stacks[-1].put(slot, change, self._gain(path, change), own_factors)
+            if change.magnitude is not None:
+                self._doras.setdefault(slot, {})[path] = change
         mx.async_eval([stack.arrays() for stack in stacks])
         del pending[:count]
         if not pending:
@@ -109,48 +119,62 @@ class AdaptedLayers:
     def _fit(
         self, adapter: AdapterWeights, param: str
     ) -> tuple[dict[str, LowRank], dict[str, AdapterStack]]:
-        """Its changes, and their stacks, by the path of the model's module."""
+        """Return an adapter's changes, and the stacks for them, by the path of the model's module.
+
+        Raise InvalidRequestError if the adapter does not fit.
+        """
         if adapter.saved:
             names = ", ".join(sorted(adapter.saved))[:120]
-            raise unfit(f"modules_to_save ({names}) replace layers, which this model keeps", param)
-        fitting = {
-            find_module(self._modules, path, param=param): one
-            for path, one in adapter.modules.items()
+            raise unfit_error(
+                f"modules_to_save ({names}) replace layers, which this model keeps", param
+            )
+        changes = {
+            find_module(self._modules, path, param=param): change
+            for path, change in adapter.modules.items()
         }
-        if len(fitting) < len(adapter.modules):
-            raise unfit("two of its modules are the same one of this model", param)
-        return fitting, {path: self._stack(path, one, param) for path, one in fitting.items()}
+        if len(changes) < len(adapter.modules):
+            raise unfit_error("two of its modules are the same one of this model", param)
+        return changes, {path: self._stack(path, change, param) for path, change in changes.items()}
 
     def drop(self, slot: int) -> None:
-        """Let a slot be no adapter."""
-        self._leave(slot, kept={})
+        """Remove the adapter from a slot, if it has one."""
+        self._clear(slot, kept={})
 
-    def renew(self) -> None:
-        """Heed weights of the model that were replaced."""
-        for slot, modules in self._doras.items():
-            for path, one in modules.items():
-                gain = self._gain(path, one)
+    def refresh(self) -> None:
+        """Compute DoRA's gains anew after the model's weights were replaced."""
+        for slot, changes in self._doras.items():
+            for path, change in changes.items():
+                gain = self._gain(path, change)
                 assert gain is not None, f"{path} is no DoRA"
                 self._context.stacks[path].set_gain(slot, gain)
         mx.eval(self._context.arrays())
 
-    def _gain(self, path: str, one: LowRank) -> mx.array | None:
-        return None if one.magnitude is None else dora_gain(plain_weight(self._modules[path]), one)
+    def _gain(self, path: str, change: LowRank) -> mx.array | None:
+        if change.magnitude is None:
+            return None
+        return dora_gain(plain_weight(self._modules[path]), change)
 
-    def _leave(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
-        """Let a slot change none but these modules; what no slot changes is forgotten."""
+    def _clear(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
+        """Remove a slot's changes of all modules but ``kept``; stacks without a change are freed.
+
+        The slot's changes of ``kept`` stay in their stacks, where new ones are about to be put.
+        """
         self._doras.pop(slot, None)
         self._pending.pop(slot, None)
-        left = set(self._paths.pop(slot, ())) - set(kept)
-        others = {path for paths in self._paths.values() for path in paths}
-        for path in left & others:
+        cleared = set(self._paths.pop(slot, ())) - set(kept)
+        in_use = {path for paths in self._paths.values() for path in paths}
+        for path in cleared & in_use:
             self._context.stacks[path].drop(slot)
-        gone = left - others
-        if gone:
+        unused = cleared - in_use
+        if unused:
             stacks = self._context.stacks.items()
-            self._context.set_stacks({path: one for path, one in stacks if path not in gone})
+            self._context.set_stacks({path: stack for path, stack in stacks if path not in unused})
 
-    def _stack(self, path: str, one: LowRank, param: str) -> AdapterStack:
+    def _stack(self, path: str, change: LowRank, param: str) -> AdapterStack:
+        """Return the module's stack, a new one if it has none.
+
+        Raise InvalidRequestError if the change does not fit it.
+        """
         stack = self._context.stacks.get(path)
         if stack is None:
             module = self._modules[path]
@@ -158,56 +182,60 @@ class AdaptedLayers:
             if kind == "experts" and not is_expert_block(self._modules.get(_parent(path))):
                 kind = None
             if kind is None:
-                raise unfit(f"{path} is a {type(module).__name__}, which takes no adapter", param)
+                raise unfit_error(
+                    f"{path} is a {type(module).__name__}, which takes no adapter", param
+                )
             stack = STACKS[kind](plain_shape(module), self._dtype)
-        reason = stack.why_unfit(one)
+        reason = stack.why_unfit(change)
         if reason is not None:
-            raise unfit(f"{path}: {reason}", param)
+            raise unfit_error(f"{path}: {reason}", param)
         return stack
 
     def _adapt(self, path: str) -> None:
+        """Wrap a module's calls, once. Experts are wrapped with the block that calls them."""
         module = self._modules[path]
         is_expert = kind_of(module) == "experts"
-        place = _parent(path) if is_expert else path
-        if place in self._adapted:
+        wrapped_path = _parent(path) if is_expert else path
+        if wrapped_path in self._adapted:
             return
-        self._adapted.add(place)
+        self._adapted.add(wrapped_path)
         if is_expert:
-            adapt_block(self._modules[place], place, self._context)
+            adapt_block(self._modules[wrapped_path], wrapped_path, self._context)
         elif kind_of(module) == "linear":
             adapt_linear(module, path, self._context, self._group(path))
         else:
             adapt(module, path, self._context)
 
     def _group(self, path: str) -> AdaptedGroup:
-        """Of a linear layer and those that models call on the same input."""
+        """Return the group of a linear layer and its siblings, which models call on one input."""
         parent, _, name = path.rpartition(".")
         names = next((names for names in SIBLINGS if name in names), (name,))
         return self._groups.setdefault((parent, names), AdaptedGroup(self._context))
 
 
 def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
-    """The path in a model of a checkpoint's module.
+    """Return the path in a model of the module that a checkpoint calls ``path``.
 
-    mlx_lm puts some below another parent, and a bare model's names lack the trunk's.
+    The two may differ: mlx_lm puts some modules below another parent, and a bare model's names
+    lack the trunk's prefix.
 
     Raises:
-        InvalidRequestError: there is none.
+        InvalidRequestError: the model has no such module.
     """
     if path in modules:
         return path
     tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]
     for tail in tails:
-        found = [name for name in modules if name.endswith(f".{tail}")]
-        if len(found) == 1:
-            return found[0]
-    raise unfit(f"this model has no module {path[:120]!r}", param)
+        matches = [name for name in modules if name.endswith(f".{tail}")]
+        if len(matches) == 1:
+            return matches[0]
+    raise unfit_error(f"this model has no module {path[:120]!r}", param)
 
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def unfit(why: str, param: str) -> InvalidRequestError:
-    """The refusal of an adapter that is not of this model."""
+def unfit_error(why: str, param: str) -> InvalidRequestError:
+    """Return the error for an adapter that does not fit the model, with the reason ``why``."""
     return InvalidRequestError(f"The adapter does not fit: {why}.", param=param)

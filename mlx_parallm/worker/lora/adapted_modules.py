@@ -1,4 +1,4 @@
-"""Modules of a model that add what the adapters of their rows change."""
+"""Wraps the calls of a model's modules, so that the adapters of their rows change the outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from mlx_parallm.adapters.weights import Kind
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
-from mlx_parallm.worker.lora.adapted_group import AdaptedGroup, picked
+from mlx_parallm.worker.lora.adapted_group import AdaptedGroup, rows_of_output
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
 
@@ -24,12 +24,12 @@ _BLOCKS = (SwitchGLU, SwitchMLP)
 
 
 def kind_of(module: Any) -> Kind | None:
-    """Which kind of change a module takes; None for none."""
+    """Return which kind of change a module takes; None if it takes no change."""
     return next((kind for kind, types in _KINDS if isinstance(module, types)), None)
 
 
 def plain_shape(module: Any) -> tuple[int, ...]:
-    """The shape of a module's weight, unpacked."""
+    """Return the shape of a module's weight, as if unpacked."""
     *outer, last = module.weight.shape
     if "scales" in module:
         bits: int = module.bits
@@ -38,7 +38,7 @@ def plain_shape(module: Any) -> tuple[int, ...]:
 
 
 def plain_weight(module: Any) -> mx.array:
-    """The weight of a module, unpacked if need be."""
+    """Return the weight of a module, unpacked if it is packed."""
     if "scales" not in module:
         return module.weight
     return mx.dequantize(
@@ -52,23 +52,23 @@ def plain_weight(module: Any) -> mx.array:
 
 
 def is_expert_block(module: Any) -> bool:
-    """Whether it hands the experts that rows chose to ``SwitchLinear`` layers."""
+    """True if a module passes the experts that rows chose to ``SwitchLinear`` layers."""
     return isinstance(module, _BLOCKS)
 
 
 def adapt(module: Any, path: str, context: AdapterContext) -> None:
-    """Give a module a class that adds what the context's stack of this path says, if it has one.
+    """Wrap an embedding, or the experts of a block, so that the stack of this path changes it.
 
-    It is an embedding or one of a block's experts.
+    Without a stack of this path in the context, the module computes as before.
     """
-    made = {"embedding": _embedding, "experts": _experts}
+    wrappers = {"embedding": _embedding, "experts": _experts}
     kind = kind_of(module)
-    assert kind in made, f"{path} is of kind {kind}"
-    WrappedCalls([module], partial(made[kind], path=path, context=context))
+    assert kind in wrappers, f"{path} is of kind {kind}"
+    WrappedCalls([module], partial(wrappers[kind], path=path, context=context))
 
 
 def adapt_linear(module: Any, path: str, context: AdapterContext, group: AdaptedGroup) -> None:
-    """The same for a linear layer, whose group gets it."""
+    """Add a linear layer to its group, and wrap it so that the group computes its output."""
     group.add(path, module, partial(type(module).__call__, module))
 
     def wrap(original: Any) -> Methods:
@@ -83,10 +83,10 @@ def adapt_linear(module: Any, path: str, context: AdapterContext, group: Adapted
 
 
 def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
-    """Let a block's layers know the slots of their rows.
+    """Wrap a block of experts, so that its layers know the slots of their rows.
 
-    The block may sort rows by the experts that they chose. It is given indices of experts and slots
-    in one, which sort in the same way, and its layers take them apart.
+    The block may sort rows by the experts that they chose. So it gets indices that combine expert
+    and slot (``expert_slots``) and sort in the same way; its layers split them again.
     """
 
     def wrap(original: Any) -> Methods:
@@ -116,7 +116,7 @@ def _embedding(original: Any, *, path: str, context: AdapterContext) -> Methods:
         stack = context.stacks.get(path)
         if context.rows is None or not isinstance(stack, EmbeddingStack):
             return y
-        x, rows = picked(x, y, context)
+        x, rows = rows_of_output(x, y, context)
         return stack.head(x, y, rows)
 
     return {"__call__": call, "as_linear": as_linear}

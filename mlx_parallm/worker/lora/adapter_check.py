@@ -1,4 +1,4 @@
-"""Whether kernels add what adapters change: those of the device if they agree with NumPy's."""
+"""Chooses kernels for adapters: the device's, if they agree with NumPy's products."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from mlx_parallm.worker.lora.stack import LinearStack
 
 logger = logging.getLogger(__name__)
 
-# Of the largest value; products of 16-bit numbers are rounded to 8 bits or more.
+# MAX_ERROR is in parts of the largest value: 16-bit products are rounded to 8 bits or more.
 MAX_ERROR = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 2e-2}
-# More numbers than the threads of a threadgroup load at once.
+# INNER is the input width: more numbers than the threads of a threadgroup load at once.
 INNER = 2056
+# OUT and RANKS are those of the layers, and ROWS the numbers of rows that are tried.
 OUT = (40, 24, 16)
 RANKS = (8, 16, 3)
 ROWS = (5, MANY_ROWS + 1)
@@ -28,7 +29,7 @@ NUM_ADAPTERS = 3
 
 
 def adapter_report() -> KernelReport:
-    """Test the kernels of the default device."""
+    """Test the kernels on the default device."""
     kernels, rejected = choose_change_kernels(mx.bfloat16)
     return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
@@ -36,9 +37,10 @@ def adapter_report() -> KernelReport:
 def choose_change_kernels(
     dtype: mx.Dtype, chosen: bool | None = None
 ) -> tuple[ChangeKernels | None, str | None]:
-    """Return the default device's kernels if they are right, else why they are not used, if any.
+    """Return the default device's kernels if they are right, else None and why they are not used.
 
-    ``chosen``: whether an earlier choice on an equal device took them; None to check them.
+    There is no reason if the device has no kernels or ``chosen`` is False. ``chosen`` is the
+    choice of an earlier load on an equal device; None to check the kernels.
     """
     language = device_language()
     if language is None or chosen is False:
@@ -55,7 +57,7 @@ def choose_change_kernels(
 
 
 def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
-    """Why the kernels are not to be used; None if they agree with NumPy's products."""
+    """Return why the kernels are not to be used; None if they agree with NumPy's products."""
     if dtype not in MAX_ERROR:
         return f"adapters of {dtype}"
     kernels.begin(dtype)
@@ -63,16 +65,16 @@ def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
 
 
 def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
-    """Largest difference from NumPy's products in float32, in parts of the largest value.
+    """Return the largest difference from NumPy's products, in parts of the largest value.
 
-    The outputs before lie in one array, as those of layers that are multiplied at once.
+    The layers' outputs are columns of one array, as those of layers that are multiplied at once.
     """
     stacks = [_stack(out, rank, dtype) for out, rank in zip(OUT, RANKS, strict=True)]
     worst = 0.0
     for rows in ROWS:
-        # Neighbours of the same adapter, of another one and of none.
-        owners = np.arange(rows) // 2 % (NUM_ADAPTERS + 1)
-        slots = mx.array(owners, mx.int32)
+        # Neighbouring rows have the same adapter, another one, or none.
+        host_slots = np.arange(rows) // 2 % (NUM_ADAPTERS + 1)
+        slots = mx.array(host_slots, mx.int32)
         x, whole = (
             mx.random.normal((rows, 1, size), dtype, key=mx.random.key(size))
             for size in (INNER, sum(OUT))
@@ -81,14 +83,14 @@ def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
         ys = list(mx.split(whole, firsts[1:], axis=-1))
         columns = [Columns(whole, first) for first in firsts]
         for layers in range(1, MAX_LAYERS + 1):
-            found = kernels(x, ys[:layers], stacks[:layers], slots, columns[:layers])
-            for y, one, stack in zip(ys, found, stacks, strict=False):
-                worst = max(worst, largest_error(one, _wanted(x, y, stack, owners)))
+            outputs = kernels(x, ys[:layers], stacks[:layers], slots, columns[:layers])
+            for y, actual, stack in zip(ys, outputs, stacks, strict=False):
+                worst = max(worst, largest_error(actual, _expected(x, y, stack, host_slots)))
     return worst
 
 
 def _stack(out: int, rank: int, dtype: mx.Dtype) -> LinearStack:
-    """Of ``NUM_ADAPTERS`` of this rank."""
+    """Return a stack of ``NUM_ADAPTERS`` random adapters of this rank."""
     source = np.random.default_rng(rank)
     stack = LinearStack((out, INNER), dtype)
     for slot in range(1, NUM_ADAPTERS + 1):
@@ -101,15 +103,15 @@ def _stack(out: int, rank: int, dtype: mx.Dtype) -> LinearStack:
     return stack
 
 
-def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: np.ndarray) -> mx.array:
-    """Return what rows with these adapters should get, float32 ``[T, 1, out]``.
+def _expected(x: mx.array, y: mx.array, stack: LinearStack, slots: np.ndarray) -> mx.array:
+    """Return the right outputs for rows with these slots, float32 ``[T, 1, out]``.
 
-    NumPy computes it: MLX's CUDA backend compiles a kernel of its own for indexing by an array.
+    NumPy computes them, because MLX's CUDA backend would compile a kernel just for the indexing.
     """
-    rows, wanted, a, b = (
+    rows, expected, a, b = (
         np.array(array.astype(mx.float32)) for array in (x[:, 0], y, stack.a, stack.b)
     )
     for slot in np.unique(slots):
         own = slots == slot
-        wanted[own, 0] += rows[own] @ a[slot].T @ b[slot]
-    return mx.array(wanted)
+        expected[own, 0] += rows[own] @ a[slot].T @ b[slot]
+    return mx.array(expected)

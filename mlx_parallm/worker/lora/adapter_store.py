@@ -1,4 +1,4 @@
-"""The adapters of one model: kept by content, and put into slots as batches name them."""
+"""The adapters of one model: kept in host memory by content, and put into slots for batches."""
 
 from __future__ import annotations
 
@@ -12,59 +12,60 @@ from mlx_parallm.worker.ops import AddAdapter, Done, DropAdapter, Pending, Stage
 
 AdapterOp = AddAdapter | StageAdapter | DropAdapter
 
-# Nine layers of seven, put between two steps: some milliseconds, so that no stream stalls.
+# MODULES_AT_A_TIME are put between two steps: nine layers of seven modules take some milliseconds,
+# so that no stream stalls.
 MODULES_AT_A_TIME = 63
-#: What refusals name: the tensors of an upload.
+#: The field of a request that errors name: the tensors of an upload.
 PARAM = "adapter"
 
 
 class SlotTarget(Protocol):
-    """A model whose slots have adapters."""
+    """A model that has slots for adapters."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is in slots."""
+        """The size of the adapters in all slots, in bytes."""
         ...
 
     def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
-        """The head that an adapter brings; raise InvalidRequestError if it does not fit."""
+        """Return the head that an adapter brings; raise InvalidRequestError if it does not fit."""
         ...
 
     def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
-        """Let a slot become this adapter; raise InvalidRequestError if it does not fit."""
+        """Begin to put an adapter into a slot; raise InvalidRequestError if it does not fit."""
         ...
 
-    def put_some(self, slot: int, count: int) -> bool:
-        """Put the next ``count`` modules of a slot that was begun; whether there are more."""
+    def put_modules(self, slot: int, count: int) -> bool:
+        """Put a slot's next ``count`` modules after ``begin``; return True if there are more."""
         ...
 
     def drop(self, slot: int) -> None:
-        """Let a slot be no adapter."""
+        """Remove the adapter from a slot, if it has one."""
         ...
 
-    def renew(self) -> None:
-        """Heed weights of the model that were replaced."""
+    def refresh(self) -> None:
+        """Compute anew what depends on the model's weights, after these were replaced."""
         ...
 
 
 class AdapterStore:
-    """The adapters that ops may name, by their contents."""
+    """The adapters that ops may name, by their content ids."""
 
     def __init__(self, layers: SlotTarget) -> None:
         self._layers = layers
         self._adapters: dict[str, AdapterWeights] = {}
         self._heads: dict[str, OwnHead | None] = {}
+        # The content of each slot whose adapter is complete, and of each that is put in part.
         self._resident: dict[int, str] = {}
-        # Slots of which a part has been put.
         self._begun: dict[int, str] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots on the device."""
+        """The size of the adapters in all slots, in bytes."""
         return self._layers.num_bytes
 
     def begin(self, op: AdapterOp, tensors: Mapping[str, Mapping[str, HostTensor]]) -> Pending[Any]:
-        """Apply an op; ``tensors`` are by handle."""
+        """Execute an op; ``tensors`` are the uploaded tensors, by handle and name."""
         match op:
             case AddAdapter():
                 return Done(self.add(op.content, join_adapter(op.layout, tensors[op.handle])))
@@ -78,7 +79,7 @@ class AdapterStore:
         """Keep an adapter for later batches; return the head that it brings.
 
         Raises:
-            InvalidRequestError: the model has no such modules.
+            InvalidRequestError: the adapter does not fit the model.
         """
         if content not in self._adapters:
             self._heads[content] = self._layers.check(adapter, param=PARAM)
@@ -86,12 +87,12 @@ class AdapterStore:
         return self._heads[content]
 
     def remove(self, content: str) -> None:
-        """Forget an adapter that no later batch names."""
+        """Forget an adapter, which no later batch may name."""
         self._adapters.pop(content, None)
         self._heads.pop(content, None)
 
     def place(self, slots: Mapping[int, str]) -> None:
-        """Have these adapters in these slots."""
+        """Put these adapters into these slots, as far as they are not there already."""
         for slot, content in slots.items():
             while self.stage(slot, content):
                 pass
@@ -99,20 +100,21 @@ class AdapterStore:
     def stage(self, slot: int, content: str, *, part: int | None = None) -> bool:
         """Put the next part of an adapter into a slot; return True if there is more.
 
-        ``part`` 0 begins anew; None goes on with what was begun.
+        ``part`` is the number of the part. 0 begins anew; any other, or None, goes on with what
+        was begun.
         """
         if self._resident.get(slot) == content:
             return False
         if part == 0:
             self._begun.pop(slot, None)
         if self._begun.get(slot) != content:
-            # Whatever fails from here on leaves a slot that is put anew.
+            # If anything fails from here on, the slot counts as empty and is put anew.
             self._resident.pop(slot, None)
             self._begun.pop(slot, None)
             self._layers.begin(slot, self._adapters[content], param=PARAM)
             self._begun[slot] = content
         try:
-            has_more = self._layers.put_some(slot, MODULES_AT_A_TIME)
+            has_more = self._layers.put_modules(slot, MODULES_AT_A_TIME)
         except Exception:
             del self._begun[slot]
             raise
@@ -122,12 +124,12 @@ class AdapterStore:
         return has_more
 
     def release(self) -> None:
-        """Have no adapter on the device until a batch names it."""
+        """Free the device memory of all slots; later batches put their adapters anew."""
         for slot in [*self._resident, *self._begun]:
             self._layers.drop(slot)
         self._resident.clear()
         self._begun.clear()
 
-    def renew(self) -> None:
-        """Heed weights of the model that were replaced: DoRA scales by them."""
-        self._layers.renew()
+    def refresh(self) -> None:
+        """Update DoRA's gains, which depend on the model's weights, after these were replaced."""
+        self._layers.refresh()

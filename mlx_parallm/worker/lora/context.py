@@ -1,4 +1,4 @@
-"""Which adapters there are, and which of them the rows of the forward in progress have."""
+"""The resident adapters of a model, and which of them the rows of a forward have."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from mlx_parallm.worker.lora.stack import AdapterStack, capacity
 
 
 class AdapterContext:
-    """Told by whoever runs a forward, asked by the layers in it.
+    """The state that adapted layers read about the forward that they are part of.
+
+    The path that runs the forward sets it.
 
     Attributes:
-        rows: of the inputs ``[B, L, ...]`` that layers get; None while none of the forward has an
-            adapter.
-        wanted: the rows that the head picks out of all, int32; None where it picks none.
-        kernels: for linear layers of decode rows; None to use MLX's operations alone.
-        forward: another number in every forward.
+        rows: the adapters of the rows of layers' inputs ``[B, L, ...]``; None if no row has one.
+        head_rows: the indices of the rows that the head computes, int32; None if it computes all.
+        kernels: the kernels for linear layers of decode rows; None to use MLX's operations alone.
+        forward_id: a number that differs between forwards.
     """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
-        self.wanted: mx.array | None = None
+        self.head_rows: mx.array | None = None
         self.kernels: ChangeKernels | None = None
-        self.forward = 0
+        self.forward_id = 0
         self._stacks: dict[str, AdapterStack] = {}
         self._num_slots = 1
         self._key = ""
@@ -39,44 +40,44 @@ class AdapterContext:
         return self._num_slots
 
     def reserve(self, num_slots: int) -> None:
-        """Let every stack have room for so many slots."""
+        """Make room for so many slots in every stack."""
         self._num_slots = max(self._num_slots, capacity(num_slots))
         for stack in self.stacks.values():
-            # Rows name slots in every layer, whether their adapters change it or not.
+            # Every layer is indexed by the slots of the rows, even if their adapters skip it.
             stack.reserve(self._num_slots)
 
     @property
     def stacks(self) -> Mapping[str, AdapterStack]:
-        """What resident adapters change, by module path."""
+        """The changes that resident adapters make, by module path."""
         return self._stacks
 
     def set_stacks(self, stacks: Mapping[str, AdapterStack]) -> None:
-        """Let resident adapters change these modules and no others."""
+        """Replace the stacks: only the modules with these paths are changed from now on."""
         self._stacks = dict(sorted(stacks.items()))
         self._key = hashlib.sha256("\n".join(self._stacks).encode()).hexdigest()
 
     @property
     def key(self) -> str:
-        """Another one where other modules are changed."""
+        """A key of the set of changed modules; equal iff the modules are the same."""
         return self._key
 
     def arrays(self) -> list[list[mx.array]]:
-        """Those of all stacks, in the order of their paths."""
+        """Return the arrays of each stack, in the order of their paths."""
         return [stack.arrays() for stack in self._stacks.values()]
 
     def set_arrays(self, arrays: Sequence[Sequence[mx.array]]) -> None:
-        """Let layers use others, in the order of ``arrays``."""
-        for stack, others in zip(self._stacks.values(), arrays, strict=True):
-            stack.set_arrays(others)
+        """Replace the arrays of all stacks; ``arrays`` is ordered as the method ``arrays``."""
+        for stack, own_arrays in zip(self._stacks.values(), arrays, strict=True):
+            stack.set_arrays(own_arrays)
 
     @contextmanager
-    def during(self, rows: AdapterRows | None, wanted: mx.array | None = None) -> Iterator[None]:
-        """Let layers see these while the block runs."""
-        before = self.rows, self.wanted
-        self.rows, self.wanted = rows, wanted
-        self.forward += 1
+    def during(self, rows: AdapterRows | None, head_rows: mx.array | None = None) -> Iterator[None]:
+        """Set ``rows`` and ``head_rows`` for the forward that runs inside the context."""
+        before = self.rows, self.head_rows
+        self.rows, self.head_rows = rows, head_rows
+        self.forward_id += 1
         try:
             yield
         finally:
-            self.rows, self.wanted = before
-            self.forward += 1
+            self.rows, self.head_rows = before
+            self.forward_id += 1

@@ -1,4 +1,4 @@
-"""Which adapters the rows of a step have, and which of them have many rows."""
+"""The adapters of a step's rows, and which of these adapters have many rows."""
 
 from __future__ import annotations
 
@@ -9,69 +9,76 @@ import numpy as np
 
 #: The slot of rows without an adapter.
 NO_ADAPTER = 0
-# From this many rows on, one product of all rows by an adapter takes less time than a product of
-# each row by its own (measured on a CPU, where the latter repeats what it reads from the cache).
+# From MANY_ROWS on, multiplying all rows by one adapter takes less time than multiplying each row
+# by its own (measured on a CPU, where the latter reads the same factors from the cache repeatedly).
 MANY_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The slots of rows ``[B, L, ...]``.
+    """The adapters of rows ``[B, L, ...]``, by their slots.
 
     Attributes:
-        slots: int32 ``[B]``.
-        crowd: the slots that many rows have, each alone; None where none is known to.
-        only: the slot that all rows have; None if they have several. Whatever a layer gets is then
-            changed by it, of whatever shape.
+        slots: the slot of each row, int32 ``[B]``.
+        frequent: the adapters that many rows have; None if there are none, or this is not known.
+        common_slot: the slot that all rows have; None if they have several. With it, layers may
+            get inputs of any shape.
     """
 
     slots: mx.array
-    crowd: Crowd | None = None
-    only: int | None = None
+    frequent: FrequentAdapters | None = None
+    common_slot: int | None = None
 
     @classmethod
     def of_step(cls, slots: np.ndarray | None) -> AdapterRows | None:
-        """Of the tokens of a step, each a row, int32 ``[T]``; None if all are without."""
-        return None if slots is None else cls(mx.array(slots), Crowd.of(slots))
+        """Return the adapters of a step's tokens, each of which is a row.
+
+        ``slots`` is int32 ``[T]``. If no token has an adapter it is None, and so is the result.
+        """
+        return None if slots is None else cls(mx.array(slots), FrequentAdapters.of(slots))
 
     @classmethod
     def of_batch(cls, slots: np.ndarray) -> AdapterRows | None:
-        """Of the inputs of a batch, each a row of tokens, int32 ``[B]``; None if none has one."""
+        """Return the adapters of a batch's inputs, each of which is a row of tokens.
+
+        ``slots`` is int32 ``[B]``. Return None if no input has an adapter.
+        """
         if not slots.any():
             return None
         if (slots == slots[0]).all():
-            return cls(mx.array(slots), only=int(slots[0]))
+            return cls(mx.array(slots), common_slot=int(slots[0]))
         return cls.of_step(slots)
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """Adapters that many rows of a step have, and the rows of the others.
+class FrequentAdapters:
+    """The adapters that many rows of a step have, and the rows with other adapters.
 
     Attributes:
-        slots: of these adapters, int32 ``[D]``.
-        is_theirs: whether a row has that one, bool ``[B, 1, D, 1]``; None if all have the only one.
-        rest: rows with other adapters, int32; None if there are none.
-        rest_slots: their slots.
+        slots: the slots of the frequent adapters, int32 ``[D]``.
+        has_adapter: True where a row has an adapter, bool ``[B, 1, D, 1]``; None if D is 1 and all
+            rows have it.
+        rest: the indices of rows with other adapters, int32; None if there are none.
+        rest_slots: the slots of these rows, int32; None if there are none.
     """
 
     slots: mx.array
-    is_theirs: mx.array | None
+    has_adapter: mx.array | None
     rest: mx.array | None
     rest_slots: mx.array | None
 
     @classmethod
-    def of(cls, slots: np.ndarray) -> Crowd | None:
-        """Of the slots of rows, int32 ``[B]``; None if no adapter has many."""
-        found, counts = np.unique(slots, return_counts=True)
-        many = found[(counts >= MANY_ROWS) & (found != NO_ADAPTER)]
-        if not len(many):
+    def of(cls, slots: np.ndarray) -> FrequentAdapters | None:
+        """Return the frequent adapters among rows' slots, int32 ``[B]``; None if there are none."""
+        distinct, counts = np.unique(slots, return_counts=True)
+        frequent = distinct[(counts >= MANY_ROWS) & (distinct != NO_ADAPTER)]
+        if not len(frequent):
             return None
-        theirs = slots[:, None] == many
-        rest = np.flatnonzero(~theirs.any(axis=1) & (slots != NO_ADAPTER)).astype(np.int32)
+        has_adapter = slots[:, None] == frequent
+        rest = np.flatnonzero(~has_adapter.any(axis=1) & (slots != NO_ADAPTER)).astype(np.int32)
         return cls(
-            slots=mx.array(many),
-            is_theirs=None if theirs.all() else mx.array(theirs[:, None, :, None]),
+            slots=mx.array(frequent),
+            has_adapter=None if has_adapter.all() else mx.array(has_adapter[:, None, :, None]),
             rest=mx.array(rest) if len(rest) else None,
             rest_slots=mx.array(slots[rest]) if len(rest) else None,
         )

@@ -13,7 +13,12 @@ import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.pooling import LABEL_TASKS, OwnHead, PoolingInput, PoolingRunner, Task
-from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, find_module, product_dtype, unfit
+from mlx_parallm.worker.lora.adapted_layers import (
+    AdaptedLayers,
+    find_module,
+    product_dtype,
+    unfit_error,
+)
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -115,7 +120,7 @@ class EncoderAdapters:
             # The graph alone gives the shapes; nothing is evaluated.
             sizes = [own.heads.run([sample], hidden, mask)[0].shape[-1] for sample in samples]
         except MODEL_ERRORS as cause:
-            raise unfit(f"its head cannot be run: {cause}", param) from cause
+            raise unfit_error(f"its head cannot be run: {cause}", param) from cause
         is_of_labels = not LABEL_TASKS.isdisjoint(own.tasks)
         return OwnHead(own.tasks, max(sizes) if is_of_labels else 0)
 
@@ -131,9 +136,9 @@ class EncoderAdapters:
         else:
             self._apart.discard(slot)
 
-    def put_some(self, slot: int, count: int) -> bool:
+    def put_modules(self, slot: int, count: int) -> bool:
         """See ``SlotTarget``."""
-        return self._layers.put_some(slot, count)
+        return self._layers.put_modules(slot, count)
 
     def drop(self, slot: int) -> None:
         """See ``SlotTarget``."""
@@ -141,9 +146,9 @@ class EncoderAdapters:
         self._own.pop(slot, None)
         self._apart.discard(slot)
 
-    def renew(self) -> None:
+    def refresh(self) -> None:
         """See ``SlotTarget``."""
-        self._layers.renew()
+        self._layers.refresh()
 
     def close(self) -> None:
         """Drop the model's arrays, because it is unloaded; the store may outlive it."""
@@ -213,9 +218,11 @@ class EncoderAdapters:
         made = self._maker.make(adapter.saved, adapter.task_type, param=param)
         paths = set(made.paths)
         if inside := sorted(paths & self._calls.called):
-            raise unfit(f"modules_to_save may bring a head; {inside[0]} comes before it", param)
+            raise unfit_error(
+                f"modules_to_save may bring a head; {inside[0]} comes before it", param
+            )
         if both := sorted(paths & self._changed(adapter, param)):
-            raise unfit(f"it both changes {both[0]} and brings it in full", param)
+            raise unfit_error(f"it both changes {both[0]} and brings it in full", param)
         return _Own(self._heads.with_model(made.model), made.tasks or tuple(self._tasks))
 
     def _changed(self, adapter: AdapterWeights, param: str) -> set[str]:

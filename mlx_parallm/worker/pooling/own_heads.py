@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.encoder_args import HEADS, Head
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.worker.lora.adapted_layers import find_module, unfit
+from mlx_parallm.worker.lora.adapted_layers import find_module, unfit_error
 from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
 
 Saved = Mapping[str, HostTensor]
@@ -86,7 +86,7 @@ class LayerHeads:
         layers = [path for path, module in modules.items() if _has_arrays(module)]
         missing = sorted(set(layers) - self._modules.keys() - made.keys())
         if missing:
-            raise unfit(
+            raise unfit_error(
                 f"its head needs {missing[0]}, which neither it nor the model has: name it in "
                 "modules_to_save",
                 param,
@@ -123,7 +123,7 @@ def layer_like(path: str, module: Any, arrays: Parameters, param: str) -> nn.Mod
         wanted = {name: array.shape for name, array in module.items() if _is_array(array)}
         made = copy.copy(module)
     if shapes != wanted:
-        raise unfit(f"{path} has tensors of the shapes {shapes}, not {wanted}", param)
+        raise unfit_error(f"{path} has tensors of the shapes {shapes}, not {wanted}", param)
     made.update(dict(arrays))
     return made
 

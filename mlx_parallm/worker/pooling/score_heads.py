@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.worker.lora.adapted_layers import unfit
+from mlx_parallm.worker.lora.adapted_layers import unfit_error
 from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layers, split_head
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel
 from mlx_parallm.worker.pooling.own_heads import MadeHead, Parameters, Saved, layer_like
@@ -35,16 +35,18 @@ class ScoreHeads:
         if others:
             name = sorted(others)[0]
             names = ", ".join(HEAD_NAMES)
-            raise unfit(f"modules_to_save may bring {names}; {name[:100]} is none of them", param)
+            raise unfit_error(
+                f"modules_to_save may bring {names}; {name[:100]} is none of them", param
+            )
         for name, array in head.items():
             place, _, leaf = name.rpartition(".")
             has_weight = name.removesuffix(leaf) + "weight" in head
             if not has_weight or NUM_AXES.get(leaf) != array.ndim or not PLACE.fullmatch(place):
-                raise unfit(f"score.{name[:100]} is no tensor of a linear layer", param)
+                raise unfit_error(f"score.{name[:100]} is no tensor of a linear layer", param)
         try:
             score = scoring_layers(head, {})
         except ModelLoadError as problem:
-            raise unfit(f"modules_to_save: {problem}", param) from None
+            raise unfit_error(f"modules_to_save: {problem}", param) from None
         if isinstance(score, list):
             score = [_part(number, layer, head, param) for number, layer in enumerate(score)]
         else:

@@ -1,4 +1,4 @@
-"""The texts of the GPU kernels that add what adapters change, one folder a language."""
+"""The texts of the GPU kernels that add adapters' changes, one folder a language."""
 
 from pathlib import Path
 

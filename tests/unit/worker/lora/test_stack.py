@@ -101,14 +101,14 @@ def test_adapters_of_many_rows_are_those_of_each(few: list[int], bias: bool) -> 
     slots = slots[np.random.default_rng(0).permutation(len(slots))]
     together = AdapterRows.of_step(slots)
     assert together is not None
-    assert together.crowd is not None
+    assert together.frequent is not None
     x = mx.random.normal((len(slots), 1, IN))
     found = stack(x, base(x), together, base.bias if bias else None)
     each = stack(x, base(x), AdapterRows(mx.array(slots)), base.bias if bias else None)
     assert mx.allclose(found, each, **TOLERANCE)
     fewer = AdapterRows.of_step(np.array([1] * (MANY_ROWS - 1) + [0] * MANY_ROWS, np.int32))
     assert fewer is not None
-    assert fewer.crowd is None
+    assert fewer.frequent is None
 
 
 def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
