@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 
@@ -29,7 +29,7 @@ class ClientPace:
         self._empty_s: dict[str, float] = {}
 
     @contextmanager
-    def present(self, client: str) -> Iterator[None]:
+    def present(self, client: str) -> Generator[None]:
         """Count a request of a client as being here while the block runs."""
         self._here[client] += 1
         try:

@@ -43,7 +43,7 @@ class Dialect:
 
     error_body: Callable[[Failure, str | None], dict[str, Any]]
     error_model: type[BaseModel]
-    statuses: Mapping[int, int] = field(default_factory=dict)
+    statuses: Mapping[int, int] = field(default_factory=dict[int, int])
     id_header: str | None = None
 
 

@@ -177,7 +177,7 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
 def _allowed(request: Request, listed: str) -> list[str]:
     """Return the methods of a path: ``listed`` are those of one route only, and without HEAD."""
     scope = request.scope
-    probe = {"type": "http", "path": scope["path"], "headers": []}
+    probe: dict[str, Any] = {"type": "http", "path": scope["path"], "headers": []}
     probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
     routes = request.app.router.routes
     methods = {
@@ -211,7 +211,7 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
 
 def describe(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return a bounded sentence per problem of a body."""
-    lines = []
+    lines: list[str] = []
     for problem in problems[:MAX_PROBLEMS]:
         where = ".".join(str(part) for part in problem["loc"][1:])
         text = f"{where}: {problem['msg']}" if where else str(problem["msg"])

@@ -26,8 +26,8 @@ class ExampleRequest:
         form: the fields of a multipart body; a file is an object of ``filename`` and ``text``.
     """
 
-    path: Mapping[str, str] = field(default_factory=dict)
-    query: Mapping[str, str] = field(default_factory=dict)
+    path: Mapping[str, str] = field(default_factory=dict[str, str])
+    query: Mapping[str, str] = field(default_factory=dict[str, str])
     json: Any = None
     form: Mapping[str, Any] | None = None
 
@@ -66,7 +66,7 @@ class Example:
     answer: ExampleAnswer | None = None
     stream: Mapping[str, Any] | None = None
     events: str | None = None
-    until: Mapping[str, Any] = field(default_factory=dict)
+    until: Mapping[str, Any] = field(default_factory=dict[str, Any])
     needs: tuple[str, ...] = ()
     undo: tuple[str, ...] = ()
     refused: str | None = None

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 INT64 = 2**63
 
@@ -52,7 +53,7 @@ class NullIsAbsent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_may_not_be_dropped(cls, data: Any) -> Any:
-        for name in NEVER_DROPPED & data.keys() if isinstance(data, dict) else ():
+        for name in NEVER_DROPPED & data.keys() if is_object(data) else ():
             if data[name] and name not in cls.model_fields:
                 raise InvalidRequestError(
                     f"{name} is not supported here.", param=name, code="unsupported_parameter"
@@ -62,7 +63,7 @@ class NullIsAbsent(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
+        if is_object(data):
             return {key: value for key, value in data.items() if value is not None}
         return data
 

@@ -14,6 +14,7 @@ from pydantic import AliasChoices, BaseModel
 from starlette.responses import Response
 
 from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.types.json_values import is_list, is_object
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,14 @@ def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
     What is null is absent. A form may name fields that clients send as a matter of course and that
     need not be told: ``without_effect``.
     """
-    if not isinstance(body, dict):
+    if not is_object(body):
         return set()
     given = {name for name, value in body.items() if value is not None}
     silent = form.without_effect if issubclass(form, NullIsAbsent) else frozenset[str]()
     names = given - _known_names(form) - silent
     for name, options in _option_forms(form):
         values = body.get(name)
-        for value in values if isinstance(values, list) else [values]:
+        for value in values if is_list(values) else [values]:
             names |= {f"{name}.{inner}" for inner in ignored_names(options, value)}
     return names
 

@@ -110,7 +110,7 @@ class FormReader:
 
     def _on_header_end(self) -> None:
         name, value = self._header
-        if name.lower() == b"content-disposition":
+        if bytes(name.lower()) == b"content-disposition":
             self._disposition = bytes(value)
         self._header = [bytearray(), bytearray()]
 

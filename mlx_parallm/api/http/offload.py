@@ -9,7 +9,7 @@ import functools
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -72,7 +72,7 @@ class TextThreads:
         self._executor = ThreadPoolExecutor(self._num_threads, "texts")
 
     @contextlib.contextmanager
-    def serving(self, client: str) -> Iterator[None]:
+    def serving(self, client: str) -> Generator[None]:
         """Within it, ``in_thread`` uses these threads for a client, which counts as being here."""
         token = _SERVING.set((self, client))
         try:

@@ -148,8 +148,8 @@ class Routes:
 class RouteIndex:
     """Finds the facts of a request's route by its method and path."""
 
-    _literal: dict[str, list[DeclaredRoute]] = field(default_factory=dict)
-    _patterns: list[DeclaredRoute] = field(default_factory=list)
+    _literal: dict[str, list[DeclaredRoute]] = field(default_factory=dict[str, list[DeclaredRoute]])
+    _patterns: list[DeclaredRoute] = field(default_factory=list[DeclaredRoute])
 
     @staticmethod
     def of(routes: Iterable[DeclaredRoute]) -> RouteIndex:

@@ -21,6 +21,7 @@ from mlx_parallm.api.http.errors import describe
 from mlx_parallm.api.http.json_body import parse_json
 from mlx_parallm.api.http.multipart import FormReader
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -94,7 +95,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
         InvalidRequestError: it is none, or no object.
     """
     content = parse_json(body)
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise InvalidRequestError("The body must be a JSON object.")
     return content
 
@@ -120,7 +121,9 @@ def validated(model: type[T], fields: Mapping[str, Any]) -> T:
     try:
         return model.model_validate(fields)
     except ValidationError as problem:
-        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
+        problems: list[dict[str, Any]] = [
+            {**fault, "loc": ("body", *fault["loc"])} for fault in problem.errors()
+        ]
         param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
         raise InvalidRequestError(describe(problems), param=param) from None
 

@@ -92,7 +92,7 @@ def _calls(messages: Messages) -> list[dict[str, Any]]:
     for message in messages:
         if message.get("role") != "tool":
             break
-        function = {"name": message.get("name") or "tool", "arguments": {}}
+        function: dict[str, Any] = {"name": message.get("name") or "tool", "arguments": {}}
         calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
     return calls
 

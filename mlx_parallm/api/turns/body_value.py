@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_mapping, is_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class BodyValue:
 
     def __getitem__(self, key: str) -> BodyValue:
         """Return a value of an object."""
-        value = self.value.get(key) if isinstance(self.value, Mapping) else None
+        value = self.value.get(key) if is_mapping(self.value) else None
         return BodyValue(value, f"{self.where}.{key}")
 
     @property
@@ -43,7 +44,7 @@ class BodyValue:
         Raises:
             InvalidRequestError: it is no list.
         """
-        if not isinstance(self.value, list | tuple):
+        if not is_sequence(self.value):
             raise self.refusal(what or "must be a list")
         return [
             BodyValue(value, form.format(where=self.where, number=number))

@@ -6,6 +6,7 @@ import json
 import re
 
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
+from mlx_parallm.types.json_values import is_object
 
 _WRAPPER = ("{", f'"{CUSTOM_INPUT}"', ":")
 _BEFORE_VALUE = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*(?=\S)')
@@ -92,7 +93,7 @@ def _named_text(arguments: str) -> str | None:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return None
-    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+    text = value.get(CUSTOM_INPUT) if is_object(value) else None
     if not isinstance(text, str):
         return None
     # JSON can write half a surrogate pair, which no answer can hold.

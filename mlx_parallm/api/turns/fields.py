@@ -211,7 +211,7 @@ class SamplingFields(NullIsAbsent):
         None, description=f"Up to {MAX_STOPS} texts that end a sample."
     )
     stop_token_ids: list[StrictInt] = Field(
-        default_factory=list, description="Tokens that end a sample, besides the model's own."
+        default_factory=list[int], description="Tokens that end a sample, besides the model's own."
     )
     include_stop_str_in_output: StrictBool = Field(
         False, description="Leave the stop text in the answer."
@@ -254,7 +254,7 @@ class SamplingFields(NullIsAbsent):
         Raises:
             InvalidRequestError: a key is no token id, or a bias is outside -100 to 100.
         """
-        pairs = []
+        pairs: list[tuple[int, float]] = []
         for key, bias in (self.logit_bias or {}).items():
             if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
                 raise InvalidRequestError(f"{key[:32]!r} is not a token id.", param="logit_bias")
@@ -295,7 +295,7 @@ class GenerationRequest(StreamFields, SamplingRequest):
         None, ge=-1, description="Alternatives per prompt token, in vLLM's shape; -1 for all."
     )
     logprob_token_ids: list[StrictInt] = Field(
-        default_factory=list,
+        default_factory=list[int],
         max_length=MAX_NAMED_TOKENS,
         description="Tell the log-probabilities of these tokens in place of the likeliest.",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -160,7 +160,7 @@ class Generation:
 
 
 @contextlib.contextmanager
-def named_by(fields: Fields) -> Iterator[None]:
+def named_by(fields: Fields) -> Generator[None]:
     """Let refusals name the fields as a route's body calls them."""
     try:
         yield

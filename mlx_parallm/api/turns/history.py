@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
+from mlx_parallm.types.json_values import is_mapping, is_object
 
 # Protocols and model families call the thoughts of an earlier turn by either name.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -56,7 +57,7 @@ def _short_id(call_id: str, length: int) -> str:
 
 
 def _message(message: BodyValue) -> dict[str, Any]:
-    result = dict(message.value)
+    result: dict[str, Any] = dict(message.value)
     match result.get("role"):
         case "function":
             return result | {"role": "tool", "tool_call_id": message["name"].filled_text()}
@@ -64,6 +65,8 @@ def _message(message: BodyValue) -> dict[str, Any]:
             message["tool_call_id"].filled_text()
         case "assistant":
             _read_assistant(message, result)
+        case _:
+            pass
     return result
 
 
@@ -102,7 +105,7 @@ def _call(call: BodyValue) -> dict[str, Any]:
 
 def _arguments(arguments: BodyValue) -> str | Mapping[str, Any]:
     """Return the arguments as an object if they are one."""
-    if isinstance(arguments.value, Mapping):
+    if is_mapping(arguments.value):
         return arguments.value
     text = arguments.optional_text()
     if not text:
@@ -113,4 +116,4 @@ def _arguments(arguments: BodyValue) -> str | Mapping[str, Any]:
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if is_object(value) else text

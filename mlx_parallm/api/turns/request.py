@@ -49,7 +49,7 @@ class TurnRequest:
     parallel_tool_calls: bool = True
     structure: GrammarSpec | None = None
     structure_field: str = "response_format"
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     separate_reasoning: bool = True
     thinking_budget: int | None = None
     add_generation_prompt: bool = True

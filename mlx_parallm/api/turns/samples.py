@@ -31,8 +31,8 @@ class Sample:
     """The text and tokens of one sample; ``version`` labels the weights of its latest event."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     versions: VersionSpans = field(default_factory=VersionSpans)

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_parallm.api.turns.fields import SamplingFields
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import ALL_TOKENS, SamplingParams
 
 PARAMETERS = frozenset(SamplingParams.__dataclass_fields__)
@@ -37,4 +38,4 @@ def sampling_params(body: SamplingFields, *, max_logprobs: int, **changes: Any) 
 
 
 def _immutable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if is_list(value) else value

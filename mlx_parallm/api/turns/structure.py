@@ -17,6 +17,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_mapping
 from mlx_parallm.types.request import Grammar
 
 # Where a body of the Responses API has its format: a field within a field.
@@ -80,7 +81,7 @@ def _response_format(value: Any, *, param: str) -> GrammarSpec | None:
     Raises:
         InvalidRequestError: it is malformed.
     """
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         raise _wrong(param, "is an object with a type")
     match value.get("type"):
         case "text":
@@ -100,7 +101,7 @@ def _response_format(value: Any, *, param: str) -> GrammarSpec | None:
 
 
 def _named_schema(value: Any, param: str) -> GrammarSpec:
-    if not isinstance(value, Mapping) or "schema" not in value:
+    if not is_mapping(value) or "schema" not in value:
         raise _wrong(param, "needs a json_schema with a schema")
     strict = value.get("strict")
     if strict is not None and not isinstance(strict, bool):
@@ -111,7 +112,7 @@ def _named_schema(value: Any, param: str) -> GrammarSpec:
 
 
 def _structured_outputs(value: Any, *, param: str) -> GrammarSpec | None:
-    if not isinstance(value, Mapping):
+    if not is_mapping(value):
         raise _wrong(param, "is an object")
     wanted = {
         key: option
@@ -133,7 +134,7 @@ def _json_object(value: Any, *, param: str) -> GrammarSpec:
 
 
 def _choice(value: Any, *, param: str) -> GrammarSpec:
-    if not isinstance(value, list):
+    if not is_list(value):
         raise _wrong(param, "takes a list of texts as choice")
     return specs.choice(value, param=param)
 

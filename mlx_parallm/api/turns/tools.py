@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_mapping
 
 # OpenAI allows 64 characters and no dots; names of MCP servers' tools are often longer.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
@@ -35,7 +36,7 @@ class Tool:
 
     name: str
     description: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
     strict: bool = False
     is_custom: bool = False
 
@@ -201,8 +202,10 @@ def callable_tools(tools: Iterable[Tool], choice: ToolChoice) -> tuple[Tool, ...
 
 def _object_schema(parameters: BodyValue) -> dict[str, Any]:
     """Return the schema, which is that of an object even where it does not say so."""
-    schema = {"type": "object", "properties": {}} if parameters.value is None else parameters.value
-    if not isinstance(schema, Mapping):
+    schema = parameters.value
+    if schema is None:
+        schema = {"type": "object", "properties": dict[str, Any]()}
+    if not is_mapping(schema):
         raise parameters.refusal("must be a JSON schema")
     if schema.get("type", "object") != "object":
         raise parameters.refusal('must be a JSON schema of type "object"')

@@ -14,7 +14,7 @@ class VersionSpans:
     span is empty: a sample of no tokens has no span.
     """
 
-    _ends: list[tuple[str, int]] = field(default_factory=list)
+    _ends: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
     def add(self, version: str, count: int) -> None:
         """Note that the next ``count`` tokens were made by these weights."""
