@@ -14,6 +14,7 @@ from mlx_parallm.api.pooling.hf.vectors import feature_extraction, sentence_simi
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.pooling import Task
 
 Run = Callable[[Job], Awaitable[Done]]
@@ -85,7 +86,7 @@ def _told(inputs: Any, parameters: TaskParameters) -> str | None:
 
 
 def _first(client: PoolingClient, inputs: Any) -> PoolingModel:
-    text = inputs[0] if isinstance(inputs, list) and inputs else inputs
+    text = inputs[0] if is_list(inputs) and inputs else inputs
     for model in client.models():
         token = model.tokenizer.mask_token
         if "mlm" in model.info.tasks and token and isinstance(text, str) and token in text:

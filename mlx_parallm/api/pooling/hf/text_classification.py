@@ -12,6 +12,7 @@ from mlx_parallm.api.pooling.hf.texts import reading, texts_of
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, is_list_of
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.pooling import PoolingInput, ProblemType
 
 #: The problem whose scores the function makes, whatever the number of labels.
@@ -40,7 +41,7 @@ async def text_classification(job: Job) -> Done:
 
 async def _inputs(job: Job) -> tuple[PoolingInput, ...]:
     model, how = job.call.model, reading(job.parameters)
-    pairs = [job.inputs] if isinstance(job.inputs, dict) else job.inputs
+    pairs: Any = [job.inputs] if is_object(job.inputs) else job.inputs
     if is_list_of(pairs, dict) and len(pairs) <= MAX_INPUTS:
         return await pair_inputs([_pair(each) for each in pairs], model, how)
     return await single_inputs(texts_of(job.inputs), model, "classify", how)

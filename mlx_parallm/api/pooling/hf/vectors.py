@@ -16,6 +16,7 @@ from mlx_parallm.api.pooling.inputs.prompts import named_prompt
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.tei.answer import similarities
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_object
 
 
 async def feature_extraction(job: Job) -> Done:
@@ -36,10 +37,9 @@ async def sentence_similarity(job: Job) -> Done:
     Raises:
         ParallmError: ``inputs`` is no object with these; see also ``feature_extraction``.
     """
-    content = job.inputs if isinstance(job.inputs, dict) else {}
+    content = job.inputs if is_object(job.inputs) else {}
     source, sentences = content.get("source_sentence"), content.get("sentences")
-    is_list = isinstance(sentences, list) and 0 < len(sentences) < MAX_INPUTS
-    if not isinstance(source, str) or sentences is None or not is_list:
+    if not isinstance(source, str) or not is_list(sentences) or not 0 < len(sentences) < MAX_INPUTS:
         raise InvalidRequestError(
             "inputs must have source_sentence, a text, and sentences, a list of texts.",
             param="inputs",

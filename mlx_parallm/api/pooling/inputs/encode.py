@@ -85,7 +85,7 @@ async def single_inputs(
         return tuple(PoolingInput(each, task) for each in fitting)
     (bare,) = model.tokenizer.encode([role.prompt], add_special_tokens=False)
     num_begin = len(model.tokenizer.begin_ids) if reading.add_special_tokens else 0
-    inputs = []
+    inputs: list[PoolingInput] = []
     for whole, kept in zip(ids, fitting, strict=True):
         num_cut = len(whole) - len(kept) if limit.from_left else 0
         # One token at least is left of a text that is cut to its prompt.

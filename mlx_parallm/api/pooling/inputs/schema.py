@@ -17,6 +17,7 @@ from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
+from mlx_parallm.types.json_values import is_list
 
 #: OpenAI takes 2,048.
 MAX_INPUTS = 8192
@@ -31,7 +32,7 @@ def many(item: dict[str, Any]) -> dict[str, Any]:
 
 def is_list_of(value: Any, kind: type) -> bool:
     """True if a value is a list of values of exactly this type, and not empty."""
-    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+    return is_list(value) and bool(value) and all(type(item) is kind for item in value)
 
 
 def as_texts(value: Any) -> list[str] | None:

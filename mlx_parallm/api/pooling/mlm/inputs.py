@@ -10,6 +10,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.request import TokenLimit
 
@@ -61,7 +62,7 @@ async def masked_inputs(
         ContextLengthError: one is too long and is not to be cut.
     """
     mask = mask_id(model)
-    inputs = []
+    inputs: list[PoolingInput] = []
     for number, each in enumerate(await single_inputs(sources, model, task, reading)):
         places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
         if not places:
@@ -89,15 +90,18 @@ async def candidates_of(
     Raises:
         InvalidRequestError: an id is outside the vocabulary; no word is left.
     """
-    if not isinstance(words, Mapping):
-        words = {word: word for word in words}
-    length = sum(len(str(word)) + _WORD_CHARS for word in words.values())
-    return await maybe_in_thread(lambda: _candidates(words, model, param), length)
+    labelled = _labelled(words)
+    length = sum(len(str(word)) + _WORD_CHARS for word in labelled.values())
+    return await maybe_in_thread(lambda: _candidates(labelled, model, param), length)
+
+
+def _labelled(words: Mapping[str, str | int] | Iterable[str]) -> Mapping[str, str | int]:
+    return words if is_mapping(words) else {word: word for word in words}
 
 
 def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str) -> Candidates:
     labels: dict[int, str] = {}
-    warnings = []
+    warnings: list[str] = []
     for label, word in words.items():
         number, warning = _candidate(word, model, param)
         warnings += [] if warning is None else [warning]

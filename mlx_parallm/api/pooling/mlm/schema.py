@@ -23,6 +23,7 @@ from mlx_parallm.api.pooling.inputs.schema import (
     many,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_object
 
 MAX_TOP_K = 1000
 MAX_WORDS = 10_000
@@ -41,10 +42,13 @@ def _token_ids(value: Any) -> list[list[int]]:
 def _words(value: Any) -> dict[str, str | int]:
     """Return words by their labels; a word without one is its own."""
     values = [value] if isinstance(value, (str, int)) else value
-    if isinstance(values, list):
+    if is_list(values):
         values = {str(word): word for word in values}
-    is_object = isinstance(values, dict) and 0 < len(values) <= MAX_WORDS
-    if is_object and all(type(word) in (str, int) for word in values.values()):
+    if (
+        is_object(values)
+        and 0 < len(values) <= MAX_WORDS
+        and all(type(word) in (str, int) for word in values.values())
+    ):
         return values
     raise ValueError(
         f"must be 1 to {MAX_WORDS} words or token ids, in a list or, by their labels, an object"

@@ -72,7 +72,7 @@ def text_scores(
         logprobs: of their inputs, in their order.
         hits: whether the results of these inputs were kept.
     """
-    entries = []
+    entries: list[dict[str, Any]] = []
     begin = 0
     for text in texts:
         own = slice(begin, begin + len(text.places))

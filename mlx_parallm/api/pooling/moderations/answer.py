@@ -107,7 +107,7 @@ def _names_harms(info: PoolingInfo) -> bool:
 def harmful(labels: Sequence[str]) -> dict[int, str]:
     """Return the categories of the labels that do not mean harmless, by their numbers."""
     own = {_bare(category): category for category in CATEGORIES}
-    short = SHORT if set(SHORT) < set(labels) else {}
+    short = SHORT if set(SHORT) < set(labels) else dict[str, str]()
     bare = {_bare(label) for label in labels}
     return {
         number: short.get(label) or own.get(_bare(label)) or label

@@ -19,7 +19,7 @@ def rerank_answer(
     scores: PairScores, body: RerankRequest, documents: Sequence[str], call: PoolingCall
 ) -> dict[str, Any]:
     """Return the object of Jina, Cohere and vLLM."""
-    results = []
+    results: list[dict[str, Any]] = []
     for place in ranked(scores.values)[: body.top_n or None]:
         result: dict[str, Any] = {"index": place, "relevance_score": scores.values[place]}
         if body.return_documents:

@@ -82,7 +82,7 @@ def _data(
     body: RewardsRequest, scored: Sequence[Scored], encoded: Encoded, step_id: int | None
 ) -> list[dict[str, Any]]:
     """Return an entry for each text; its index counts those of its prompt."""
-    data = []
+    data: list[dict[str, Any]] = []
     counts: Counter[int | None] = Counter()
     for each, text, logits in zip(scored, encoded.inputs, encoded.results, strict=True):
         prompt = each.prompt_index

@@ -40,7 +40,7 @@ class ScoreRequest(PoolingFields):
         None, description="Texts or token ids, beside the query; or, with queries, texts."
     )
     label_token_ids: list[Annotated[StrictInt, Field(ge=0)]] = Field(
-        default_factory=list,
+        default_factory=list[int],
         max_length=MAX_NAMED_TOKENS,
         description="Tokens whose probabilities after query and item are told.",
     )

@@ -86,7 +86,7 @@ def text_tokens(text: str, spans: Sequence[TokenSpan]) -> list[dict[str, Any]]:
 
 def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
     """Return where characters at ascending places are among the bytes."""
-    offsets = {}
+    offsets: dict[int, int] = {}
     begin = num_bytes = 0
     for place in places:
         num_bytes += len(text[begin:place].encode())

@@ -16,6 +16,7 @@ from pydantic import (
 from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent, OpenForm
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs, many
+from mlx_parallm.types.json_values import is_list
 
 Sequences = tuple[list[tuple[str, ...]], bool]
 _PAIR = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
@@ -27,7 +28,7 @@ def _sequences(value: Any) -> Sequences:
         value = [value]
     if _is_sequence(value):
         return [tuple(value)], False
-    if isinstance(value, list) and 0 < len(value) <= MAX_INPUTS and all(map(_is_sequence, value)):
+    if is_list(value) and 0 < len(value) <= MAX_INPUTS and all(map(_is_sequence, value)):
         return [tuple(each) for each in value], True
     raise ValueError(
         "must be a text, a pair of texts, or a list of lists of one or two texts; "
@@ -38,7 +39,7 @@ def _sequences(value: Any) -> Sequences:
 def _is_sequence(value: Any) -> bool:
     """True if it is a list of one text or two."""
     return (
-        isinstance(value, list)
+        is_list(value)
         and len(value) in (1, 2)
         and all(isinstance(text, str) and text for text in value)
     )
