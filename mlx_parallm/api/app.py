@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
@@ -133,7 +133,7 @@ def create_app(
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     service: BatchService | None = app.state.batches
     if service is not None:
         service.start()

@@ -49,7 +49,11 @@ class MessageAnswer(Answer):
         usage = Usage(prompt_tokens=self._stream.usage.prompt_tokens)
         if prompt is not None:
             usage.add(prompt)
-        message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
+        message: dict[str, Any] = self._message() | {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
         return [{"type": "message_start", "message": message | {"usage": usage_body(usage)}}]
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:

@@ -16,6 +16,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallArguments,
     ToolCallBegin,
 )
+from mlx_parallm.types.json_values import is_object
 
 # What Anthropic's documentation calls the key of input that is no JSON
 # (https://platform.claude.com/docs/en/agents-and-tools/tool-use/fine-grained-tool-streaming).
@@ -56,7 +57,7 @@ class ContentBlocks:
                 return self._add_text("text", text)
             case ToolCallBegin(_, name, id_):
                 id_ = (id_ or "").replace(OPENAI_ID, ANTHROPIC_ID, 1)
-                block = {"type": "tool_use", "id": id_, "name": name, "input": {}}
+                block: dict[str, Any] = {"type": "tool_use", "id": id_, "name": name, "input": {}}
                 return [*self._close(), self._begin(block)]
             case ToolCallArguments(_, text):
                 self._text += text
@@ -66,7 +67,7 @@ class ContentBlocks:
 
     def end(self) -> list[dict[str, Any]]:
         """End the answer; return the events that tell it."""
-        events = []
+        events: list[dict[str, Any]] = []
         if self._held and not self.blocks:
             # All that the model wrote.
             events += self._write(self._held_for, self._held)
@@ -106,7 +107,7 @@ class ContentBlocks:
         opened, self._open, self._held = self._open, None, ""
         if opened is None:
             return []
-        events = []
+        events: list[dict[str, Any]] = []
         if opened == "thinking":
             self.blocks[-1]["signature"] = signature = signature_of(self._text)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
@@ -132,7 +133,7 @@ def tool_input(arguments: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     value = _parsed(arguments)
-    return value if isinstance(value, dict) else {INVALID_JSON: arguments}
+    return value if is_object(value) else {INVALID_JSON: arguments}
 
 
 def _parsed(text: str) -> Any:

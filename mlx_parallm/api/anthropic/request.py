@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import RunnerInfo
 
@@ -99,7 +100,7 @@ def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
 
 
 @contextlib.contextmanager
-def too_long_in_these_words(model: GenerationModel) -> Iterator[None]:
+def too_long_in_these_words(model: GenerationModel) -> Generator[None]:
     """Let a prompt that is refused before it is encoded be refused as by ``within_context``."""
     try:
         yield
@@ -164,7 +165,7 @@ def _structure(body: MessagesRequest) -> tuple[GrammarSpec, str] | None:
     if value.type != "json_schema":
         raise value["type"].refusal('must be "json_schema"')
     schema = value["schema"]
-    if not isinstance(schema.value, Mapping):
+    if not is_mapping(schema.value):
         raise schema.refusal("must be a JSON schema")
     return specs.json_schema(schema.value, strict=True, param=schema.where), schema.where
 

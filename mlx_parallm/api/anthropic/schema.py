@@ -83,7 +83,7 @@ class CountTokensRequest(NullIsAbsent):
         "", description="What comes before the conversation: a text, or blocks of type text."
     )
     tools: list[dict[str, Any]] = Field(
-        default_factory=list,
+        default_factory=list[dict[str, Any]],
         description="What the model may call: {name, description, input_schema}. Tools that a "
         "server runs, which have another type, are left out.",
     )

@@ -93,7 +93,7 @@ class ChatAnswer(Answer):
         sample = self._stream.samples[event.index]
         deltas = self._deltas(sample, parts)
         if not deltas and (event.logprobs or (self._body.return_token_ids and event.token_ids)):
-            deltas = [{}]
+            deltas = [dict[str, Any]()]
         # Log-probabilities and ids of an event go with the first of its deltas.
         chunks = [
             self._chunk(event.index, delta, event if number == 0 else None)

@@ -16,6 +16,7 @@ from mlx_parallm.api.turns.fields import (
     effort_kwargs,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 
@@ -100,7 +101,7 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     @property
     def wants_policies(self) -> bool:
         """True if choices tell which of ART's policies made their tokens."""
-        fields = self.nvext.get("extra_fields") if isinstance(self.nvext, dict) else None
+        fields = self.nvext.get("extra_fields") if is_object(self.nvext) else None
         return isinstance(fields, list) and "engine_data" in fields
 
     def top(self) -> int | None:
@@ -160,7 +161,7 @@ def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
 def _text(content: str | list[dict[str, Any]] | None, number: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    texts: list[str] = []
     for part in content:
         if part.get("type") not in ("text", "refusal") or not isinstance(
             part.get(part["type"]), str

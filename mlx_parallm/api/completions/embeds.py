@@ -93,7 +93,7 @@ def _read_npy(data: bytes) -> np.ndarray:
     except Exception:  # noqa: BLE001 - NumPy says nothing of what its header's parser may raise
         raise _refusal("is no .npy file of numbers") from None
     native = dtype.newbyteorder("=")
-    if native not in (np.float32, np.float16):
+    if native not in (np.dtype(np.float32), np.dtype(np.float16)):
         raise _refusal(f"is of {dtype.name[:20]}, not of float32 or float16")
     are_sizes = all(type(size) is int and 0 <= size <= sys.maxsize for size in shape)
     if not is_right or not are_sizes or len(shape) > MAX_AXES:

@@ -19,6 +19,7 @@ from mlx_parallm.api.http.uploads import (
     json_object,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list
 
 #: The field of a JSON body that has the file.
 TENSORS = "tensors"
@@ -129,7 +130,7 @@ def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[
             param=FORMAT,
         )
     entries = fields.pop(SERIALIZED, None)
-    if not isinstance(entries, list) or not entries:
+    if not is_list(entries) or not entries:
         raise InvalidRequestError(f"{SERIALIZED} must be a list.", param=SERIALIZED)
     tensors: dict[str, HostTensor] = {}
     for number, entry in enumerate(entries):

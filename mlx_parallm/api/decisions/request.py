@@ -17,6 +17,7 @@ from mlx_parallm.api.decisions.schema import (
     ScoreQuestion,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_object
 
 TASK = "Read the input, then answer the question about it with one label and nothing else."
 # What the answer begins with; a label follows after a space.
@@ -121,16 +122,17 @@ def _text_of(content: Any, where: str, param: str = "questions") -> str:
     """Return a text, or the texts of parts one after the other."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not is_list(content):
         raise _bad(f"{where} must have a text or a list of parts.", param)
     return "\n".join(_part(part, where, param) for part in content)
 
 
 def _part(part: Any, where: str, param: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "input_json" and isinstance(part.get("data"), dict | list):
-        return json.dumps(part["data"], ensure_ascii=False, separators=(",", ":"))
-    text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    fields = part if is_object(part) else {}
+    kind = fields.get("type")
+    if kind == "input_json" and isinstance(fields.get("data"), dict | list):
+        return json.dumps(fields["data"], ensure_ascii=False, separators=(",", ":"))
+    text = fields.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     if not isinstance(text, str):
         raise _bad(f"{where}: only parts of type input_text and input_json are supported.", param)
     return text

@@ -42,7 +42,7 @@ class QuestionEncoder:
 
     model: GenerationModel
     input_text: str
-    _heads: dict[str, Tokens] = field(default_factory=dict)
+    _heads: dict[str, Tokens] = field(default_factory=dict[str, Tokens])
 
     def encode(self, question: AskedQuestion) -> EncodedQuestion:
         """Return a question's prompt, which ends where a label is to follow, and its labels."""

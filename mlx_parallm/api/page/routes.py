@@ -59,14 +59,14 @@ class PageFile:
 @cache
 def page_files() -> dict[str, PageFile]:
     """Return the page's files by name."""
-    found = {}
+    page: dict[str, PageFile] = {}
     for file in (files("mlx_parallm.api.page") / "assets").iterdir():
         content_type = TYPES.get(PurePath(file.name).suffix)
         if content_type is not None:
             content = file.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[file.name] = PageFile(content, content_type, etag)
-    return found
+            page[file.name] = PageFile(content, content_type, etag)
+    return page
 
 
 # Links of the page are relative, so that it works below any prefix.

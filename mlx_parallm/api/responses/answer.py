@@ -223,7 +223,7 @@ class ResponseAnswer(Answer):
         }
 
     def _numbered(self, events: Sequence[Event]) -> list[Event]:
-        numbered = []
+        numbered: list[Event] = []
         for event in events:
             numbered.append({"type": event["type"], "sequence_number": self._sequence_number})
             numbered[-1] |= event

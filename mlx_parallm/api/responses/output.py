@@ -35,7 +35,7 @@ class OutputItem(ABC):
 
     def __init__(self) -> None:
         self.id = new_id(self.type)
-        self._text = ""
+        self._text: str = ""
 
     def body(self, status: str) -> Item:
         """Return the item with what it has so far."""

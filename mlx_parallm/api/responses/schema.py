@@ -50,14 +50,15 @@ class ResponsesInput(BaseModel):
     """The input of a model: the part of a body that ``input_tokens`` takes too."""
 
     input: StrictStr | list[dict[str, Any]] = Field(
-        default_factory=list, description="A text, or items: messages, calls, their outputs, …"
+        default_factory=list[dict[str, Any]],
+        description="A text, or items: messages, calls, their outputs, …",
     )
     instructions: StrictStr | None = Field(None, description="The first system message.")
     previous_response_id: StrictStr | None = Field(
         None, description="A stored response; its input and output come before this input."
     )
     tools: list[dict[str, Any]] = Field(
-        default_factory=list,
+        default_factory=list[dict[str, Any]],
         description="Tools of type function, custom and namespace; others are left out.",
     )
     tool_choice: StrictStr | dict[str, Any] | None = Field(

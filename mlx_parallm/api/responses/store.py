@@ -100,7 +100,7 @@ class ResponseStore:
         Raises:
             NotFoundError: the client has none of this id.
         """
-        entries = self._clients.get(client, {})
+        entries = self._of_client(client)
         if response_id not in entries:
             raise NotFoundError(
                 f"Response with id {response_id[:128]!r} not found.", param="response_id"
@@ -115,7 +115,7 @@ class ResponseStore:
 
     def remove(self, entry: StoredResponse) -> None:
         """Forget a response; one that is gone already is left alone."""
-        entries = self._clients.get(entry.client, {})
+        entries = self._of_client(entry.client)
         if entries.pop(entry.id, None) is None:
             return
         self.num_responses -= 1
@@ -130,7 +130,7 @@ class ResponseStore:
 
     def grow(self, entry: StoredResponse, num_bytes: int) -> None:
         """Count more bytes of a response; one that is gone already is left alone."""
-        if entry.id in self._clients.get(entry.client, {}):
+        if entry.id in self._of_client(entry.client):
             entry.num_bytes += num_bytes
             self.num_bytes += num_bytes
             self._shrink()
@@ -138,13 +138,17 @@ class ResponseStore:
     def end(self, entry: StoredResponse, body: dict[str, Any], num_bytes: int) -> None:
         """Keep the body of a response that ran, and has ended."""
         entry.body = body
-        if entry.id in self._clients.get(entry.client, {}):
+        if entry.id in self._of_client(entry.client):
             self._note_items(entry, body["output"])
             self.grow(entry, num_bytes + ITEM_BYTES * len(body["output"]))
 
     def entries(self) -> list[StoredResponse]:
         """Return all responses."""
         return [entry for own in self._clients.values() for entry in own.values()]
+
+    def _of_client(self, client: str) -> OrderedDict[str, StoredResponse]:
+        """Return a client's responses by id, the least recently used first."""
+        return self._clients.get(client, OrderedDict[str, StoredResponse]())
 
     def _note_items(self, entry: StoredResponse, items: Sequence[Item]) -> None:
         for item in items:
@@ -172,7 +176,7 @@ class ResponseStore:
             most = max(
                 ended,
                 key=lambda responses: sum(response.num_bytes for response in responses),
-                default=[],
+                default=list[StoredResponse](),
             )
             if not most:
                 return

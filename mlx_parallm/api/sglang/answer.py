@@ -59,7 +59,7 @@ class SglangAnswer(SampledAnswer):
     def _output(self, index: int) -> dict[str, Any]:
         """One sample as far as it is known."""
         prompt, sample = index // self.n, self.samples[index]
-        output = {
+        output: dict[str, Any] = {
             "text": sample.text,
             "output_ids": sample.token_ids,
             "meta_info": self._meta(index),

@@ -15,6 +15,7 @@ from mlx_parallm.api.sglang.schema import (
 )
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import Grammar, SamplingParams
 
 _OWN_NAMES = {
@@ -150,7 +151,7 @@ def _spread(value: Any, count: int, name: str) -> Sequence[Any]:
     """Return one value per prompt."""
     # The token ids of one prompt are a list themselves.
     is_nested = name == "token_ids_logprob"
-    if not isinstance(value, list) or (is_nested and not (value and isinstance(value[0], list))):
+    if not is_list(value) or (is_nested and not (value and is_list(value[0]))):
         return [value] * count
     if len(value) != count:
         raise InvalidRequestError(

@@ -22,6 +22,7 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import tokenizing_model
 from mlx_parallm.serving.interface import EngineClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
 
 routes = Routes(TOKENS, body_limit=TOKENIZE)
@@ -95,11 +96,11 @@ def _json_response(answer: Any) -> Response:
 
 def _json(value: Any) -> str:
     """Return the value as JSON; long lists are written in parts: each holds the interpreter."""
-    if isinstance(value, dict) and any(isinstance(each, list) for each in value.values()):
+    if is_object(value) and any(is_list(each) for each in value.values()):
         return f"{{{','.join(f'{_dumps(key)}:{_json(each)}' for key, each in value.items())}}}"
-    if not isinstance(value, list):
+    if not is_list(value):
         return _dumps(value)
-    if value and isinstance(value[0], list):
+    if value and is_list(value[0]):
         return f"[{','.join(map(_json, value))}]"
     parts = (value[begin : begin + PART_ENTRIES] for begin in range(0, len(value), PART_ENTRIES))
     return f"[{','.join(_dumps(part)[1:-1] for part in parts)}]"

@@ -52,7 +52,7 @@ class TokenSamplingParams(SamplingFields):
         None, ge=-1, description="Alternatives per prompt token; -1 for all."
     )
     logprob_token_ids: list[StrictInt] = Field(
-        default_factory=list,
+        default_factory=list[int],
         max_length=MAX_NAMED_TOKENS,
         description="Report these tokens in place of the likeliest.",
     )

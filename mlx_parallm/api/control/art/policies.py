@@ -46,9 +46,13 @@ class Policies:
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _known: OrderedDict[tuple[str, str], Policy] = field(default_factory=OrderedDict)
+    _known: OrderedDict[tuple[str, str], Policy] = field(
+        default_factory=OrderedDict[tuple[str, str], Policy]
+    )
     # The request and the answer of each operation.
-    _receipts: OrderedDict[str, tuple[Mapping[str, Any], Any]] = field(default_factory=OrderedDict)
+    _receipts: OrderedDict[str, tuple[Mapping[str, Any], Any]] = field(
+        default_factory=OrderedDict[str, tuple[Mapping[str, Any], Any]]
+    )
     _num_updates: int = 0
 
     def find(self, slot: str, label: str) -> Policy | None:

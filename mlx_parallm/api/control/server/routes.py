@@ -19,6 +19,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.json_values import is_object
 
 routes = Routes(SERVER)
 
@@ -129,7 +130,7 @@ def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]
 def as_text(known: dict[str, Any], prefix: str = "") -> str:
     """Return a line per setting, ``part.name=value``."""
     lines = [
-        as_text(value, f"{prefix}{name}.") if isinstance(value, dict) else f"{prefix}{name}={value}"
+        as_text(value, f"{prefix}{name}.") if is_object(value) else f"{prefix}{name}={value}"
         for name, value in known.items()
     ]
     return "\n".join(lines)

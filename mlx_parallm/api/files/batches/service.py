@@ -18,6 +18,7 @@ from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
 from mlx_parallm.config import SchedulerConfig, ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import ShuttingDownError
+from mlx_parallm.types.json_values import is_object
 
 HEADERS = {"content-type": "application/json"}
 # What a line of a batch file holds besides its body.
@@ -97,8 +98,8 @@ def is_shutting_down(response: httpx2.Response) -> bool:
     if response.status_code not in (503, 529):
         return False
     body = line_response(response).body
-    error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict):
+    error = body.get("error") if is_object(body) else None
+    if not is_object(error):
         return False
     # Anthropic's routes have the code among the details.
     return "shutting_down" in (error.get("code"), error.get("details", {}).get("error_code"))

@@ -117,7 +117,7 @@ class RolloutAnswer:
 
     def sample_event(self, group: Group, index: int, *, is_first: bool) -> dict[str, Any]:
         """Return an event of a stream; the first of a prompt has what is said of the prompt."""
-        event = {"type": "sample", "id": self._id, "prompt_index": group.number}
+        event: dict[str, Any] = {"type": "sample", "id": self._id, "prompt_index": group.number}
         if is_first:
             event["prompt"] = self.prompt(group)
         return event | self.sample(group, index)

@@ -42,8 +42,8 @@ class Group:
     number: int
     request: GenerateRequest
     samples: Sequence[Sample] = field(init=False)
-    finished: set[int] = field(default_factory=set)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set[int])
+    verdicts: dict[int, Verdict] = field(default_factory=dict[int, Verdict])
     prompt: PromptEvent | None = None
     error: ParallmError | None = None
 

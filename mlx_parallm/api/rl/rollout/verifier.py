@@ -13,6 +13,7 @@ import httpx2
 from mlx_parallm.api.rl.rollout.groups import Group, Judge, Verdict
 from mlx_parallm.api.rl.rollout.schema import Verifier
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 
 MAX_ANSWER_BYTES = 64 * 1024
 # Calls of one rollout that wait for their answers at the same time.
@@ -66,7 +67,7 @@ def read_verdict(answer: bytes) -> Verdict:
         value = json.loads(answer)
     except (ValueError, RecursionError):
         return Verdict(error="The answer is no JSON.")
-    reward = value.get("reward") if isinstance(value, dict) else None
+    reward = value.get("reward") if is_object(value) else None
     # An integer can be too large for a float.
     if not isinstance(reward, int | float) or not -1e300 < reward < 1e300 or math.isnan(reward):
         return Verdict(error="The answer has no reward that is a number.")
