@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import yaml
 
-from mlx_parallm.cli.setting_values import PerModel, per_model
+from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
 from mlx_parallm.cli.settings import (
     DEFAULTS,
     ENVIRONMENT_PREFIX,
@@ -243,12 +243,15 @@ def _by_model(
     if len(bare) > 1:
         raise ConfigError(f"{setting}: given twice: {', '.join(bare)}")
     chosen: dict[str | None, str] = dict.fromkeys(paths, bare[0] if bare else "auto")
-    for value in values:
-        owner, separator, name = value.rpartition("=")
-        if separator and owner not in chosen:
-            raise ConfigError(f"{setting}: there is no model {owner!r}")
-        if separator:
-            chosen[owner] = name
+    owners = owner_names(paths)
+    try:
+        for value in values:
+            owner, separator, name = value.rpartition("=")
+            if separator:
+                check_owner(owner, owners)
+                chosen[owners[owner]] = name
+    except ConfigError as problem:
+        raise ConfigError(f"{setting}: {problem}") from None
     return chosen
 
 
@@ -257,10 +260,11 @@ def _named(
 ) -> Iterator[tuple[str | None, Sequence[str]]]:
     """Yield each model with its names; a bare name is possible while there is one model."""
     by_path: dict[str | None, list[str]] = {path: [] for path in paths}
+    owners = owner_names(paths)
     for name in names:
         owner, separator, alias = name.rpartition("=")
-        if separator and alias and owner in by_path:
-            by_path[owner].append(alias)
+        if separator and alias and owner in owners:
+            by_path[owners[owner]].append(alias)
         elif len(by_path) == 1:
             by_path[paths[0]].append(name)
         else:

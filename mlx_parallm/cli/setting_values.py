@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 from mlx_parallm.api.http.hosts import ANY, named_host
 from mlx_parallm.config import ModelTask, SpeculativeConfig
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_object, is_sequence
 
 Parse = Callable[[Any], Any]
@@ -126,39 +129,55 @@ def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerMode
     A file may have a table of models. Later values override earlier ones.
 
     Raises:
-        ValueError: ``parse`` raises it, or there is no such model.
+        ValueError: ``parse`` raises it.
+        ConfigError: there is no such model.
     """
+    owners = owner_names(models)
     if is_mapping(value):
         for name in value:
-            _check_model(name, models)
-        return PerModel(None, {name: parse(entry) for name, entry in value.items()})
+            check_owner(name, owners)
+        return PerModel(None, {owners[name]: parse(entry) for name, entry in value.items()})
     # Texts are not split at commas, because they may contain some.
     splits = isinstance(value, str) and parse is not text
     entries: list[Any] = value.split(",") if splits else value if is_list(value) else [value]
     shared: Any = None
     own: dict[str, Any] = {}
     for entry in entries:
-        owner = _owner(entry, models)
-        if owner is not None:
-            own[owner] = parse(entry[len(owner) + 1 :])
+        name = _owner(entry, owners)
+        if name is not None:
+            own[owners[name]] = parse(entry[len(name) + 1 :])
             continue
         if parse is not text and isinstance(entry, str) and "=" in entry:
-            _check_model(entry.rpartition("=")[0], models)
+            check_owner(entry.rpartition("=")[0], owners)
         shared = parse(entry)
     return PerModel(shared, own)
 
 
-def _owner(entry: Any, models: Sequence[str | None]) -> str | None:
-    """Return the model that an entry MODEL=VALUE is for; None if it is for all."""
+def owner_names(models: Sequence[str | None]) -> dict[str, str]:
+    """Return what MODEL may be in MODEL=VALUE, with the model that it stands for.
+
+    It is a model's id or folder, or the last part of a folder's path if no other model has it, as
+    in requests.
+    """
+    full = {model: model for model in models if model}
+    folders = [(Path(model).expanduser(), model) for model in full]
+    shorts = [(folder.resolve().name, model) for folder, model in folders if folder.is_dir()]
+    counts = Counter(name for name, _ in shorts)
+    return {name: model for name, model in shorts if counts[name] == 1} | full
+
+
+def check_owner(name: Any, owners: Mapping[str, str]) -> None:
+    """Raise ConfigError if no model has the name; see ``owner_names``."""
+    if name not in owners:
+        known = f"; MODEL may be {', '.join(owners)}" if owners else ""
+        raise ConfigError(f"there is no model {name!r}{known}")
+
+
+def _owner(entry: Any, owners: Mapping[str, str]) -> str | None:
+    """Return the name before the "=" of an entry MODEL=VALUE; None if the entry is for all."""
     if not isinstance(entry, str):
         return None
-    named = [model for model in models if model and entry.startswith(f"{model}=")]
-    return max(named, key=len, default=None)
-
-
-def _check_model(name: str, models: Sequence[str | None]) -> None:
-    if name not in models:
-        raise ValueError(f"there is no model {name!r}")
+    return max((name for name in owners if entry.startswith(f"{name}=")), key=len, default=None)
 
 
 def choice(*options: str) -> Parse:

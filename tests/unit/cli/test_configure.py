@@ -239,6 +239,23 @@ def test_a_value_of_a_model_that_is_not_there_is_refused(tmp_path: Path, line: s
         read("--config", str(file))
 
 
+def test_a_folder_may_be_named_by_the_last_part_of_its_path(tmp_path: Path) -> None:
+    """The last part of a folder's path is a name in requests, and so it is one in MODEL=VALUE."""
+    chat, mlm, twin = (str(tmp_path / part) for part in ("chat", "mlm", "other/mlm"))
+    for folder in (chat, mlm, twin):
+        Path(folder).mkdir(parents=True)
+    flags = ("--max-model-len", "chat=512", "--task", "chat=embed", "--dtype", "chat=float16")
+    engine, _ = read("--model", chat, mlm, *flags, "--served-model-name", "chat=talk")
+    first, second = engine.models
+    assert (first.max_model_len, first.task, first.dtype) == (512, "embed", "float16")
+    assert first.served_names == ("talk",)
+    assert (second.max_model_len, second.task, second.served_names) == (None, "auto", ())
+    known = re.escape(f"; MODEL may be chat, {chat}, {mlm}, {twin}")
+    for flag, value in (("max-model-len", "mlm=9"), ("dtype", "mlm=auto"), ("task", "mlm=embed")):
+        with pytest.raises(ConfigError, match=rf"{flag}: there is no model 'mlm'{known}$"):
+            read("--model", chat, mlm, twin, f"--{flag}", value)
+
+
 def test_files_and_variables_name_models_too(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     for line in ("{org/a: 5, org/c: 7}", "[5, org/c=7]", "org/a=5,org/c=7"):
