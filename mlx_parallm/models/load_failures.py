@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 #: ``FILES``: the files whose fields may be at fault.
 FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+#: ``OBJECTS``: the files that are JSON objects.
+OBJECTS = (*FILES, "tokenizer.json")
 #: ``MAX_FIELDS``: most fields in a message; the next constant limits its characters on the cause.
 MAX_FIELDS = 3
 MAX_CHARS = 240
@@ -56,11 +58,13 @@ def reason(cause: BaseException) -> str:
 
 
 def _suspects(cause: BaseException, folder: Path) -> str:
-    """Return the fields that may be at fault, in parentheses; "" if none is known.
+    """Return the files or fields that may be at fault, in parentheses; "" if none is known.
 
     A field is suspected if the code that raised the error, or its callers, name it and its value is
     unusual. An error that names a field itself needs no guess.
     """
+    if broken := [file for file in OBJECTS if _is_broken(folder / file)]:
+        return f" ({', '.join(broken)}: not a JSON object)"
     fields = _fields(folder)
     words = set(WORD.findall(str(cause)))
     if words & {name for name, field in fields.items() if field.is_unusual}:
@@ -72,6 +76,16 @@ def _suspects(cause: BaseException, folder: Path) -> str:
             file = fields[suspects[0]].file
             return f" ({file}: {', '.join(suspects[:MAX_FIELDS])})"
     return ""
+
+
+def _is_broken(file: Path) -> bool:
+    """Return True if a file is there that should hold a JSON object and does not."""
+    try:
+        return not isinstance(json.loads(file.read_bytes()), dict)
+    except OSError:
+        return False
+    except (ValueError, RecursionError):
+        return True
 
 
 def _statement(frame: traceback.FrameSummary) -> str:

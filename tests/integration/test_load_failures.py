@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import pytest
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
 from mlx_parallm.serving.kinds import build_engines
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN
 from mlx_parallm.worker.worker import Worker
 
 
@@ -77,6 +80,38 @@ def test_an_encoder(tmp_path: Path, key: str, value: Any) -> None:
     message = refusal(EngineConfig(models=(ModelConfig(path=str(folder)),)))
     assert message.startswith(str(folder))
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("content", ["[]", "3", '{"a"', ""])
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json"]
+)
+def test_a_file_that_is_no_json_object_is_named(tmp_path: Path, file: str, content: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_FOLDER, folder)
+    (folder / file).write_text(content)
+    message = refusal(EngineConfig(models=(ModelConfig(path=str(folder)),)))
+    assert message.startswith(str(folder))
+    assert file in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_no_positive_context_is_none(tmp_path: Path, length: int) -> None:
+    """Some configs have 0 or -1 for no limit."""
+    file, key = "config.json", "max_position_embeddings"
+    folder = changed(tmp_path / "model", DEMO_FOLDER, file, key, length)
+    config = EngineConfig(models=(ModelConfig(path=str(folder)),))
+    (built,) = build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
+    assert isinstance(built.model, GenerationModel)
+    assert built.model.info.max_model_len == DEFAULT_MAX_MODEL_LEN
+
+
+def test_a_context_beyond_the_models_names_the_model(tmp_path: Path) -> None:
+    config = EngineConfig(models=(ModelConfig(path=str(DEMO_FOLDER), max_model_len=99_999),))
+    wanted = re.escape(f"{DEMO_FOLDER}: --max-model-len is 99999; the model takes 8192 tokens.")
+    with pytest.raises(ConfigError, match=wanted):
+        build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
 
 
 def test_a_draft_model_is_named(tmp_path: Path) -> None:

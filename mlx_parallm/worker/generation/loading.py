@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
@@ -111,14 +113,7 @@ def _read(
         raise ModelLoadError(f"{loaded.path} has no embedding table.")
     layouts = probe_layout(loaded.model)
     attention = _attention(spec, loaded, layouts, known, choose)
-    kv = plan_kv(
-        layouts,
-        loaded.config,
-        spec.settings.cache,
-        spec.settings.scheduler,
-        spec.settings.max_len_of(spec.config, context_length(loaded.config)),
-        attention.backend,
-    )
+    kv = _kv_plan(spec, loaded, layouts, attention.backend)
     choices = known or DecoderChoices(
         is_cast=loaded.is_cast, attention=attention.backend.name, kernels=dict(trials.found)
     )
@@ -130,6 +125,27 @@ def _read(
         choices=choices,
     )
     return _Weights(spec, loaded, layouts, attention, plan, given)
+
+
+def _kv_plan(
+    spec: GenerationSpec,
+    loaded: LoadedModel,
+    layouts: tuple[CacheLayout, ...],
+    backend: AttentionBackend,
+) -> KVPlan:
+    """Return what KV a model could use.
+
+    Raises:
+        ConfigError: the context asked for exceeds the model's; names the model.
+    """
+    settings = spec.settings
+    max_len = settings.max_len_of(spec.config, context_length(loaded.config))
+    try:
+        return plan_kv(
+            layouts, loaded.config, settings.cache, settings.scheduler, max_len, backend
+        )
+    except ConfigError as problem:
+        raise ConfigError(f"{spec.path}: {problem}") from None
 
 
 def _attention(

@@ -33,7 +33,7 @@ def plan_kv(
     """
     longest = context_length(config)
     if max_model_len is not None and longest is not None and max_model_len > longest:
-        raise ConfigError(f"max_model_len {max_model_len} exceeds the model's own {longest}.")
+        raise ConfigError(f"--max-model-len is {max_model_len}; the model takes {longest} tokens.")
     length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
     per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     per_token = per_token or NOMINAL_BYTES_PER_TOKEN
@@ -47,9 +47,12 @@ def plan_kv(
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The longest sequence a config.json says the model was made for."""
+    """Return the longest sequence, in tokens, that a config.json says the model was made for.
+
+    It is None if no key has a number of tokens; 0 and -1 stand for no limit in some configs.
+    """
     lengths = (config_value(config, key) for key in LENGTH_KEYS)
-    return next((length for length in lengths if length is not None), None)
+    return next((length for length in lengths if length is not None and length > 0), None)
 
 
 def query_heads(config: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
-from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
+from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, config_value, context_length
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach
@@ -39,10 +39,7 @@ class DecoderRunner:
         model, config = loaded.model, loaded.config
         self._model = _checked_model(loaded)
         self._modules = model.modules()
-        longest = next(
-            (length for key in LENGTH_KEYS if (length := config_value(config, key))),
-            DEFAULT_MAX_MODEL_LEN,
-        )
+        longest = context_length(config) or DEFAULT_MAX_MODEL_LEN
         self._shapes = ForwardShapes.of_device(longest)
         self.adapters = EncoderAdapters(
             model,
