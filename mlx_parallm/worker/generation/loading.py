@@ -9,8 +9,8 @@ from typing import Any
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -141,9 +141,7 @@ def _kv_plan(
     settings = spec.settings
     max_len = settings.max_len_of(spec.config, context_length(loaded.config))
     try:
-        return plan_kv(
-            layouts, loaded.config, settings.cache, settings.scheduler, max_len, backend
-        )
+        return plan_kv(layouts, loaded.config, settings.cache, settings.scheduler, max_len, backend)
     except ConfigError as problem:
         raise ConfigError(f"{spec.path}: {problem}") from None
 
