@@ -93,7 +93,7 @@ class KernelBuilder:
         return known if len(known) == len(dtypes) else None
 
     def _constants(self, constants: Mapping[str, Constant]) -> str:
-        lines = []
+        lines: list[str] = []
         for name, value in constants.items():
             if isinstance(value, mx.Dtype):
                 lines.append(f"using {name} = {self._language.types[value]};")

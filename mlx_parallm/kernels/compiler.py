@@ -65,7 +65,7 @@ class KernelCompiler:
         self._futures: dict[str, Future[bytes]] = {}
         self._watch: Watch | None = None
         # Kernels requested since all earlier ones were done, and how many of these are done.
-        self._batch = 0
+        self._batch: int = 0
         self._done = 0
 
     @property
