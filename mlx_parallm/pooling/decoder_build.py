@@ -11,6 +11,7 @@ from mlx_parallm.models.checkpoints.model_task import decoder_task, has_head
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     module_kind,
     module_kinds,
+    read_fields,
     read_json,
     transformer_folder,
 )
@@ -36,7 +37,7 @@ def task_of(config: ModelConfig, path: Path) -> ModelTask:
 
 def reads_on(path: Path) -> bool:
     """True if tokens of a folder's model attend only to earlier tokens."""
-    model_config: dict[str, Any] = read_json(transformer_folder(path) / "config.json") or {}
+    model_config = read_fields(transformer_folder(path) / "config.json")
     return model_config.get("model_type") not in ARCHITECTURES and not reads_both_ways(model_config)
 
 
@@ -59,7 +60,7 @@ def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
         ConfigError: ``chat_template`` is wrong.
         ModelLoadError: the folder has no tokenizer.
     """
-    settings: dict[str, Any] = read_json(path / "config_sentence_transformers.json") or {}
+    settings = read_fields(path / "config_sentence_transformers.json")
     prompts: dict[str | None, str] = settings.get("prompts") or {}
     instruction = prompts.get(settings.get("default_prompt_name"))
     return load_decoder_tokenizer(
@@ -79,7 +80,7 @@ def _chosen(path: Path, config: dict[str, Any], tokenizer: TextEncoder) -> tuple
     """
     for module in read_json(path / "modules.json") or ():
         if module_kind(module) == "LogitScore":
-            scores: dict[str, Any] = read_json(path / str(module["path"]) / "config.json") or {}
+            scores = read_fields(path / str(module["path"]) / "config.json")
             ids = (scores.get("true_token_id"), scores.get("false_token_id"))
             return tuple(token_id for token_id in ids if token_id is not None)
     # vLLM's field has the token of a mismatch first.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_object
 
 
 def scores_are_logits(folder: Path) -> bool:
@@ -24,7 +25,7 @@ def scores_are_logits(folder: Path) -> bool:
     within = config.get("sentence_transformers")
     name = (
         _read(folder / "config_sentence_transformers.json").get("activation_fn")
-        or (within.get("activation_fn") if isinstance(within, dict) else None)
+        or (within.get("activation_fn") if is_object(within) else None)
         or config.get("sbert_ce_default_activation_function")
     )
     kind = None if name is None else str(name).rpartition(".")[2]
@@ -40,4 +41,4 @@ def _read(file: Path) -> Mapping[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise ModelLoadError(f"{file} could not be read: {cause}") from cause
-    return config if isinstance(config, dict) else {}
+    return config if is_object(config) else {}

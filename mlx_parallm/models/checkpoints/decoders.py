@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
+from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.pooling import Task
 
 #: ``DecoderHead``: "none" gives only vectors; "score" gives logits of labels by the checkpoint's
@@ -36,7 +37,7 @@ class DecoderPlan:
 def architecture(config: Mapping[str, Any]) -> str:
     """Return the class that a checkpoint was saved from; empty if its config names none."""
     names = config.get("architectures")
-    first = names[0] if isinstance(names, list) and names else names
+    first = names[0] if is_list(names) and names else names
     return first if isinstance(first, str) else ""
 
 
@@ -71,4 +72,5 @@ def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
-    return config.get(name, (config.get("text_config") or {}).get(name))
+    text_config: Mapping[str, Any] = config.get("text_config") or {}
+    return config.get(name, text_config.get(name))

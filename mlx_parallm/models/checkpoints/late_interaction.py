@@ -18,6 +18,7 @@ from typing import Any
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     is_stanford_colbert,
     module_kind,
+    read_fields,
     read_json,
     transformer_folder,
 )
@@ -62,19 +63,19 @@ def read_late_spec(folder: Path) -> LateSpec:
         ModelLoadError: a file cannot be read, or asks for an unsupported feature.
     """
     if is_stanford_colbert(folder):
-        return _stanford(read_json(folder / "artifact.metadata") or {})
-    settings = read_json(folder / "config_sentence_transformers.json") or {}
+        return _stanford(read_fields(folder / "artifact.metadata"))
+    settings = read_fields(folder / "config_sentence_transformers.json")
     is_mean = settings.get("similarity_fn_name") == "meanmaxsim"
     if settings.get("model_type") == "ColBERT" or PYLATE_FIELDS & settings.keys():
         return _pylate(settings)
-    own = read_json(transformer_folder(folder) / "sentence_bert_config.json") or {}
+    own = read_fields(transformer_folder(folder) / "sentence_bert_config.json")
     skipped: tuple[str, ...] = ()
     skips_in_queries = False
     for module in read_json(folder / "modules.json") or ():
         if module_kind(module) == "MultiVectorMask":
             file = folder / str(module["path"]) / "config.json"
-            skipped, skips_in_queries = _mask(file, read_json(file) or {})
-    expansion = own.get("query_expansion") or {}
+            skipped, skips_in_queries = _mask(file, read_fields(file))
+    expansion: Mapping[str, Any] = own.get("query_expansion") or {}
     return LateSpec(
         expansion_token=expansion.get("token"),
         skipped=skipped,

@@ -12,12 +12,13 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     It writes RoPE's settings into ``rope_parameters``, by kind of layer if they differ.
     """
     missing: dict[str, Any] = {}
-    rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
+    full: Mapping[str, Any] = rope.get("full_attention", rope)
     if "rope_theta" not in config and "rope_theta" in full:
         missing["rope_theta"] = full["rope_theta"]
     if not config.get("rope_scaling") and full.get("rope_type", "default") != "default":
         missing["rope_scaling"] = full
-    if "rope_theta" in (local := rope.get("sliding_attention") or {}):
+    local: Mapping[str, Any] = rope.get("sliding_attention") or {}
+    if "rope_theta" in local:
         missing["rope_local_base_freq"] = local["rope_theta"]
     return missing

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_object
 
 Pooling = Literal["cls", "mean", "max", "last", "weightedmean"]
 
@@ -83,7 +84,7 @@ class VectorSpec:
     normalizes: bool = False
     shorter_dims: tuple[int, ...] | None = ()
     max_model_len: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default_prompt: str | None = None
     compares_tokens: bool = False
 
@@ -95,8 +96,8 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
         ModelLoadError: a file cannot be read, or asks for an unsupported feature.
     """
     own = transformer_folder(folder)
-    limit = (read_json(own / "sentence_bert_config.json") or {}).get("max_seq_length")
-    shorter = _shorter_dims(read_json(own / "config.json") or {})
+    limit = read_fields(own / "sentence_bert_config.json").get("max_seq_length")
+    shorter = _shorter_dims(read_fields(own / "config.json"))
     modules = read_json(folder / "modules.json")
     if is_stanford_colbert(folder):
         dense = DenseSpec(folder=folder, activation="Identity")
@@ -104,23 +105,21 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
     if modules is None:
         return replace(default or VectorSpec(), max_model_len=limit, shorter_dims=shorter)
     if limit is None:
-        named = (read_json(own / "tokenizer_config.json") or {}).get("model_max_length")
+        named = read_fields(own / "tokenizer_config.json").get("model_max_length")
         limit = int(named) if named and named < _NO_LIMIT else None
-    settings = read_json(folder / "config_sentence_transformers.json") or {}
+    settings = read_fields(folder / "config_sentence_transformers.json")
     is_colbert = settings.get("model_type") == "ColBERT"
     spec = _with_modules(folder, modules, is_colbert=is_colbert)
     if is_colbert:
         # PyLate's value is the length of the texts that it read last, not a limit.
         limit = None
-    prompts = {
-        name: text for name, text in (settings.get("prompts") or {}).items() if text is not None
-    }
+    prompts: Mapping[str, str | None] = settings.get("prompts") or {}
     return replace(
         spec,
         max_model_len=limit,
         shorter_dims=shorter,
         dims=settings.get("truncate_dim"),
-        prompts=prompts,
+        prompts={name: text for name, text in prompts.items() if text is not None},
         default_prompt=settings.get("default_prompt_name"),
     )
 
@@ -136,8 +135,9 @@ def _with_modules(
     is_pooled = False
     for kind, module in zip(kinds, modules, strict=True):
         own = folder / str(module["path"])
-        config = read_json(own / "config.json") if kind in ("Pooling", "Dense", "Normalize") else {}
-        of_tokens = (config or {}).get("module_input_name") == "token_embeddings"
+        has_config = kind in ("Pooling", "Dense", "Normalize")
+        config = read_fields(own / "config.json") if has_config else {}
+        of_tokens = config.get("module_input_name") == "token_embeddings"
         # Without pooling all layers work on tokens, even if they do not say so, as PyLate's.
         of_tokens = of_tokens or "Pooling" not in kinds
         if spec.normalizes or (is_pooled and of_tokens):
@@ -147,11 +147,11 @@ def _with_modules(
             spec = replace(
                 spec,
                 poolings=_poolings(own / "config.json"),
-                pools_prompts=(config or {}).get("include_prompt") is not False,
+                pools_prompts=config.get("include_prompt") is not False,
             )
         elif kind == "Dense":
             name = "token_dense" if of_tokens else "dense"
-            spec = replace(spec, **{name: (*getattr(spec, name), _dense(own, config or {}))})
+            spec = replace(spec, **{name: (*getattr(spec, name), _dense(own, config))})
         elif kind == "Normalize":
             spec = replace(spec, **{"normalizes_tokens" if of_tokens else "normalizes": True})
     return replace(
@@ -179,7 +179,7 @@ def _shorter_dims(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 def is_stanford_colbert(folder: Path) -> bool:
     """True if a folder has ColBERT in the form of its authors: its dense layer beside BERT."""
     config = read_json(folder / "config.json")
-    return isinstance(config, dict) and "HF_ColBERT" in (config.get("architectures") or ())
+    return is_object(config) and "HF_ColBERT" in (config.get("architectures") or ())
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -194,6 +194,15 @@ def transformer_folder(folder: Path) -> Path:
         if module_kind(module) == "Transformer" and module.get("path"):
             return folder / str(module["path"])
     return folder
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file does not exist.
+
+    Raises:
+        ModelLoadError: it cannot be read.
+    """
+    return read_json(file) or {}
 
 
 def read_json(file: Path) -> Any:
