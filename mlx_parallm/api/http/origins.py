@@ -17,6 +17,8 @@ ANY = "*"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 # What browsers say of requests of this server's pages, and of people (Fetch Metadata).
 OWN_SITES = frozenset({"same-origin", "none"})
+# Apps and extensions have others, and may name any host in them.
+WEB_SCHEMES = frozenset({"http", "https"})
 
 
 def is_foreign(headers: Headers) -> bool:
@@ -45,8 +47,12 @@ def may_change(config: ServerConfig, method: str, headers: Headers) -> bool:
 
 
 def _authority(origin: str) -> str | None:
-    """Return the host and port of an origin; None if it has none, such as ``null``."""
+    """Return the host and port of an origin of the web; None for others, such as ``null``.
+
+    Either scheme will do: behind a proxy that ends TLS, the server does not know its own.
+    """
     try:
-        return urlsplit(origin).netloc.lower() or None
+        parts = urlsplit(origin)
     except ValueError:
         return None
+    return parts.netloc.lower() if parts.scheme in WEB_SCHEMES and parts.netloc else None

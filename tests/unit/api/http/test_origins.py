@@ -148,6 +148,9 @@ async def test_cors_settings_allow_pages(
         ([("sec-fetch-site", "cross-site")], True),
         ([("sec-fetch-site", "cross-site"), ("origin", "http://here:8000")], True),
         ([("sec-fetch-site", "same-origin"), ("sec-fetch-site", "cross-site")], True),
+        ([("origin", "capacitor://here:8000")], True),
+        ([("origin", "chrome-extension://here:8000")], True),
+        ([("origin", "//here:8000")], True),
         # A proxy that names the server by another host than the browser did.
         ([("sec-fetch-site", "same-origin"), ("origin", "https://llm.example")], False),
     ],
