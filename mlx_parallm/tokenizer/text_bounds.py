@@ -7,7 +7,8 @@ is several. Characters that a normaliser, a pre-tokenizer or an unknown token ma
 have weight 0, and a tokenizer with an unfamiliar part has no bound at all.
 
 WordPiece and WordLevel may give a word of any length one token, so words are counted there: a space
-before an ASCII letter or digit begins a word.
+before an ASCII letter or digit begins a word. BERT also makes each ASCII punctuation mark and each
+Chinese character a word.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,6 +51,8 @@ _KEEP_WORDS = _UNICODE_FORMS | {"BertNormalizer", "Lowercase", "Strip", "StripAc
 _SPLIT_WORDS = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _KEEP_TEXT = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 _HIDE_SPACES = frozenset({"ByteLevel", "Metaspace"})
+# _CJK_BYTES: first bytes of U+5000 to U+9FFF, around which BERT's normaliser puts spaces.
+_CJK_BYTES = slice(0xE5, 0xEA)
 _SPACES = " \u0120\u2581"
 _CROSSES_WORDS = re.compile(f"[{_ALNUM}][{_SPACES}]")
 
@@ -141,7 +145,8 @@ class _Weigher:
         self._start_weight = 0.0
         self._is_normalized = parts.has_normalizer
         if parts.counts_words:
-            self._start_weight = 1 / (1 + _most_starts(parts.added))
+            self._is_alone = parts.lone_chars()
+            self._start_weight = 1 / (1 + max(map(self._num_starts, parts.added), default=0))
             known_chars = _ALNUM
         else:
             self._weights = parts.byte_weights()
@@ -157,10 +162,9 @@ class _Weigher:
         """Return the weight of a part; a text has at least as many tokens as its parts weigh."""
         if self._weights is None and not self._start_weight:
             return 0.0
-        data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
         if self._weights is None:
-            starts = (data[:-1] == ord(" ")) & _IS_ALNUM[data[1:]]
-            return self._start_weight * int(np.count_nonzero(starts))
+            return self._start_weight * self._num_starts(text)
+        data = _utf8(text)
         weights = self._weights[data]
         if not self._is_normalized:
             return float(weights.sum())
@@ -169,6 +173,17 @@ class _Weigher:
         beside = np.zeros(len(data), bool)
         beside[1:-1] = is_ascii[:-2] & is_ascii[2:]
         return float(weights[beside | ~is_ascii].sum())
+
+    def _num_starts(self, text: str) -> int:
+        """Return how many words begin in a text, at the least."""
+        data = _utf8(text)
+        after_spaces = (data[:-1] == ord(" ")) & _IS_ALNUM[data[1:]]
+        return int(np.count_nonzero(after_spaces) + np.count_nonzero(self._is_alone[data]))
+
+
+def _utf8(text: str) -> np.ndarray:
+    """Return the bytes of a text in UTF-8, ``[number of bytes]``."""
+    return np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
 
 
 _IS_ALNUM = np.isin(np.arange(256), list(_ALNUM.encode()))
@@ -197,6 +212,15 @@ class _Parts:
             and all(_keeps_text(part) for part in self._pre_tokenizers)
             and not any(part["type"] in _HIDE_SPACES for part in self._pre_tokenizers)
         )
+
+    def lone_chars(self) -> np.ndarray:
+        """Return which UTF-8 bytes are, or begin, a character that is a word alone, ``[256]``."""
+        is_alone = np.zeros(256, bool)
+        if any(part["type"] == "BertPreTokenizer" for part in self._pre_tokenizers):
+            is_alone[[*map(ord, string.punctuation)]] = True
+        if any(part.get("handle_chinese_chars") for part in self._normalizers):
+            is_alone[_CJK_BYTES] = True
+        return is_alone
 
     @property
     def crosses_words(self) -> bool:
@@ -353,9 +377,3 @@ def _keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
 def _known(weights: np.ndarray) -> str:
     """Return the ASCII letters and digits that the model certainly knows."""
     return "".join(char for char in _ALNUM if weights[ord(char)])
-
-
-def _most_starts(added: Iterable[str]) -> int:
-    """Return the most words that begin within one added token."""
-    pattern = re.compile(f" [{_ALNUM}]")
-    return max((len(pattern.findall(token)) for token in added), default=0)

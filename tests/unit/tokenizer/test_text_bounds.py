@@ -121,6 +121,7 @@ TOKENIZERS = {
     "unigram": _unigram(),
     "wordpiece": _wordpiece(),
     "added words": _wordpiece(("the fox a", "b")),
+    "bert": _wordpiece(("[MASK]", "<mask>")),
 }
 BOUNDS = {name: TextBounds(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 # With slices of few characters short texts are cut too.
@@ -148,6 +149,9 @@ _PIECES = st.sampled_from(
         "\u212a",
         "\u3000\u00a0\u2003",
         "\u4f60\u597d",
+        "[MASK]",
+        "a.b,c",
+        "?!\u3402\u9fff\uf900",
         "\U0001f469\u200d\U0001f4bb",
         "\u0600a",
         "a\u0000b\u200d",
@@ -216,6 +220,11 @@ def test_spaces_that_may_vanish_are_not_counted(name: str) -> None:
 @pytest.mark.parametrize("name", ["demo", "byte level", "NFC"])
 def test_odd_characters_are_known_not_to_fit(name: str) -> None:
     assert BOUNDS[name].exceeds("\U0001f469\u200d\u4f60\u0301" * 1_000_000, 8192)
+
+
+@pytest.mark.parametrize("text", ["[MASK]", "<mask>", "a.b,", "\u4f60\u597d"])
+def test_words_that_no_space_divides_are_counted(text: str) -> None:
+    assert BOUNDS["bert"].exceeds(text * 100_000, 8192)
 
 
 def test_one_word_of_a_vocabulary_of_words_is_one_token_however_long() -> None:
