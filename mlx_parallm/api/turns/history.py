@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.api.http.json_body import check_values
 from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 from mlx_parallm.types.json_values import is_mapping, is_object
@@ -111,6 +112,7 @@ def _arguments(arguments: BodyValue) -> str | Mapping[str, Any]:
     if not text:
         return {}
     try:
+        check_values(text.encode())
         value = json.loads(text)
         # JSON in a text can hide half a surrogate pair from the check of the whole body.
         json.dumps(value, ensure_ascii=False).encode()

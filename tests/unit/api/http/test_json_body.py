@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.http.json_body import HALF_PAIR, TOO_DEEP, parse_json
+from mlx_parallm.api.http.json_body import (
+    HALF_PAIR,
+    MAX_ENTRIES,
+    MAX_VALUES,
+    TOO_DEEP,
+    TOO_MANY,
+    parse_json,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_DEPTH = 200
@@ -57,3 +64,32 @@ def test_what_is_no_json_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match=r"^The body is not JSON: ") as refusal:
         parse_json(raw)
     assert refusal.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("value", "most"),
+    [("[]", MAX_VALUES - 1), ("{}", MAX_VALUES - 1), ("1", MAX_ENTRIES + 1), ('""', MAX_ENTRIES)],
+)
+def test_a_list_may_have_so_many_entries(value: str, most: int) -> None:
+    assert len(parse_json(f"[{','.join([value] * most)}]".encode())) == most
+    with pytest.raises(InvalidRequestError, match=TOO_MANY):
+        parse_json(f"[{','.join([value] * (most + 2))}]".encode())
+
+
+def test_an_object_may_have_so_many_members() -> None:
+    members = [f'"{number}":0' for number in range(MAX_VALUES + 1)]
+    assert len(parse_json(f"{{{','.join(members[1:])}}}".encode())) == MAX_VALUES
+    with pytest.raises(InvalidRequestError, match=TOO_MANY):
+        parse_json(f"{{{','.join(members)}}}".encode())
+
+
+@pytest.mark.parametrize("text", ["[", "{", ":", ",", '"[', '\\"[', '\\\\"{', "\u20ac:["])
+def test_texts_may_hold_any_number_of_brackets(text: str) -> None:
+    value = [text * (MAX_ENTRIES + 1), "]"]
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize("raw", [b'"' + b":" * MAX_VALUES * 2, b":" * MAX_VALUES * 2])
+def test_many_signs_alone_are_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_json(raw)
