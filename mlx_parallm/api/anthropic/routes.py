@@ -20,10 +20,6 @@ from mlx_parallm.api.anthropic.schema import (
 )
 from mlx_parallm.api.http import sse
 from mlx_parallm.api.http.declared import INPUT, TOKENIZE
-from mlx_parallm.api.http.dependencies import (
-    ClientDep,
-    EngineDep,
-)
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
@@ -49,7 +45,9 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
 async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
     admitted = await prelude.admit(body.model)
-    turn = message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
+    turn = await prelude.on_body(
+        lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
+    )
     with named_by(FIELDS), too_long_in_these_words(admitted.model):
         prepared = await prepare_turn(turn, admitted.model)
     prepared, is_shortened = within_context(prepared)
@@ -59,11 +57,9 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
 
 
 @routes.post("/v1/messages/count_tokens", body_limit=TOKENIZE)
-async def count_tokens(
-    body: CountTokensRequest, engine: EngineDep, client: ClientDep
-) -> TokenCount:
+async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
-    _, model = generator(engine, body.model)
-    turn = counted_turn(body, request_id="", client=client)
+    _, model = generator(prelude.engine, body.model)
+    turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
     _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
     return TokenCount(input_tokens=len(prompt_ids))

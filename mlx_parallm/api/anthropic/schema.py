@@ -5,11 +5,11 @@ The types of Anthropic's Python SDK 2.11 are the authority for names and values.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import INT64, NullIsAbsent, Number
+from mlx_parallm.api.http.forms import INT64, MAX_MESSAGES, NullIsAbsent, Number
 from mlx_parallm.api.turns.fields import ANY_GENERATOR, MAX_STOPS, SamplingRequest
 
 
@@ -23,6 +23,11 @@ class InputMessage(BaseModel):
         description="A text, or blocks of type text, thinking, redacted_thinking, tool_use, "
         "tool_result."
     )
+
+
+InputMessages = Annotated[
+    list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
 class Thinking(NullIsAbsent):
@@ -78,7 +83,7 @@ class CountTokensRequest(NullIsAbsent):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description=ANY_GENERATOR)
-    messages: list[InputMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: InputMessages = Field(description="The conversation so far.")
     system: StrictStr | list[dict[str, Any]] = Field(
         "", description="What comes before the conversation: a text, or blocks of type text."
     )

@@ -23,7 +23,8 @@ routes = Routes(CHAT, body_limit=INPUT, short=True)
 async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation."""
     admitted = await prelude.admit(body.model, n=body.n)
-    prepared = await prepare_turn(chat_turn(body, prelude), admitted.model)
+    turn = await prelude.on_body(lambda: chat_turn(body, prelude))
+    prepared = await prepare_turn(turn, admitted.model)
     answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared))
     generation = await admitted.start([prepared.request], _fields(body))
     return await respond(prelude, generation, answer, stream=body.stream)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
+from mlx_parallm.api.http.forms import MAX_MESSAGES
 from mlx_parallm.api.turns.fields import (
     UNSUPPORTED,
     GenerationRequest,
@@ -32,10 +33,15 @@ class ChatMessage(BaseModel):
     )
 
 
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+
+
 class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     """A conversation to be continued by the assistant."""
 
-    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    messages: Messages = Field(description="The conversation so far.")
     max_completion_tokens: StrictInt | None = Field(
         None, ge=0, description="Most tokens to generate; default: the rest of the context."
     )

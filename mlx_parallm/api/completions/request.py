@@ -48,6 +48,8 @@ async def completion_requests(
         InvalidRequestError: a field is out of range, or wants what is not served.
     """
     body.check_supported()
+    with named_by(FIELDS):
+        prelude.check_room(body.num_prompts(), body.n)
     params = await _params(body, prelude, model)
     with named_by(FIELDS):
         prompts = await _encode_prompts(body, model)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import Ids, ListsOfIds, Strings
+from mlx_parallm.api.http.forms import Ids, PromptIds, PromptTexts
 from mlx_parallm.api.turns.fields import UNSUPPORTED, GenerationRequest
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -16,12 +16,12 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest):
     """One prompt or several, as text or token ids."""
 
-    prompt: StrictStr | Strings | Ids | ListsOfIds = Field(
+    prompt: StrictStr | PromptTexts | Ids | PromptIds = Field(
         "",
         description="A text, several texts, token ids, or several lists of token ids; it may be "
         "absent or empty beside prompt_embeds.",
     )
-    prompt_embeds: StrictStr | Strings | None = Field(
+    prompt_embeds: StrictStr | PromptTexts | None = Field(
         None,
         description="One prompt or several as rows of the model's embedding, answered before "
         "those of prompt: a safetensors or .npy file of [rows, width] in base64. Needs "
@@ -76,6 +76,11 @@ class CompletionRequest(GenerationRequest):
         if self.logprobs is None or self.logprobs is False:
             return 0 if self.logprob_token_ids else None
         return int(self.logprobs)
+
+    def num_prompts(self) -> int:
+        """Return how many prompts there are at most, without a look at each."""
+        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return len(self.embeds()) + (1 if is_one else len(self.prompt))
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt: a text or a list of token ids.

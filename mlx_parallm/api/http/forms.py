@@ -40,6 +40,22 @@ ListsOfIds = Annotated[list[Ids], Field(fail_fast=True)]
 
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 
+# MAX_PROMPTS: entries of a list of prompts, of which the queue then refuses what it cannot hold.
+MAX_PROMPTS = 65_536
+# MAX_MESSAGES: of a conversation; each is some tokens, and to check these many takes 0.1 s.
+MAX_MESSAGES = 16_384
+# MAX_TOKEN_IDS: entries of a list of tokens of the vocabulary.
+MAX_TOKEN_IDS = 2**18
+# MAX_BIASES: tokens that have a bias of their own.
+MAX_BIASES = 16_384
+
+PromptTexts = Annotated[Strings, Field(max_length=MAX_PROMPTS)]
+
+PromptIds = Annotated[ListsOfIds, Field(max_length=MAX_PROMPTS)]
+
+#: Ids of the vocabulary, in any order.
+VocabularyIds = Annotated[Ids, Field(max_length=MAX_TOKEN_IDS)]
+
 
 class NullIsAbsent(BaseModel):
     """A body in which ``null`` means absent for every field.

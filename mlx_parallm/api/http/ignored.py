@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
@@ -57,21 +58,25 @@ def forms_of(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from forms_of(part)
 
 
-def _known_names(form: type[BaseModel]) -> set[str]:
+@functools.cache
+def _known_names(form: type[BaseModel]) -> frozenset[str]:
     names = set(form.model_fields)
     for field in form.model_fields.values():
         alias = field.validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
         names.update(choice for choice in choices if isinstance(choice, str))
-    return names
+    return frozenset(names)
 
 
-def _option_forms(form: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+@functools.cache
+def _option_forms(form: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
     """Return the fields that hold options of one form; other models hand their extra keys on."""
+    found: list[tuple[str, type[BaseModel]]] = []
     for name, field in form.model_fields.items():
         forms = {one for one in forms_of(field.annotation) if issubclass(one, NullIsAbsent)}
         if len(forms) == 1:
-            yield name, forms.pop()
+            found.append((name, forms.pop()))
+    return found
 
 
 def _is_plain(name: str) -> bool:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 # A text longer than this is tokenised on a worker thread: it would hold up every stream by more
 # than a millisecond.
 LONG_TEXT_CHARS = 2048
+# LONG_BODY_BYTES: what a longer body becomes may hold up every stream by milliseconds.
+LONG_BODY_BYTES = 64 * 1024
 # MAX_THREADS: each takes up to some 200 bytes of memory for every byte of a text that it tokenises.
 MAX_THREADS = 8
 # PACED_SHARE: share of all processors that one client's long texts may take while others are here.
@@ -32,6 +34,11 @@ BURST_S = 1.0
 async def maybe_in_thread(work: Callable[[], T], length: int) -> T:
     """Return the result of ``work`` on a text of ``length`` characters."""
     return await in_thread(work) if length > LONG_TEXT_CHARS else work()
+
+
+async def on_body(num_bytes: int, work: Callable[[], T]) -> T:
+    """Return what ``work`` makes of a body; off the event loop where that is long."""
+    return await in_thread(work) if num_bytes > LONG_BODY_BYTES else work()
 
 
 async def in_thread(work: Callable[[], T]) -> T:

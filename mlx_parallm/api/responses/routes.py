@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.files.answer import list_object
 from mlx_parallm.api.http.declared import INPUT, TOKENIZE
-from mlx_parallm.api.http.dependencies import ClientDep, EngineDep
+from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
+from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
@@ -51,8 +52,10 @@ async def create_response(
     if body.background and INTERNAL_CALLER in prelude.request.scope:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     admitted = await prelude.admit(body.model)
+    items = await prelude.on_body(lambda: responses.items(body, prelude.client))
     entry = responses.entry(
         body,
+        items,
         response_id=f"resp_{uuid.uuid4().hex}",
         client=prelude.client,
         num_bytes=len(await prelude.request.body()),
@@ -79,13 +82,19 @@ async def create_response(
 
 @routes.post("/v1/responses/input_tokens", body_limit=TOKENIZE)
 async def count_input_tokens(
-    body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
+    body: InputTokensRequest, prelude: PreludeDep, responses: ResponsesDep
 ) -> dict[str, Any]:
     """How many tokens an input is."""
-    _, model = generator(engine, body.model)
-    entry = responses.entry(body, response_id="", client=client)
+    client = prelude.client
+    _, model = generator(prelude.engine, body.model)
+    items = await prelude.on_body(lambda: responses.items(body, client))
+    num_bytes = len(await prelude.request.body())
+    entry = responses.entry(body, items, response_id="", client=client, num_bytes=num_bytes)
     with named_by(FIELDS):
-        turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")
+        turn = await on_body(
+            entry.num_bytes,
+            lambda: input_turn(body, entry.items, response_tools(body.tools), request_id=""),
+        )
         _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
     return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
 
@@ -149,7 +158,10 @@ async def _prepare(
     admitted: Admitted,
 ) -> PreparedTurn:
     with named_by(FIELDS):
-        turn = response_turn(body, entry.items, tools, admitted.prelude, request_id=entry.id)
+        turn = await on_body(
+            entry.num_bytes,
+            lambda: response_turn(body, entry.items, tools, admitted.prelude, request_id=entry.id),
+        )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
         return await prepare(turn, admitted.model)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import MAX_MESSAGES, NullIsAbsent
 from mlx_parallm.api.turns.fields import (
     SamplingRequest,
     StreamFields,
@@ -46,10 +46,13 @@ class TextOptions(NullIsAbsent):
     verbosity: StrictStr | None = Field(None, description="Accepted and without effect.")
 
 
+InputItems = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ResponsesInput(BaseModel):
     """The input of a model: the part of a body that ``input_tokens`` takes too."""
 
-    input: StrictStr | list[dict[str, Any]] = Field(
+    input: StrictStr | InputItems = Field(
         default_factory=list[dict[str, Any]],
         description="A text, or items: messages, calls, their outputs, …",
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from mlx_parallm.api.responses.answer import ResponseAnswer
-from mlx_parallm.api.responses.items import input_items
+from mlx_parallm.api.responses.items import Item, input_items
 from mlx_parallm.api.responses.jobs import BackgroundJob
 from mlx_parallm.api.responses.schema import ResponsesInput
 from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
@@ -26,25 +26,39 @@ class ResponseService:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
+    def items(self, body: ResponsesInput, client: str) -> list[Item]:
+        """Return the items of a body's own input. It may be called from any thread.
+
+        Raises:
+            InvalidRequestError: an item is malformed.
+        """
+        return input_items(body.input, lambda item_id: self._store.find_item(item_id, client))
+
     def entry(
-        self, body: ResponsesInput, *, response_id: str, client: str, num_bytes: int = 0
+        self,
+        body: ResponsesInput,
+        items: Sequence[Item],
+        *,
+        response_id: str,
+        client: str,
+        num_bytes: int = 0,
     ) -> StoredResponse:
         """Return a response to be made, with the input of a body and what came before it.
 
         Args:
             body: as it came.
+            items: of its own input.
             response_id: of the response.
             client: whose it is.
             num_bytes: the length of the body.
 
         Raises:
-            InvalidRequestError: an item is malformed, or the response before it has not ended.
+            InvalidRequestError: the response before it has not ended.
             NotFoundError: the client has no such response before it.
         """
-        items = input_items(body.input, lambda item_id: self._store.find_item(item_id, client))
         if body.previous_response_id is not None:
             before = self._before(body.previous_response_id, client)
-            items = before.conversation() + items
+            items = [*before.conversation(), *items]
             num_bytes += before.num_bytes
         return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
 

@@ -111,7 +111,8 @@ class ResponseStore:
     def find_item(self, item_id: str, client: str) -> Item | None:
         """Return an item of any of a client's responses."""
         holders = self._index.get((client, item_id))
-        return None if holders is None else next(iter(holders.values()))
+        # Another thread may ask: the copy is made at once.
+        return next(iter(list((holders or {}).values())), None)
 
     def remove(self, entry: StoredResponse) -> None:
         """Forget a response; one that is gone already is left alone."""

@@ -13,7 +13,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
-from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody
+from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
@@ -36,9 +36,11 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
     body.check_fields()
     if body.prompt is not None:
         return await _generate_for_vllm(body, prelude)
-    items = items_of(body, fallback_rid=prelude.answer_id)
     source = "text" if body.text is not None else "input_ids"
     fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
+    with named_by(fields):
+        prelude.check_room(len(prompts_of(body)))
+    items = items_of(body, fallback_rid=prelude.answer_id)
     models = [_model(prelude.engine, body, item) for item in items]
     with named_by(fields):
         for item in items:

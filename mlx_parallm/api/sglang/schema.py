@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import INT64, Ids, ListsOfIds, Strings
+from mlx_parallm.api.http.forms import INT64, Ids, PromptIds, PromptTexts
 from mlx_parallm.api.turns.fields import SamplingFields
 from mlx_parallm.api.vllm.schema import TokenSamplingParams
 from mlx_parallm.types.errors import InvalidRequestError
@@ -47,6 +47,10 @@ class SglangSamplingParams(SamplingFields):
     no_stop_trim: StrictBool = Field(False, description="Leave the stop text in the answer.")
 
 
+# Each entry is a form of its own: to check these many takes 0.1 s.
+SamplingList = Annotated[list[SglangSamplingParams], Field(max_length=8192, fail_fast=True)]
+
+
 class VllmPrompt(BaseModel):
     """A prompt of vLLM's own."""
 
@@ -79,11 +83,11 @@ class GenerateBody(TokenSamplingParams):
     )
 
     prompt: VllmPrompt | None = Field(None, description="atropos': the prompt, by itself.")
-    text: StrictStr | Strings | None = Field(None, description="One text or several.")
-    input_ids: Ids | ListsOfIds | None = Field(
+    text: StrictStr | PromptTexts | None = Field(None, description="One text or several.")
+    input_ids: Ids | PromptIds | None = Field(
         None, description="Token ids of one prompt or several, used as they are."
     )
-    sampling_params: SglangSamplingParams | list[SglangSamplingParams] = Field(
+    sampling_params: SglangSamplingParams | SamplingList = Field(
         default_factory=lambda: SglangSamplingParams.model_validate({}),
         description="For all prompts, or one for each.",
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import AliasChoices, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.chat.schema import ChatMessage
+from mlx_parallm.api.chat.schema import Messages
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.pooling.inputs.schema import Texts
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
@@ -22,7 +22,7 @@ class TokenizeRequest(TurnEndFields):
     prompt: StrictStr | None = Field(
         None, validation_alias=AliasChoices("prompt", "content"), description="A text."
     )
-    messages: list[ChatMessage] | None = Field(None, min_length=1, description="A conversation.")
+    messages: Messages | None = Field(None, description="A conversation.")
     tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
     add_special_tokens: StrictBool = Field(
         True, description="Add the model's special tokens to a text."

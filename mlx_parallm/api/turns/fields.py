@@ -14,12 +14,13 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.api.http.forms import INT64, NullIsAbsent, Number
+from mlx_parallm.api.http.forms import INT64, MAX_BIASES, NullIsAbsent, Number, VocabularyIds
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 
 MAX_STOPS = 64
 MAX_NAMED_TOKENS = 1024
+MAX_TEMPLATE_KWARGS = 1024
 # Python refuses to read integers of thousands of digits.
 MAX_ID_DIGITS = 18
 
@@ -85,7 +86,11 @@ def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
 TemplateKwargs = Annotated[
     dict[str, Any],
     AfterValidator(_check_template_kwargs),
-    Field(default_factory=dict, description="Further variables for the template."),
+    Field(
+        default_factory=dict,
+        max_length=MAX_TEMPLATE_KWARGS,
+        description="Further variables for the template.",
+    ),
 ]
 
 
@@ -200,8 +205,10 @@ class SamplingFields(NullIsAbsent):
     repetition_penalty: Number = Field(
         1.0, gt=0, le=100, description="Over 1 makes tokens of prompt and output less likely."
     )
-    logit_bias: dict[str, Number] | None = Field(None, description="Bias by token id.")
-    allowed_token_ids: list[StrictInt] | None = Field(
+    logit_bias: dict[str, Number] | None = Field(
+        None, max_length=MAX_BIASES, description="Bias by token id."
+    )
+    allowed_token_ids: VocabularyIds | None = Field(
         None, description="Only these tokens can be sampled."
     )
     seed: StrictInt | None = Field(
@@ -210,7 +217,7 @@ class SamplingFields(NullIsAbsent):
     stop: StrictStr | list[StrictStr] | None = Field(
         None, description=f"Up to {MAX_STOPS} texts that end a sample."
     )
-    stop_token_ids: list[StrictInt] = Field(
+    stop_token_ids: VocabularyIds = Field(
         default_factory=list[int], description="Tokens that end a sample, besides the model's own."
     )
     include_stop_str_in_output: StrictBool = Field(
@@ -241,7 +248,7 @@ class SamplingFields(NullIsAbsent):
         """Return the stop strings.
 
         Raises:
-            InvalidRequestError: one is empty, or there are too many.
+            InvalidRequestError: there are too many.
         """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MAX_STOPS:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
 from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
@@ -16,6 +17,8 @@ from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
+
+T = TypeVar("T")
 
 NO_FIELDS: Fields = {}
 
@@ -65,6 +68,19 @@ class Prelude:
         """An id that is unique among the requests in flight."""
         return self.request.state.answer_id
 
+    def check_room(self, num_prompts: int, n: int = 1) -> None:
+        """Refuse more samples than an empty queue could hold, before prompts are looked at.
+
+        Raises:
+            InvalidRequestError: see there.
+        """
+        if self.max_waiting is not None:
+            check_room(num_prompts, n, self.max_waiting)
+
+    async def on_body(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` makes of the body; see ``offload.on_body``."""
+        return await on_body(len(await self.request.body()), work)
+
     async def admit(
         self,
         model: str | None,
@@ -103,8 +119,7 @@ class Prelude:
     ) -> Admitted:
         """Refuse what the queue of a chosen model has no room for; see ``admit``."""
         with named_by(fields):
-            if self.max_waiting is not None:
-                check_room(num_prompts, n, self.max_waiting)
+            self.check_room(num_prompts, n)
             await self.engine.check_room(model.names[0], self.client, num_prompts * n)
         return Admitted(self, name, model)
 

@@ -21,6 +21,9 @@ from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
+# MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
+MESSAGE_CHARS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTurn:
@@ -119,12 +122,11 @@ async def render_turn(
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
         ContextLengthError: it has more tokens than ``limit`` allows.
     """
-    messages = template_messages(turn.messages, id_length=model.call_id_length)
     tools = [tool.for_template() for tool in turn.shown_tools] or None
 
     def render() -> tuple[str, tuple[int, ...]]:
         text = model.tokenizer.render_chat(
-            messages,
+            template_messages(turn.messages, id_length=model.call_id_length),
             tools=tools,
             add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
             continue_final_message=turn.continue_final_message,
@@ -136,7 +138,7 @@ async def render_turn(
         ids = cut_ids(ids, limit.most, from_left=limit.from_left)
         return model.tokenizer.decode(ids, skip_special_tokens=False), ids
 
-    return await maybe_in_thread(render, _length(messages, tools))
+    return await maybe_in_thread(render, _length(turn.messages, tools))
 
 
 def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFormat | None:
@@ -195,6 +197,6 @@ def _length(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> int:
     """About how many characters there are to tokenise, or more than long where that is enough."""
-    texts = sum(len(message.get("content") or "") for message in messages)
+    texts = sum(MESSAGE_CHARS + len(message.get("content") or "") for message in messages)
     written = [tools or (), [m["tool_calls"] for m in messages if "tool_calls" in m]]
     return texts + (LONG_TEXT_CHARS + 1 if is_longer(written, LONG_TEXT_CHARS) else 0)

@@ -9,6 +9,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import ALL_TOKENS, SamplingParams
 
+# MAX_STOP_CHARS: of all stop strings; the engine's thread reads each when the request comes.
+MAX_STOP_CHARS = 65_536
 PARAMETERS = frozenset(SamplingParams.__dataclass_fields__)
 
 
@@ -27,6 +29,10 @@ def sampling_params(body: SamplingFields, *, max_logprobs: int, **changes: Any) 
     names = PARAMETERS & type(body).model_fields.keys()
     values = {name: _immutable(getattr(body, name)) for name in names}
     values |= {"logit_bias": body.biases(), "stop": body.stops()} | changes
+    if sum(map(len, values["stop"])) > MAX_STOP_CHARS:
+        raise InvalidRequestError(
+            f"Stop strings have at most {MAX_STOP_CHARS} characters together.", param="stop"
+        )
     for name in ("logprobs", "prompt_logprobs"):
         count = values.get(name)
         if count is None or max_logprobs == ALL_TOKENS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BeforeValidator,
@@ -21,6 +21,8 @@ from mlx_parallm.types.json_values import is_list
 
 #: OpenAI takes 2,048.
 MAX_INPUTS = 8192
+# MAX_INPUT_IDS: token ids of one input, of which the model's context then refuses most.
+MAX_INPUT_IDS = 2**20
 TEXT = {"type": "string", "minLength": 1}
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -48,6 +50,10 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
+def _is_longer(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(cast("list[Any]", value)) > most
+
+
 def _inputs(value: Any) -> list[str] | list[list[int]]:
     """Return every input, as texts or as ids; one message for whatever else there is."""
     texts = as_texts(value)
@@ -55,6 +61,8 @@ def _inputs(value: Any) -> list[str] | list[list[int]]:
         if "" in texts:
             raise ValueError(f"text {texts.index('')} is empty")
         return texts
+    if _is_longer(value, MAX_INPUT_IDS):
+        raise ValueError(f"is longer than {MAX_INPUT_IDS} entries")
     lists = [value] if is_list_of(value, int) else value
     is_many = is_list_of(lists, list) and len(lists) <= MAX_INPUTS
     if is_many and all(is_list_of(ids, int) for ids in lists):

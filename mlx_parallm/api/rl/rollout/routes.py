@@ -35,6 +35,8 @@ routes = Routes(RL, body_limit=INPUT, short=True)
 @routes.post("/v1/rl/rollout", responses=STREAMED)
 async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
     """Sample groups of continuations, with what a trainer needs to know of each token."""
+    with named_by(FIELDS):
+        prelude.check_room(len(body.prompts), body.n)
     items = body.items()
     admitted = await prelude.admit(
         body.model, body.adapter, n=body.n, num_prompts=len(items), fields=FIELDS

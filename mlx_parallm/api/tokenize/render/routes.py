@@ -10,7 +10,7 @@ from mlx_parallm.api.completions.request import completion_requests
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.dependencies import EngineDep
-from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.tokenize.render.schema import AppliedTemplate, RenderedRequest, TemplateRequest
@@ -28,7 +28,8 @@ routes = Routes(TOKENS, body_limit=INPUT, short=True)
 async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> RenderedRequest:
     """What a chat request would give the engine."""
     _, model = generator(prelude.engine, body.model)
-    prepared = await prepare_turn(chat_turn(body, prelude), model)
+    turn = await prelude.on_body(lambda: chat_turn(body, prelude))
+    prepared = await prepare_turn(turn, model)
     return _rendered(prepared.request, prepared.rendered)
 
 
@@ -47,18 +48,16 @@ async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> lis
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
     """A conversation as the model would read it."""
     _, model = generator(engine, body.model)
-    messages = template_messages(turns_of(body.messages), id_length=model.call_id_length)
 
     def render() -> str:
         return model.tokenizer.render_chat(
-            messages,
+            template_messages(turns_of(body.messages), id_length=model.call_id_length),
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
             template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
         )
 
-    length = sum(len(message.get("content") or "") for message in messages)
-    return AppliedTemplate(prompt=await maybe_in_thread(render, length))
+    return AppliedTemplate(prompt=await in_thread(render))
 
 
 def _rendered(request: GenerateRequest, prompt: str) -> RenderedRequest:

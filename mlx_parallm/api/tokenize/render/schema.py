@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.chat.schema import ChatMessage
+from mlx_parallm.api.chat.schema import Messages
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.turns.fields import TemplateKwargs
 
@@ -27,7 +27,7 @@ class TemplateRequest(NullIsAbsent):
     """llama.cpp's body of ``/apply-template``."""
 
     model: StrictStr | None = Field(None, description="Default: the first model.")
-    messages: list[ChatMessage] = Field(min_length=1, description="A conversation.")
+    messages: Messages = Field(description="A conversation.")
     tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
     add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
     chat_template_kwargs: TemplateKwargs
