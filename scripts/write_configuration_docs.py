@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mlx_parallm.cli.settings import GROUPS, SETTINGS, Setting
 
+#: Sentences of a description in a cell of a table; the others follow below the table.
+CELL_SENTENCES = 2
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 INTRODUCTION = """\
@@ -21,25 +24,32 @@ Flags override environment variables, which override the file, which overrides t
 | file | `max-num-seqs: 64` in YAML or `max_num_seqs = 64` in TOML; `-` and `_` are equivalent |
 
 Models may be given without `--model`, as in `mlx_parallm serve ORG/MODEL --port 8001`.
-Write them before flags that take several values, which would take them too.
+Write them before flags that take several values, because these would take the models as values.
 A misspelt flag ends the process with status 2 and a suggestion.
 
-Some settings may differ between models; their descriptions say so.
-Repeat a flag to set several values, as in
-`--max-model-len 32768 --max-model-len ./my-model=4096`.
-A variable has commas between its values; a file may have a table, as in
-`max-model-len: {./my-model: 4096}`.
-A value without a model applies to all models that have no value of their own.
-With several models, `--max-model-len` without a model does not raise a model's own shorter context.
-A length for one model, or for the only model, is refused if it exceeds the model's own context.
+- `--config FILE` or `MLX_PARALLM_CONFIG` names the file.
+- The keys of a file are the names of the flags, or their aliases; an unknown key is an error.
+- A wrong value ends the process with status 2 and a message that names the setting and its source.
+- `--no-NAME` turns a switch off; in the environment and in files switches take `true` or `false`.
+- Sizes take `512M` or `8GiB` (powers of 1024).
+- An empty environment variable counts as not set.
+- At start, a warning lists variables that begin with `MLX_PARALLM_` but name no setting.
 
-`--config FILE` or `MLX_PARALLM_CONFIG` names the file.
-Its keys are the names of the flags, or their aliases; an unknown key is an error.
-A wrong value ends the process with status 2 and a message that names the setting and its source.
-`--no-NAME` turns a switch off; in the environment and in files switches take `true` or `false`.
-Sizes take `512M` or `8GiB` (powers of 1024).
-An empty environment variable counts as not set.
-At start, a warning lists variables that begin with `MLX_PARALLM_` but name no setting.
+## Settings of one model
+
+Some settings may differ between models; their descriptions say so.
+
+- With flags, repeat the flag: `--max-model-len 32768 --max-model-len ./my-model=4096`.
+- In a variable, separate the values by commas.
+- In a file, write a table: `max-model-len: {./my-model: 4096}`.
+
+A value without a model applies to all models that have no value of their own.
+`--max-model-len` has two further rules:
+
+- With several models, a length without a model does not raise a model's own shorter context.
+- A length for one model, or for the only model, is refused if it exceeds the model's own context.
+
+## A settings file
 
 ```yaml
 # serve.yaml: mlx_parallm serve --config serve.yaml
@@ -51,8 +61,8 @@ max-num-seqs: 64
 kv-cache-memory-bytes: 8GiB
 ```
 
-`mlx_parallm batch` takes the same settings, except those of address and access and of files and
-batches.
+`mlx_parallm batch` takes the same settings.
+Exceptions are those of address and access, and those of files and batches.
 `make docs` generates this page.
 """
 
@@ -61,10 +71,26 @@ def render() -> str:
     """Return the whole page."""
     parts = [INTRODUCTION]
     for group in GROUPS:
-        rows = [row(setting) for setting in SETTINGS if setting.group == group]
+        settings = [setting for setting in SETTINGS if setting.group == group]
         header = "| flag | environment | default | what it does |\n|---|---|---|---|\n"
-        parts.append(f"## {group[0].upper()}{group[1:]}\n\n{header}" + "\n".join(rows) + "\n")
+        rows = "\n".join(row(setting) for setting in settings)
+        parts.append(f"## {group[0].upper()}{group[1:]}\n\n{header}{rows}\n")
+        notes = [note for setting in settings for note in notes_of(setting)]
+        if notes:
+            parts.append("\n".join(notes) + "\n")
     return "\n".join(parts)
+
+
+def sentences_of(setting: Setting) -> list[str]:
+    """Return the sentences of a setting's description, with links to other pages."""
+    text = re.sub(r"docs/([a-z-]+\.md)", r"[\1](\1)", setting.help.replace("|", "\\|"))
+    return re.split(r"(?<=\.) (?=[A-Z])", f"{text[0].upper()}{text[1:]}")
+
+
+def notes_of(setting: Setting) -> list[str]:
+    """Return a list item with the sentences that a cell has no room for; none if there is room."""
+    rest = sentences_of(setting)[CELL_SENTENCES:]
+    return [f"- `--{setting.name}`: " + "\n  ".join(rest)] if rest else []
 
 
 def row(setting: Setting) -> str:
@@ -72,12 +98,11 @@ def row(setting: Setting) -> str:
     flags = [f"`--{name}`" for name in (setting.name, *setting.aliases)]
     if setting.is_switch:
         flags[0] += f", `--no-{setting.name}`"
-    text = setting.help.replace("|", "\\|")
     cells = (
         ", ".join(flags),
         f"`{setting.variable}`",
         default(setting),
-        f"{text[0].upper()}{text[1:]}",
+        " ".join(sentences_of(setting)[:CELL_SENTENCES]),
     )
     return f"| {' | '.join(cells)} |"
 

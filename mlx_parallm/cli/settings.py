@@ -124,15 +124,15 @@ def _setting(name: str, target: str, parse: Parse, group: str, text: str, **more
 SETTINGS: tuple[Setting, ...] = (
     _setting(
         "model", "model.paths", values.listed, MODELS,
-        "hub id or folder of a model; several may be given. Without one, the small demonstration "
-        "model inside the package is served.",
+        "hub id or folder of a model; several may be given. Without one, the server uses the "
+        "small demonstration model of the package.",
         metavar="ID_OR_FOLDER",
     ),
     _setting(
         "served-model-name", "model.names", values.listed, MODELS,
-        "names that clients may use instead of the id or folder; answers carry the first. "
-        "Without them, the last part of a folder's path is a name too, if no other model has it. "
-        "With several models write MODEL=NAME.",
+        "names that clients may use instead of the id or folder; answers have the first. With "
+        "several models write MODEL=NAME. Without a name, the last part of a folder's path is one "
+        "too, if no other model has it.",
         metavar="NAME",
     ),
     _setting("revision", "model.revision", values.text, MODELS,
@@ -140,17 +140,17 @@ SETTINGS: tuple[Setting, ...] = (
              metavar="REV", per_model=True),
     _setting(
         "dtype", "model.dtype", values.choice("auto", "float32", "float16", "bfloat16"), MODELS,
-        "auto keeps the checkpoint's dtype on a GPU; on the CPU it casts and dequantises to "
-        "float32 when that fits in memory. One of auto, float32, float16, bfloat16. With several "
-        "models MODEL=DTYPE is possible.",
+        "one of auto, float32, float16, bfloat16. With several models MODEL=DTYPE is possible. On "
+        "a GPU, auto keeps the checkpoint's dtype. On the CPU, auto casts and dequantises to "
+        "float32 if that fits in memory.",
         per_model=True,
     ),
     _setting("max-model-len", "model.max_model_len", values.integer(1), MODELS,
              "longest context in tokens; the model's own if not given. With several models "
-             "MODEL=TOKENS is possible; a number without a model does not raise a model's own "
+             "MODEL=TOKENS is possible. A number without a model does not raise a model's own "
              "shorter context.", metavar="TOKENS", per_model=True),
     _setting("chat-template", "model.chat_template", values.text, MODELS,
-             "a Jinja template, or a file with one, in place of the model's own. With several "
+             "a Jinja template, or a file with one, instead of the model's own. With several "
              "models MODEL=FILE_OR_TEXT is possible.",
              metavar="FILE_OR_TEXT", per_model=True),
     _setting(
@@ -173,9 +173,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting(
         "task", "model.tasks", values.tasks, MODELS,
-        "the task of a model: auto reads it from its files; generate, embed, "
-        "token_embed, classify, token_classify, score (also rerank) or reward. With several "
-        "models MODEL=TASK is possible. Default: auto.", aliases=("convert",), metavar="TASK",
+        "the task of a model; auto (default) reads it from its files. With several models "
+        "MODEL=TASK is possible. Tasks: auto, generate, embed, token_embed, classify, "
+        "token_classify, score (also rerank), reward.", aliases=("convert",), metavar="TASK",
     ),
     _setting("enable-auto-tool-choice", "model.enable_auto_tool_choice", values.boolean, MODELS,
              "let models decide whether they call tools."),
@@ -217,14 +217,14 @@ SETTINGS: tuple[Setting, ...] = (
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
-             "size of the KV of all models together, such as 8GiB; it overrides the share. Exactly "
-             "this much is allocated, and the start fails if it is not free; what sequences cannot "
-             "use holds cached prefixes. See docs/memory.md.", metavar="SIZE"),
+             "size of the KV of all models together, such as 8GiB; it overrides the share. "
+             "Exactly this much is allocated, and the start fails if it is not free. Blocks that "
+             "sequences cannot use hold cached prefixes. See docs/memory.md.", metavar="SIZE"),
     _setting(
         "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
-        "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits, so that about "
-        "two or four times as many tokens of a 16-bit model fit, at some cost of accuracy. With "
-        "several models MODEL=DTYPE is possible.",
+        "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits. With several "
+        "models MODEL=DTYPE is possible. In 8 or 4 bits, about two or four times as many tokens "
+        "of a 16-bit model fit, at some cost of accuracy.",
         per_model=True,
     ),
     _setting("block-size", "cache.block_size", values.integer(1, 1024), MEMORY,
@@ -235,9 +235,9 @@ SETTINGS: tuple[Setting, ...] = (
              "memory of each encoder's cache of results for equal inputs; 0 turns it off.",
              metavar="SIZE"),
     _setting("encoder-memory", "loading.max_encoder_bytes", values.size, MEMORY,
-             "most bytes of the weights of all encoders together, such as 4GiB; at the limit the "
-             "least recently used are unloaded, and loaded again by their next request. No limit "
-             "if not given.",
+             "most bytes of the weights of all encoders together, such as 4GiB; no limit if not "
+             "given. At the limit the least recently used encoders are evicted, and loaded again "
+             "by their next request.",
              metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
@@ -245,9 +245,9 @@ SETTINGS: tuple[Setting, ...] = (
              BATCHING, "most tokens in a step; longer prompts are prefilled in chunks. If not "
              "given: 2048 on an NVIDIA GPU, 1024 elsewhere.", metavar="TOKENS"),
     _setting("max-decode-stall-ms", "scheduler.max_decode_stall_ms", values.number(0, above=True),
-             BATCHING, "longest step in milliseconds while sequences decode: prefill is cut to "
-             "fit, by the measured times of earlier steps. If not given, only the token budget "
-             "cuts it.",
+             BATCHING, "longest step in milliseconds while sequences decode. Prefill is cut to "
+                       "fit, by the measured times of earlier steps. If not given, only the token "
+                       "budget cuts it.",
              metavar="MS"),
     _setting("max-batch-wait-ms", "encoders.max_batch_wait_ms", values.number(0), BATCHING,
              "how long an input of an encoder may wait for others to fill its batch, in "
@@ -261,7 +261,7 @@ SETTINGS: tuple[Setting, ...] = (
              aliases=("max-queue-size",), metavar="N"),
     _setting("speculative-config", "engine.speculative", values.speculative, BATCHING,
              "speculative decoding, as JSON with vLLM's names, such as "
-             '{"method": "ngram", "num_speculative_tokens": 4}; none if not given. '
+             '{"method": "ngram", "num_speculative_tokens": 4}. None if not given. '
              "See docs/speculation.md.",
              metavar="JSON"),
     _setting("host", "server.host", values.text, ADDRESS,
@@ -277,13 +277,13 @@ SETTINGS: tuple[Setting, ...] = (
              "key for routes that change the server; the API keys if not given.",
              metavar="KEY"),
     _setting("allowed-hosts", "server.allowed_hosts", values.hosts, ADDRESS,
-             "hosts that requests may name (Host header) without an API key, besides localhost "
+             "hosts that requests without an API key may name (Host header), besides localhost "
              "and loopback addresses; * for any. If not given, a server that listens beyond the "
              "loopback interface accepts any.", metavar="HOST"),
     _setting("cache-scope", "server.cache_scope", values.choice(*CACHE_SCOPES), ADDRESS,
-             "which requests share cached prefixes and cached results of encoders: key, those of "
-             "the same API key, or server, all requests. If not given: key if several keys are "
-             "set, admin keys included, else server."),
+             "which requests share cached prefixes and cached results of encoders: key or server. "
+             "With key, these are requests of one API key; with server, all requests. The default "
+             "is key if several keys are set, admin keys included, else server."),
     _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
              "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
     _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,
@@ -297,12 +297,12 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("enable-prompt-embeds", "engine.enable_prompt_embeds", values.boolean, REQUESTS,
              "let /v1/completions take prompts as embeddings (prompt_embeds)."),
     _setting("max-logprobs", "server.max_logprobs", values.integer(-1), REQUESTS,
-             "most log-probabilities per token that a request may have; -1 is no limit.",
+             "most log-probabilities per token that a request may ask for; -1 is no limit.",
              metavar="N"),
     _setting("logprobs-mode", "engine.logprobs_mode", values.choice(*LOGPROBS_MODES), REQUESTS,
-             "log-probabilities of sampled tokens, for requests that do not choose: raw_logprobs, "
-             "the model's own, or processed_logprobs, those of the distribution that tokens were "
-             "drawn from. See docs/logprobs.md."),
+             "log-probabilities of sampled tokens, for requests that name no mode: raw_logprobs "
+             "or processed_logprobs. Raw ones are the model's own; processed ones are those of "
+             "the distribution that tokens were drawn from. See docs/logprobs.md."),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
     _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
@@ -315,9 +315,9 @@ SETTINGS: tuple[Setting, ...] = (
              "a client is disconnected if it stops sending its request, or stops reading its "
              "answer, for this long; 0 is off.", metavar="SECONDS"),
     _setting("stream-interval", "server.stream_interval", values.integer(1), REQUESTS,
-             "tokens of a sample that a stream sends together; the first and the last are sent at "
-             "once. More than 1 saves processor time with many streams. Tokens that arrive while "
-             "the server or the client is behind are sent together in any case.",
+             "tokens of a sample that a stream sends together. More than 1 saves processor time "
+             "with many streams. The first and the last token are sent at once. Tokens that "
+             "arrive while the server or the client is behind are sent together in any case.",
              metavar="N"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
@@ -332,8 +332,8 @@ SETTINGS: tuple[Setting, ...] = (
              "URLs that rollouts may call for the reward of a sample; requests must name them "
              "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
-             "folder of files and batches, created at start; only one server at a time can "
-             "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
+             "folder of files and batches, created at start; only one server at a time can use "
+             "it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
              "~/Library/Application Support.",
              metavar="FOLDER"),
     _setting("max-file-size", "server.max_file_bytes", values.size, STORAGE,
@@ -341,16 +341,16 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-files-size", "server.max_files_bytes", values.size, STORAGE,
              "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
     _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
-             STORAGE, "most sequences of batches in the engine at once, so that other requests "
-             "find room. If not given: half of --max-num-seqs, or of "
-             "--max-num-seqs-per-key if that is less.", metavar="N"),
+             STORAGE, "most sequences of batches in the engine at once; the rest is for other "
+                      "requests. If not given: half of --max-num-seqs, or of "
+                      "--max-num-seqs-per-key if that is less.", metavar="N"),
     _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
-             "run the models in a process of their own, so that HTTP, JSON and tokenizing take "
-             "none of their time. It helps many streams on a GPU if cores are free."),
+             "run the models in a separate process, so that HTTP, JSON and tokenizing take none "
+             "of their time. It helps many streams on a GPU if cores are free."),
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
              "on an NVIDIA GPU, run steps of the usual shapes while the server is idle after its "
-             "start, for some seconds in all. Otherwise the first step of each shape would delay "
-             "streams by up to 40 ms."),
+             "start. This takes some seconds in all. Otherwise the first step of each shape would "
+             "delay streams by up to 40 ms."),
     _setting("kernel-cache-dir", "engine.kernel_cache_dir", values.text, PROCESS,
              "on an NVIDIA GPU, folder of compiled kernels, which later starts read instead of "
              "compiling them. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",
