@@ -25,6 +25,13 @@ PATIENT = {
     "MLX_PARALLM_SSE_KEEP_ALIVE_INTERVAL": "0",
     "MLX_PARALLM_SHUTDOWN_TIMEOUT": "3600",
 }
+#: What mlx_lm sets for its process when it is imported; a user's shell does not have it.
+SET_BY_LIBRARIES = frozenset({"TRANSFORMERS_NO_ADVISORY_WARNINGS"})
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment of this process without what imported libraries set."""
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
 
 
 class ServerProcess:
@@ -49,7 +56,7 @@ class ServerProcess:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **POOL, **PATIENT, **data_dir, **(env or {})},
+                env={**user_environment(), **POOL, **PATIENT, **data_dir, **(env or {})},
                 pass_fds=[fd],
             )
 

@@ -1,7 +1,8 @@
 """Types of the parts of transformers' and mlx_lm's tokenizers that are used.
 
 Both libraries leave parameters without types, and mlx_lm has no public name for the tokenizer that
-it wraps.
+it wraps. Other modules import classes of transformers from here: mlx_lm must be imported first,
+because it turns off what transformers prints when it is imported.
 """
 
 # The functions that load have parameters and results without types.
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 from mlx_lm import tokenizer_utils
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import TokenizersBackend as TokenizersBackend
 
 
 class ChatRenderer(Protocol):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import renders_as_usual, template_refusals
@@ -20,6 +19,7 @@ from mlx_parallm.tokenizer.loaded import (
     HubTokenizer,
     LoadedTokenizer,
     TextRenderer,
+    TokenizersBackend,
     inherits,
     load_with_mlx_lm,
 )

@@ -20,6 +20,7 @@ from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.cli.serve import is_exposed
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.worker.device.properties import DeviceReport, find_blas
+from tests.server_process import user_environment
 
 
 class Terminal(io.StringIO):
@@ -96,6 +97,16 @@ def test_help_of_serve_imports_nothing_that_takes_long() -> None:
     }
     assert "mlx_parallm" in imported
     assert not imported & slow
+
+
+@pytest.mark.parametrize("module", ["cli.serve", "llm", "tokenizer.tokenizer", "cli.doctor"])
+def test_imports_print_nothing(module: str) -> None:
+    """What a library prints while it is imported would be no line of --log-format json."""
+    command = [sys.executable, "-c", f"import mlx_parallm.{module}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=user_environment()
+    )
+    assert done.stdout + done.stderr == ""
 
 
 def test_a_missing_mlx_is_told_in_one_line() -> None:
