@@ -10,6 +10,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Of a request's line and headers together; nginx takes 32 KiB.
 MAX_HEAD_BYTES = 64 * 1024
+# Between two parts of a body, and after the last: sizes of chunks, their extensions, and trailers.
+# The parser keeps a trailer until it is whole, so an endless one would fill the memory.
+MAX_FRAMING_BYTES = 512 * 1024
 # A request that was answered before its body had come, as those refused by their head are, is read
 # on within these bounds. Many clients send all of a body before they read the answer, and to close
 # a connection with data unread can take the answer from them.
@@ -31,6 +34,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        # Whether a body is to come, and the bytes since its latest part: framing and trailers.
+        self._awaits_body = False
+        self._framing_bytes = 0
         self._late: asyncio.TimerHandle | None = None
         self._late_bytes = 0
 
@@ -49,8 +55,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
         self._head_bytes += len(data)
+        self._framing_bytes += len(data)
         super().data_received(data)
         if self._head is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+        if self._awaits_body and self._framing_bytes > MAX_FRAMING_BYTES:
             self.transport.abort()
         if self._late is not None:
             self._late_bytes += len(data)
@@ -63,14 +72,30 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._await_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header has come; trailers, which come after a body, are dropped.
+
+        They must not change what was decided by the head, such as whose request it is.
+        """
+        if not self._awaits_body:
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body has come."""
+        self._framing_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         """The head of a request has come."""
+        self._awaits_body = True
+        self._framing_bytes = 0
         self._head = _cancelled(self._head)
         self._take_host_of_target()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """The end of a request has come."""
+        self._awaits_body = False
         super().on_message_complete()
         if self._late is not None:
             self._late = _cancelled(self._late)

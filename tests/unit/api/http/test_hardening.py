@@ -13,7 +13,12 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from mlx_parallm.api.http.connection import MAX_HEAD_BYTES, MAX_LATE_BYTES, BoundedProtocol
+from mlx_parallm.api.http.connection import (
+    MAX_FRAMING_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_LATE_BYTES,
+    BoundedProtocol,
+)
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
 from tests.fake_engine import FakeEngine, hang, serve_fake, write
@@ -87,6 +92,40 @@ def test_an_endless_head_ends_the_connection(served: tuple[FakeEngine, str]) -> 
         endless = b"x: " + b"y" * 1000 * MAX_HEAD_BYTES
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             connection.sendall(endless)
+
+
+def chunked_head(*fields: str) -> bytes:
+    lines = [f"POST {CHAT} HTTP/1.1", "host: a", "content-type: application/json", *fields]
+    return "\r\n".join([*lines, "transfer-encoding: chunked", "\r\n"]).encode()
+
+
+@pytest.mark.parametrize("begin", [b"0\r\nx: ", b"0\r\n", b"1;"])
+def test_endless_trailers_and_chunk_extensions_end_the_connection(begin: bytes) -> None:
+    # Without time limits: only what has come can end it.
+    with serve_fake(FakeEngine(), ServerConfig(client_timeout_s=0)) as url, connect(url) as client:
+        client.sendall(chunked_head() + begin)
+        piece = b"x: y\r\n" if begin == b"0\r\n" else b"y" * 6
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            client.sendall(piece * 200 * MAX_FRAMING_BYTES)
+
+
+def test_trailers_do_not_change_a_request(served: tuple[FakeEngine, str]) -> None:
+    body = json.dumps(HI).encode()
+    content = f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n"
+    for key, trailer, status in [("one", "wrong", 200), ("wrong", "one", 401)]:
+        with connect(served[1]) as connection:
+            trailers = f"authorization: Bearer {trailer}\r\nhost: b\r\n\r\n".encode()
+            connection.sendall(chunked_head(f"x-api-key: {key}") + content + trailers)
+            assert status_of(connection) == status
+
+
+def test_small_chunks_are_a_body(served: tuple[FakeEngine, str]) -> None:
+    body = json.dumps(HI | {"padding": "x" * 1000}).encode()
+    content = b"".join(b"1;ext=a\r\n%c\r\n" % byte for byte in body) + b"0\r\nx: y\r\n\r\n"
+    with connect(served[1]) as connection:
+        for _ in range(2):
+            connection.sendall(chunked_head("x-api-key: one") + content)
+            assert status_of(connection) == 200
 
 
 def test_a_stream_that_nobody_reads_is_aborted(served: tuple[FakeEngine, str]) -> None:
