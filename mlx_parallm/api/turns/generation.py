@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -81,6 +81,11 @@ class Generation:
         """End what still runs; after the end it does nothing."""
         if self._first is not None:
             self._first.cancel()
+            await asyncio.wait([self._first])
+        # Without this, the tasks that merge events would wait for a reader for ever. A RuntimeError
+        # says that a reader waits at this moment; it closes the iterator at its end.
+        with contextlib.suppress(RuntimeError):
+            await self._iterator.aclose()
         for handle in self.handles:
             await self._engine.abort(handle.request_id)
 
@@ -123,13 +128,13 @@ class Generation:
         async for event in self._iterator:
             yield event
 
-    async def _single(self) -> AsyncIterator[Numbered]:
+    async def _single(self) -> AsyncGenerator[Numbered]:
         async for event in self.handles[0].events:
             if isinstance(event, ErrorEvent):
                 raise event.error
             yield 0, event
 
-    async def _merged(self) -> AsyncIterator[Numbered]:
+    async def _merged(self) -> AsyncGenerator[Numbered]:
         pumps = [
             asyncio.ensure_future(self._pump(number, handle))
             for number, handle in enumerate(self.handles)

@@ -10,7 +10,7 @@ from mlx_parallm.api.turns.generation import Generation
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.request import GenerateRequest
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, write
 
 REQUESTS = [GenerateRequest(request_id=str(i), model="alias", prompt_ids=(i,)) for i in range(3)]
 
@@ -79,3 +79,18 @@ async def test_a_cancelled_admission_takes_back_what_was_admitted() -> None:
     with pytest.raises(asyncio.CancelledError):
         await start
     assert aborted(engine) == {"0", "1"}
+
+
+async def test_nothing_waits_for_the_reader_of_an_aborted_generation() -> None:
+    engine = FakeEngine()
+    engine.script = write("x" * 1000)
+    before = asyncio.all_tasks()
+    generation = await Generation.start(engine, REQUESTS, fields={})
+    await generation.wait_for_first(0)
+    async for _ in generation.events():
+        break
+    await generation.abort()
+    left = asyncio.all_tasks() - before
+    await asyncio.sleep(0)
+    assert [task for task in left if "_pump" in repr(task) and not task.done()] == []
+    assert aborted(engine) == {"0", "1", "2"}
