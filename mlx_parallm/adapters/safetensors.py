@@ -51,7 +51,11 @@ MODEL_DTYPES = frozenset(_LAYOUTS)
 
 
 def read_safetensors(
-    data: bytes | bytearray, *, param: str, dtypes: Collection[str] = FLOATS
+    data: bytes | bytearray,
+    *,
+    param: str,
+    dtypes: Collection[str] = FLOATS,
+    max_header: int = _MAX_HEADER,
 ) -> dict[str, HostTensor]:
     """Return the tensors by name, as views of the data.
 
@@ -59,11 +63,12 @@ def read_safetensors(
         data: a whole file; it must not change while the tensors are in use.
         param: the request field that holds the file, for errors.
         dtypes: the allowed dtypes, by the format's names; a subset of ``MODEL_DTYPES``.
+        max_header: most bytes of the header, which is JSON: nothing else runs while it is parsed.
 
     Raises:
         InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
     """
-    header, start = _read_header(data, param)
+    header, start = _read_header(data, param, max_header)
     tensors: dict[str, HostTensor] = {}
     file_bytes = memoryview(data)
     end = 0
@@ -82,11 +87,15 @@ def read_safetensors(
     return tensors
 
 
-def _read_header(data: bytes | bytearray, param: str) -> tuple[dict[str, Any], int]:
+def _read_header(
+    data: bytes | bytearray, param: str, max_header: int
+) -> tuple[dict[str, Any], int]:
     if len(data) < _LENGTH_BYTES:
         raise _wrong("it is too short", param)
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    if length > _MAX_HEADER or _LENGTH_BYTES + length > len(data):
+    if max_header < length <= len(data):
+        raise _wrong(f"its header has more than {max_header} bytes", param)
+    if _LENGTH_BYTES + length > len(data):
         raise _wrong("it ends before its header does", param)
     try:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length], object_pairs_hook=_unique)

@@ -25,6 +25,8 @@ HEADER_READERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 MAX_AXES = 4
+# MAX_HEADER_BYTES: of a safetensors file, whose one tensor takes some hundred.
+MAX_HEADER_BYTES = 64 * 1024
 
 
 def read_embeds(text: str, info: RunnerInfo) -> ModelInput:
@@ -76,7 +78,7 @@ def _file(text: str) -> bytes:
 def _rows(data: bytes) -> HostTensor:
     if data.startswith(NPY_MAGIC):
         return HostTensor(_read_npy(data))
-    tensors = read_safetensors(data, param=FIELD)
+    tensors = read_safetensors(data, param=FIELD, max_header=MAX_HEADER_BYTES)
     if len(tensors) != 1:
         raise _refusal(f"has {len(tensors)} tensors; one is wanted")
     return next(iter(tensors.values()))

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class Evil:
         (save({"a": ROWS.astype(np.float64)}), "F64"),
         (save({"a": ROWS})[:-4], "safetensors|tensor"),
         (b"", "safetensors"),
+        (struct.pack("<Q", 70_000) + b"[" * 70_000, "header has more than 65536 bytes"),
         (b"PK\3\4 a zip", "safetensors"),
     ],
 )
