@@ -26,6 +26,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.work import Ends, RequestWork
 
 TRAITS = KindTraits(name="sum", loads_later=True)
 
@@ -37,11 +38,16 @@ class SumRequest:
     numbers: tuple[int, ...]
     adapter: str | None = None
 
+    def work(self) -> RequestWork:
+        return RequestWork(num_tokens=len(self.numbers))
+
 
 @dataclass(frozen=True)
 class SumEvent:
     request_id: str
     results: int
+    num_tokens: int = 0
+    ends: Ends = Ends.REQUEST
 
 
 @dataclass(frozen=True, kw_only=True)

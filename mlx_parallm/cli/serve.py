@@ -26,6 +26,7 @@ from mlx_parallm.api.http.listener import bind, inherit
 from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.parallel_engines import parallel_life
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
@@ -90,6 +91,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
     """Return an engine in this process or in its own, without loading models."""
     on_progress = progress_shown()
+    if server_config.data_parallel_size > 1:
+        life = parallel_life(engine_config, server_config, on_progress)
+        return AsyncEngine(engine_config, life=life)
     if not server_config.engine_process:
         return AsyncEngine(engine_config, on_progress=on_progress)
     life = RemoteLife(engine_config, engine_process.command(server_config), on_progress)

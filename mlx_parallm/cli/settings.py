@@ -347,6 +347,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
              "run the models in a separate process, so that HTTP, JSON and tokenizing take none "
              "of their time. It helps many streams on a GPU if cores are free."),
+    _setting("data-parallel-size", "server.data_parallel_size", values.integer(1), PROCESS,
+             "engine processes that serve the same models behind one port. Each has its own copy "
+             "of the weights, and its own NVIDIA GPU or an equal share of the CPU cores and of the "
+             "KV memory.", aliases=("dp",), metavar="N"),
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
              "on an NVIDIA GPU, run steps of the usual shapes while the server is idle after its "
              "start. This takes some seconds in all. Otherwise the first step of each shape would "

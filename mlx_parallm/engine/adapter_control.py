@@ -18,6 +18,7 @@ from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,
     CommitAdapter,
+    DropStagedAdapter,
     EnsureAdapter,
     ListVersions,
     LoadedVersions,
@@ -26,7 +27,12 @@ from mlx_parallm.engine.host_commands import (
     taken,
 )
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotFoundError,
+    ParallmError,
+)
 from mlx_parallm.types.weights import WeightsVersion
 
 R = TypeVar("R")
@@ -193,10 +199,15 @@ class AdapterControl:
         number = next(self._numbers)
         begin = BeginAdapter(number, upload, base, in_parts=not self._sleep_level)
         async with self._thread.hold(base):
-            has_more = await self._thread.call(begin)
-            while has_more:
-                has_more = await self._thread.call(StageAdapterPart(number))
-            info, versions = await self._thread.call(CommitAdapter(number))
+            try:
+                has_more = await self._thread.call(begin)
+                while has_more:
+                    has_more = await self._thread.call(StageAdapterPart(number))
+                info, versions = await self._thread.call(CommitAdapter(number))
+            except ParallmError:
+                # Of several engines, some may have prepared it.
+                await self._thread.call(DropStagedAdapter(number))
+                raise
         self._note(versions)
         return self._adapters.get(info.name, info)
 

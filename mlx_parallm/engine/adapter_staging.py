@@ -28,6 +28,7 @@ class AdapterStaging:
         self._in_parts = in_parts
         self._has_begun = False
         self._slot: int | None = None
+        self._is_staged = False
 
     def prepare(self, policies: Policies, check: Callable[[], None] = _accept) -> bool:
         """Put the next part; return True if there is more.
@@ -40,12 +41,13 @@ class AdapterStaging:
             if not self._has_begun:
                 self._slot = policies.begin(self.upload, takes_slot=self._in_parts)
                 self._has_begun = True
-            if self._slot is None:
+            if self._slot is None or self._is_staged:
                 return False
-            return policies.store.stage(self._slot, self.upload.content)
+            self._is_staged = not policies.store.stage(self._slot, self.upload.content)
         except BaseException:
             self.drop(policies)
             raise
+        return not self._is_staged
 
     def commit(self, policies: Policies, check: Callable[[], None] = _accept) -> AdapterInfo:
         """Let requests use the adapter; raise as ``prepare`` does."""

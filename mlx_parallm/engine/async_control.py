@@ -124,10 +124,11 @@ class AsyncControl(AdapterControl):
 
     async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
         async with self._replacing:
-            await self._thread.call(PrepareUpdate(model, update))
             try:
+                await self._thread.call(PrepareUpdate(model, update))
                 return await self._thread.call(CommitUpdate(model))
             except BaseException:
+                # Of several engines, some may have prepared it.
                 await self._thread.call(DropUpdate(model))
                 raise
 

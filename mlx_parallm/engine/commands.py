@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mlx_parallm.types.errors import ParallmError
 
@@ -106,6 +106,19 @@ class HostCommand(Protocol[R_co]):
 
     def __call__(self, host: EngineHost, /) -> R_co:
         """Do it and return its result."""
+        ...
+
+
+@runtime_checkable
+class JoinsResults(Protocol):
+    """A command whose result differs among engines that serve the same models.
+
+    The results of other commands are equal: all engines have had the same commands before, in the
+    same order.
+    """
+
+    def together(self, results: Sequence[Any], /) -> Any:
+        """Return one result for those of the engines."""
         ...
 
 

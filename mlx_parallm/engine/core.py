@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import methodcaller
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -44,7 +43,14 @@ from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
-from mlx_parallm.engine.state import EngineState, MetricsText
+from mlx_parallm.engine.state import (
+    CheckRoom,
+    CountSequences,
+    MetricsText,
+    ReadCacheBytes,
+    ReadMetrics,
+    StateQuery,
+)
 from mlx_parallm.types.errors import (
     ConfigError,
     EngineDeadError,
@@ -330,7 +336,7 @@ class EngineCore:
         limit = self._config.scheduler.max_waiting
         # No more wait than are open: mostly the engine, in another process perhaps, is not asked.
         if limit and self._streams.num_samples + n > limit:
-            await self._life.query(methodcaller("check_room", model, client, n))
+            await self._life.query(CheckRoom(model, client, n))
 
     async def open_reader(self, request: Any) -> Any:
         """Admit a request of any kind of model; return the reader of its events.
@@ -426,7 +432,7 @@ class EngineCore:
 
     async def load(self) -> EngineLoad:
         """How busy the engine is, over all models."""
-        running, waiting = await self._query(methodcaller("num_running_and_waiting"), (0, 0))
+        running, waiting = await self._query(CountSequences(), (0, 0))
         return EngineLoad(num_requests=len(self._streams), num_running=running, num_waiting=waiting)
 
     def check_health(self) -> None:
@@ -443,17 +449,17 @@ class EngineCore:
     async def memory(self) -> Mapping[str, ModelMemory]:
         """What each model takes, by its first name."""
         kept: Mapping[str, int] = {}
-        cache_bytes = await self._query(methodcaller("cache_bytes"), kept)
+        cache_bytes = await self._query(ReadCacheBytes(), kept)
         return model_memory(self.statuses(), cache_bytes, self.control.adapters())
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
-        engines = await self._query(methodcaller("metrics"), MetricsText())
+        engines = await self._query(ReadMetrics(), MetricsText())
         self.control.report_memory(await self.memory())
         self.control.report(engines.slots)
         return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    async def _query(self, ask: Callable[[EngineState], T], otherwise: T) -> T:
+    async def _query(self, ask: StateQuery[T], otherwise: T) -> T:
         """What the engines' state tells, or this where they are dead."""
         try:
             return await self._life.query(ask)

@@ -193,6 +193,11 @@ class ModelDefaults:
         """See ``ServedModel``: it reads no tokens."""
         return None
 
+    @property
+    def cache_tokens(self) -> int:
+        """See ``ServedModel``: nothing is kept."""
+        return 0
+
     def check(self, request: Any) -> None:
         """See ``ServedModel``: the engine checks requests."""
 

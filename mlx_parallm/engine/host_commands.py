@@ -66,6 +66,10 @@ class BeginAdapter(HostCommand[bool]):
         host.stagings[self.number] = AdapterStaging(self.upload, self.model, in_parts=self.in_parts)
         return StageAdapterPart(self.number)(host)
 
+    def together(self, results: Sequence[bool]) -> bool:
+        """See ``JoinsResults``: an engine without a free slot has no parts to put."""
+        return any(results)
+
 
 @dataclass(frozen=True, slots=True)
 class StageAdapterPart(HostCommand[bool]):
@@ -80,6 +84,10 @@ class StageAdapterPart(HostCommand[bool]):
         has_more = staging.prepare(policies_of(host, staging.model), check)
         host.stagings[self.number] = staging
         return has_more
+
+    def together(self, results: Sequence[bool]) -> bool:
+        """See ``JoinsResults`` and ``BeginAdapter``."""
+        return any(results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,10 @@ class Pause(HostCommand[int]):
             # No token may come after the answer.
             host.deliver(engine.settle())
         return sum(engine.num_requests for engine in host.engines.values())
+
+    def together(self, results: Sequence[int]) -> int:
+        """See ``JoinsResults``: each engine has requests of its own."""
+        return sum(results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +248,19 @@ class RelabelWeights(HostCommand[WeightsVersion]):
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreVersion(HostCommand[None]):
+    """Give weights that are like those of other engines the same version."""
+
+    model: str
+    version: WeightsVersion
+    num_updates: int
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        live_weights(host.engines[self.model]).restore(self.version, self.num_updates)
+
+
+@dataclass(frozen=True, slots=True)
 class SleepModels(HostCommand[None]):
     """Free memory of every model that can do without; see ``LiveWeights.sleep``."""
 
@@ -259,6 +284,10 @@ class WakeModels(HostCommand[list[str]]):
         for live in changeable:
             live.wake(self.tags)
         return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
+
+    def together(self, results: Sequence[list[str]]) -> list[str]:
+        """See ``JoinsResults``."""
+        return [tag for tag in SLEEP_TAGS if any(tag in asleep for asleep in results)]
 
 
 def policies_of(host: EngineHost, model: str) -> Policies:

@@ -18,6 +18,7 @@ from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.engine.turns import TurnTaker
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.work import Ends, RequestWork
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_names import NamedAdapter
@@ -51,6 +52,10 @@ class Request(Protocol):
         """The name of an adapter of the model; None for the model itself."""
         ...
 
+    def work(self) -> RequestWork:
+        """Return what the request asks of an engine."""
+        ...
+
 
 class Event(Protocol):
     """Something that happened to a request."""
@@ -58,6 +63,16 @@ class Event(Protocol):
     @property
     def request_id(self) -> str:
         """The request."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of generated tokens in it."""
+        ...
+
+    @property
+    def ends(self) -> Ends:
+        """Return what ends with it."""
         ...
 
 
@@ -233,6 +248,11 @@ class ServedModel(Protocol):
     @property
     def max_len(self) -> int | None:
         """Return the most tokens of a request; None if it reads no tokens."""
+        ...
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return how many tokens' computation it keeps for later requests; 0 if none."""
         ...
 
     def check(self, request: Any, /) -> None:

@@ -12,7 +12,7 @@ from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.interface import BuiltModel, Event, StartedModel, TellProgress
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.properties import end_thread
 from mlx_parallm.worker.worker import Worker
@@ -45,7 +45,7 @@ class EngineLife(Protocol):
         """
         ...
 
-    async def query(self, ask: Callable[[EngineState], T]) -> T:
+    async def query(self, ask: StateQuery[T]) -> T:
         """Return what the engines' state tells, without waiting for a step; ``ask`` can be pickled.
 
         Raises:
@@ -99,7 +99,7 @@ class LocalLife:
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
         ).run()
 
-    async def query(self, ask: Callable[[EngineState], T]) -> T:
+    async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
         return self.ask(ask)
 

@@ -166,6 +166,14 @@ class LiveWeights:
         self.policies.base.version = replace(self.version, label=label)
         return self.version
 
+    def restore(self, version: WeightsVersion, num_updates: int) -> None:
+        """Call the weights as they stand by the version that other engines have for them.
+
+        ``num_updates``: updates that the other engines have had, which number the next one.
+        """
+        self._num_updates = num_updates
+        self.policies.replace_base(version)
+
     def sleep(self, level: int) -> None:
         """Give back memory: that of KV (level 1), and that of the weights too (level 2).
 

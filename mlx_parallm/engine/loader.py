@@ -152,6 +152,10 @@ class AdvanceLoad(HostCommand[float]):
         """Apply the command."""
         return host.pending[self.number].advance()
 
+    def together(self, results: Sequence[float]) -> float:
+        """See ``JoinsResults``: all engines must have the model."""
+        return min(results)
+
 
 @dataclass(frozen=True, slots=True)
 class DropLoad(HostCommand[None]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -10,6 +11,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from mlx_parallm.worker.device.properties import active_memory_bytes
 
 F = TypeVar("F")
+
+# A sample of the text format: its name, its labels if there are any, and the rest.
+_SAMPLE = re.compile(rb"([^\s{]+)(?:\{(.*)\})?( \S+.*)")
 
 
 class MetricFamilies:
@@ -30,3 +34,28 @@ class MetricFamilies:
         if make not in self._made:
             self._made[make] = make(self.registry)
         return cast("F", self._made[make])
+
+
+def labelled_by_engine(texts: Mapping[int, bytes]) -> bytes:
+    """Return the metrics of several engines as one text, with the label ``engine``.
+
+    The format is that of https://prometheus.io/docs/instrumenting/exposition_formats: all samples
+    of a family follow its HELP and TYPE lines, which are there once.
+
+    Args:
+        texts: each engine's metrics, by its number. All have the same families.
+    """
+    families: dict[bytes, list[bytes]] = {}
+    for rank, text in texts.items():
+        samples: list[bytes] = []
+        for line in text.splitlines():
+            if line.startswith(b"#"):
+                samples = families.setdefault(line, [])
+            elif match := _SAMPLE.fullmatch(line):
+                name, labels, value = match.groups()
+                label = b'engine="%d"' % rank
+                others = (labels or b"").replace(b'engine="0"', b"").strip(b",")
+                labels = b",".join(filter(None, (label, others)))
+                samples.append(b"%s{%s}%s" % (name, labels, value))
+    lines = [line for header, samples in families.items() for line in (header, *samples)]
+    return b"".join(line + b"\n" for line in lines)

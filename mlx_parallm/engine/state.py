@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 from prometheus_client import generate_latest
 
 from mlx_parallm.engine.interface import ServedEngine
-from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
+from mlx_parallm.types.errors import ParallmError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,18 @@ class MetricsText:
 
     text: bytes = b""
     slots: Mapping[str, SlotCounts] = field(default_factory=dict[str, SlotCounts])
+
+
+class StateQuery(Protocol[T]):
+    """A question about the engines; it can be pickled, as its answer can."""
+
+    def __call__(self, state: EngineState, /) -> T:
+        """Return the answer."""
+        ...
+
+    def together(self, answers: Sequence[T | ParallmError]) -> T:
+        """Return one answer for those of several engines that serve the same models."""
+        ...
 
 
 class EngineState:
@@ -72,3 +88,75 @@ class EngineState:
             slots = one.adapters.policies.users.adapters
             counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
         return MetricsText(generate_latest(self._families.registry), counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRoom(StateQuery[None]):
+    """Raise OverloadedError if a model's queue has no room for samples of a client."""
+
+    model: str
+    client: str
+    n: int
+
+    def __call__(self, state: EngineState) -> None:
+        """See ``StateQuery``."""
+        state.check_room(self.model, self.client, self.n)
+
+    def together(self, answers: Sequence[ParallmError | None]) -> None:
+        """See ``StateQuery``: one engine with room is enough."""
+        _given(answers)
+
+
+@dataclass(frozen=True, slots=True)
+class CountSequences(StateQuery[tuple[int, int]]):
+    """Return how many sequences run and wait, over all models."""
+
+    def __call__(self, state: EngineState) -> tuple[int, int]:
+        """See ``StateQuery``."""
+        return state.num_running_and_waiting()
+
+    def together(self, answers: Sequence[tuple[int, int] | ParallmError]) -> tuple[int, int]:
+        """See ``StateQuery``."""
+        counts = _given(answers)
+        return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCacheBytes(StateQuery[Mapping[str, int]]):
+    """Return the memory of the results that each loaded model keeps, by first names."""
+
+    def __call__(self, state: EngineState) -> Mapping[str, int]:
+        """See ``StateQuery``."""
+        return state.cache_bytes()
+
+    def together(self, answers: Sequence[Mapping[str, int] | ParallmError]) -> Mapping[str, int]:
+        """See ``StateQuery``."""
+        sizes = _given(answers)
+        return {name: sum(each.get(name, 0) for each in sizes) for name in sizes[0]}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMetrics(StateQuery[MetricsText]):
+    """Return the engines' metrics."""
+
+    def __call__(self, state: EngineState) -> MetricsText:
+        """See ``StateQuery``."""
+        return state.metrics()
+
+    def together(self, answers: Sequence[MetricsText | ParallmError]) -> MetricsText:
+        """See ``StateQuery``: samples get vLLM's label ``engine``, the engine's number."""
+        texts = {
+            rank: answer.text
+            for rank, answer in enumerate(answers)
+            if isinstance(answer, MetricsText)
+        }
+        return MetricsText(labelled_by_engine(texts), _given(answers)[0].slots)
+
+
+def _given(answers: Sequence[T | ParallmError]) -> list[T]:
+    """Return the answers that are no errors; raise the first error if all are."""
+    given = [answer for answer in answers if not isinstance(answer, ParallmError)]
+    for answer in answers:
+        if not given and isinstance(answer, ParallmError):
+            raise answer
+    return given

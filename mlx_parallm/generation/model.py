@@ -240,6 +240,11 @@ class GenerationModel:
         return self.info.max_model_len
 
     @property
+    def cache_tokens(self) -> int:
+        """See ``ServedModel``."""
+        return self.info.num_blocks * self.info.block_size
+
+    @property
     def memory(self) -> ModelMemory:
         """See ``ServedModel``."""
         return ModelMemory(weights=self.info.weight_bytes, kv=self.info.kv_bytes)

@@ -216,6 +216,11 @@ class PoolingModel(ModelDefaults):
         return self.info.max_model_len
 
     @property
+    def cache_tokens(self) -> int:
+        """See ``ServedModel``: results are kept by input, not by what inputs begin with."""
+        return 0
+
+    @property
     def memory(self) -> ModelMemory:
         """See ``ServedModel``."""
         return ModelMemory(weights=self.info.weight_bytes)

@@ -9,6 +9,7 @@ from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.record import message
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.work import Ends
 
 
 class FinishReason(StrEnum):
@@ -30,6 +31,16 @@ class PromptEvent:
     request_id: str
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of generated tokens in it: none."""
+        return 0
+
+    @property
+    def ends(self) -> Ends:
+        """Return what ends with it."""
+        return Ends.NOTHING
 
 
 @message
@@ -56,6 +67,16 @@ class TokenEvent:
     version: str = DEFAULT_VERSION
     pieces: tuple[TokenEvent, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of generated tokens in it."""
+        return len(self.token_ids)
+
+    @property
+    def ends(self) -> Ends:
+        """Return what ends with it."""
+        return Ends.NOTHING if self.finish_reason is None else Ends.SAMPLE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorEvent:
@@ -63,6 +84,16 @@ class ErrorEvent:
 
     request_id: str
     error: ParallmError
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of generated tokens in it: none."""
+        return 0
+
+    @property
+    def ends(self) -> Ends:
+        """Return what ends with it."""
+        return Ends.REQUEST
 
 
 GenerateEvent = PromptEvent | TokenEvent | ErrorEvent

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.work import Ends, RequestWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,6 +115,14 @@ class PoolRequest:
     head: OwnHead | None = None
     scope: CacheScope = EVERYBODY
 
+    def work(self) -> RequestWork:
+        """Return what the request asks of an engine."""
+        return RequestWork(
+            num_tokens=sum(len(each.token_ids) for each in self.inputs),
+            inputs=[each.token_ids for each in self.inputs],
+            cache_key=(self.model, self.adapter, self.scope),
+        )
+
     def with_scoped_inputs(self) -> PoolRequest:
         """Return this request with its scope copied into every input's cache key."""
         if self.scope == EVERYBODY:
@@ -142,6 +151,16 @@ class PoolingEvent:
 
     request_id: str
     results: PoolingResults
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of generated tokens in it: none."""
+        return 0
+
+    @property
+    def ends(self) -> Ends:
+        """Return what ends with it."""
+        return Ends.REQUEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

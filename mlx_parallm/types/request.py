@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
+from mlx_parallm.types.work import RequestWork
 
 MAX_CHOICES = 128
 #: ``INPUT_TOKEN`` stands in ``prompt_ids`` where a row of an input is; it is never looked up.
@@ -261,3 +262,13 @@ class GenerateRequest:
     adapter: str | None = None
     group: str | None = None
     inputs: tuple[ModelInput, ...] = ()
+
+    def work(self) -> RequestWork:
+        """Return what the request asks of an engine."""
+        return RequestWork(
+            num_tokens=len(self.prompt_ids),
+            num_samples=self.params.n,
+            max_output=self.params.max_tokens,
+            prefix=() if self.inputs else self.prompt_ids,
+            cache_key=(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
+        )

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
@@ -34,7 +35,7 @@ from mlx_parallm.engine.remote.messages import (
     Start,
 )
 from mlx_parallm.engine.remote.remote_code import find_remote_code
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.types.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,11 @@ class RemoteLife:
     """Implements ``EngineLife``: every life is a process, which ends with this one."""
 
     def __init__(
-        self, config: EngineConfig, command: Sequence[str], on_progress: TellProgress
+        self,
+        config: EngineConfig,
+        command: Sequence[str],
+        on_progress: TellProgress,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -60,9 +65,11 @@ class RemoteLife:
             command: starts a process that calls ``serve_engines`` with a channel over the socket
                 whose descriptor is its last argument.
             on_progress: hears of the load.
+            environment: variables of the process, besides this one's.
         """
         self._config = config
         self._command = command
+        self._environment = environment or {}
         self._on_progress = on_progress
         self._lock = threading.Lock()
         # Where commands wait for the thread that sends them; None while nobody does.
@@ -79,7 +86,7 @@ class RemoteLife:
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
-        with _spawned(self._command) as (process, channel):
+        with _spawned(self._command, self._environment) as (process, channel):
             link = Link(channel)
             try:
                 loaded = self._load(channel)
@@ -91,7 +98,7 @@ class RemoteLife:
                 if not link.is_ending:
                     raise EngineDeadError(_last_words(process)) from None
 
-    async def query(self, ask: Callable[[EngineState], T]) -> T:
+    async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
         return await asyncio.wrap_future(self._ask(ask))
 
@@ -166,7 +173,9 @@ class RemoteLife:
 
 
 @contextlib.contextmanager
-def _spawned(command: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
+def _spawned(
+    command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
     """A process and the channel to it; it has ended when the block has."""
     ours, theirs = socket.socketpair()
     # Modules are found where this process finds them, and nowhere else first.
@@ -179,7 +188,7 @@ def _spawned(command: Sequence[str]) -> Generator[tuple[subprocess.Popen[bytes],
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **environment, "PYTHONPATH": path},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,79 @@
+"""``--data-parallel-size``: several engine processes of the same models, and what each may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from mlx_parallm.art.config import count_cuda_devices
+from mlx_parallm.cli import engine_process
+from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.engine.interface import TellProgress
+from mlx_parallm.engine.parallel.life import ParallelLife
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.types.errors import ConfigError
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+# THREAD_COUNTS: variables that say how many threads a BLAS library uses.
+THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def parallel_life(
+    config: EngineConfig, server_config: ServerConfig, on_progress: TellProgress
+) -> ParallelLife:
+    """Return the engines of ``--data-parallel-size``; nothing is loaded yet.
+
+    Raises:
+        ConfigError: there are fewer GPUs than engines.
+    """
+    count = server_config.data_parallel_size
+    devices = visible_devices(os.environ)
+    if devices and len(devices) < count:
+        raise ConfigError(
+            f"--data-parallel-size is {count}, but there are {len(devices)} GPUs; name one twice "
+            f"in {DEVICES} to let two engines share it."
+        )
+    shared = [devices.count(device) for device in devices] or [count] * count
+    command = engine_process.command(server_config)
+    lives = [
+        RemoteLife(
+            replace(config, cache=share_of(config.cache, shared[rank])),
+            command,
+            on_progress if rank == 0 else _ignore,
+            {DEVICES: devices[rank]} if devices else thread_share(os.environ, count),
+        )
+        for rank in range(count)
+    ]
+    make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
+    return ParallelLife(lives, make_router)
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the GPUs that this process may use; empty without an NVIDIA GPU."""
+    listed = environment.get(DEVICES)
+    if listed is None:
+        return [str(number) for number in range(count_cuda_devices())]
+    return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
+
+
+def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:
+    """Return the KV memory of one of several engines on the same device."""
+    num_bytes = cache.kv_cache_bytes
+    return replace(
+        cache,
+        kv_cache_bytes=None if num_bytes is None else num_bytes // num_engines,
+        memory_fraction=cache.memory_fraction / num_engines,
+    )
+
+
+def thread_share(environment: Mapping[str, str], num_engines: int) -> dict[str, str]:
+    """Return how many threads each engine's BLAS library uses, where nothing says it yet."""
+    count = max(1, (os.cpu_count() or 1) // num_engines)
+    return {name: str(count) for name in THREAD_COUNTS if name not in environment}
+
+
+def _ignore(_text: str, _share: float) -> None:
+    """Show nothing: all engines load the same models."""

@@ -1,0 +1,82 @@
+"""A life of several engines that serve the same models, as if they were one.
+
+Every engine has a life of its own, in a process or on a thread. A request goes to the engine that
+the router chooses; a command that changes state goes to all of them, in the order in which it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
+from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
+from mlx_parallm.engine.parallel.fleet import Fleet
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.state import StateQuery
+from mlx_parallm.types.errors import ParallmError
+
+T = TypeVar("T")
+
+
+class ParallelLife:
+    """Implements ``EngineLife`` by the lives of several engines.
+
+    An engine that dies is started anew while the others serve. If all are dead at the same time,
+    this life has ended too.
+    """
+
+    def __init__(self, lives: Sequence[EngineLife], make_router: Callable[[], Router]) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            lives: one for each engine; all load the same models.
+            make_router: returns a router for that many engines, which have nothing to do.
+        """
+        self._lives = lives
+        self._make_router = make_router
+
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Deliver,
+        on_loaded: OnLoaded,
+    ) -> None:
+        """See ``EngineLife.run``."""
+        fleet = Fleet(self._lives, self._make_router(), deliver, lambda: inbox.put(Stop()))
+        fleet.start()
+        try:
+            on_loaded(fleet.wait_until_loaded())
+            while not isinstance(command := inbox.get(), Stop):
+                match command:
+                    case Submit():
+                        fleet.submit(command)
+                    case Abort():
+                        fleet.abort(command)
+                    case Call():
+                        fleet.call(command)
+        finally:
+            fleet.stop()
+        fleet.check()
+
+    async def query(self, ask: StateQuery[T]) -> T:
+        """See ``EngineLife.query``; the engines' answers become one."""
+        answers = await asyncio.gather(
+            *(life.query(ask) for life in self._lives), return_exceptions=True
+        )
+        known: list[T | ParallmError] = []
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ParallmError):
+                raise answer
+            known.append(answer)
+        return ask.together(known)
+
+    def give_up_load(self) -> None:
+        """See ``EngineLife.give_up_load``."""
+        for life in self._lives:
+            life.give_up_load()
+
+    def end(self) -> None:
+        """See ``EngineLife.end``: each engine's thread does that itself."""

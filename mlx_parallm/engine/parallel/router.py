@@ -1,0 +1,248 @@
+"""Which of several engines of the same models gets a request. Pure Python, without a clock.
+
+The costs are counted in rows: a row is one token of a prompt in a step. A request goes where the
+prompts that wait, the part of its own that is not cached, and the samples that run are least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
+from mlx_parallm.types.work import Ends, RequestWork
+
+# FIRST_OUTPUT: the length of a sample, in tokens, while none has ended.
+FIRST_OUTPUT = 128.0
+# MEMORY: how much of the mean length of samples stays when one more ends.
+MEMORY = 0.95
+# DECODE_SHARE: what a generated token counts in rows. Samples share their steps, for each of which
+# the weights are read once.
+DECODE_SHARE = 0.25
+# UNCACHED: what a token of the request's own prompt counts that has to be computed: once for the
+# request, which waits for it, and once for the others, whose steps it takes.
+UNCACHED = 2
+
+
+@dataclass(slots=True)
+class Placement:
+    """A request that an engine has, and that has not ended.
+
+    Attributes:
+        work: what it asks.
+        rank: the engine's number.
+        uncached: tokens that the engine had to compute, by the router's estimate.
+        num_open: samples that have not ended.
+        is_computed: True once this engine has answered anything of it.
+        has_begun: True once any engine has, so that its reader knows that the prompt was computed.
+        num_tokens: generated tokens of all its samples so far.
+    """
+
+    work: RequestWork
+    rank: int
+    uncached: int
+    num_open: int
+    is_computed: bool = False
+    has_begun: bool = False
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """The requests of one engine, and how much work they are.
+
+    Attributes:
+        cache: what it keeps of earlier requests.
+        is_alive: False while it can be given nothing.
+        waiting_tokens: tokens of prompts that it has yet to compute.
+        num_open: samples that have not ended, those of prompts that wait included.
+        requests: its requests, oldest first.
+    """
+
+    cache: CacheMirror
+    is_alive: bool = True
+    waiting_tokens: int = 0
+    num_open: int = 0
+    requests: dict[str, Placement] = field(default_factory=dict[str, Placement])
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request that has given nothing yet, and the engine that could begin it at once."""
+
+    request_id: str
+    source: int
+    target: int
+
+
+class Router:
+    """Chooses engines, and keeps count of what each of them has to do.
+
+    Attributes:
+        loads: by the engines' numbers.
+        placements: the requests that have not ended, by their ids.
+    """
+
+    def __init__(self, num_engines: int, *, max_num_seqs: int, cache_tokens: int = 0) -> None:
+        """Begin with engines that have nothing to do.
+
+        Args:
+            num_engines: how many there are.
+            max_num_seqs: samples that one engine runs at the same time.
+            cache_tokens: tokens in the KV pool of one engine.
+        """
+        self._max_num_seqs = max_num_seqs
+        self._cache_tokens = cache_tokens
+        self._mean_output = FIRST_OUTPUT
+        self._turn = 0
+        self.loads = [EngineLoad(CacheMirror(cache_tokens)) for _ in range(num_engines)]
+        self.placements: dict[str, Placement] = {}
+
+    def set_cache(self, cache_tokens: int) -> None:
+        """Note how many tokens the KV pool of each engine holds; nothing is cached yet."""
+        self._cache_tokens = cache_tokens
+        for load in self.loads:
+            load.cache = CacheMirror(cache_tokens)
+
+    def place(self, request_id: str, work: RequestWork) -> int:
+        """Choose an engine for a request, and count the request there.
+
+        Args:
+            request_id: unique among the requests in flight.
+            work: what it asks.
+
+        Returns:
+            The engine's number. One of them must be alive.
+        """
+        keys = keys_of(work)
+        alive = [rank for rank, load in enumerate(self.loads) if load.is_alive]
+        if any(not self.loads[rank].requests for rank in alive):
+            # What is cached is not worth a place in a queue while another engine does nothing.
+            alive = [rank for rank in alive if self._has_room(self.loads[rank], work)]
+        count = len(self.loads)
+        costs = {rank: self._cost(self.loads[rank], work, keys) for rank in alive}
+        # Engines of equal cost take turns.
+        rank = min(alive, key=lambda rank: (costs[rank], (rank - self._turn) % count))
+        self._turn = (rank + 1) % count
+        self._put(request_id, work, rank, keys)
+        return rank
+
+    def on_event(self, request_id: str, rank: int, num_tokens: int, ends: Ends) -> bool:
+        """Count what an engine has answered.
+
+        Returns:
+            False if the reader is not to see it: the request is not this engine's any more, or
+            another engine has told that its prompt was computed.
+        """
+        placed = self.placements.get(request_id)
+        if placed is None or placed.rank != rank:
+            return False
+        load = self.loads[rank]
+        is_known = placed.has_begun and not placed.is_computed
+        if not placed.is_computed:
+            placed.is_computed = placed.has_begun = True
+            load.waiting_tokens -= placed.uncached
+        placed.num_tokens += num_tokens
+        if ends is Ends.SAMPLE:
+            placed.num_open -= 1
+            load.num_open -= 1
+        if ends is Ends.REQUEST or placed.num_open == 0:
+            self._learn(placed)
+            self.remove(request_id)
+        return not (is_known and num_tokens == 0 and ends is Ends.NOTHING)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request, if it is there."""
+        placed = self.placements.pop(request_id, None)
+        if placed is None:
+            return
+        load = self.loads[placed.rank]
+        del load.requests[request_id]
+        load.num_open -= placed.num_open
+        if not placed.is_computed:
+            load.waiting_tokens -= placed.uncached
+
+    def next_move(self) -> Move | None:
+        """Return a request that waits at one engine while another does nothing; None if none does.
+
+        The youngest is moved, of which the engine has most likely computed nothing.
+        """
+        idle = next((rank for rank, load in enumerate(self.loads) if _is_idle(load)), None)
+        if idle is None:
+            return None
+        for source, load in enumerate(self.loads):
+            waiting = [each for each in load.requests.items() if not each[1].is_computed]
+            if not waiting or len(load.requests) == 1:
+                continue
+            request_id, placed = waiting[-1]
+            own = self._uncached(self.loads[idle], placed.work, keys_of(placed.work))
+            is_crowded = load.num_open > self._max_num_seqs
+            if is_crowded or load.waiting_tokens - placed.uncached > UNCACHED * own:
+                return Move(request_id, source, idle)
+        return None
+
+    def move(self, move: Move) -> None:
+        """Count a request at another engine."""
+        placed = self.placements[move.request_id]
+        self.remove(move.request_id)
+        self._put(move.request_id, placed.work, move.target, keys_of(placed.work))
+        self.placements[move.request_id].has_begun = placed.has_begun
+
+    def on_death(self, rank: int) -> tuple[list[str], list[str]]:
+        """Count nothing at an engine until ``on_start``.
+
+        Returns:
+            The ids of its requests that another engine can begin anew, and of those that are lost:
+            some of their tokens have been read already.
+        """
+        load = self.loads[rank]
+        load.is_alive = False
+        load.cache = CacheMirror(self._cache_tokens)
+        anew = [name for name, placed in load.requests.items() if not placed.num_tokens]
+        lost = [name for name, placed in load.requests.items() if placed.num_tokens]
+        return anew, lost
+
+    def place_anew(self, request_id: str) -> int:
+        """Choose another engine for a request of a dead one; return the engine's number."""
+        placed = self.placements[request_id]
+        self.remove(request_id)
+        rank = self.place(request_id, placed.work)
+        self.placements[request_id].has_begun = placed.has_begun
+        return rank
+
+    def on_start(self, rank: int) -> None:
+        """Count an engine again, which has nothing to do and has computed nothing."""
+        self.loads[rank].is_alive = True
+
+    def _cost(self, load: EngineLoad, work: RequestWork, keys: WorkKeys) -> float:
+        """Return the rows to compute before a request would end at an engine."""
+        beyond = max(0, load.num_open + work.num_samples - self._max_num_seqs)
+        # A sample that runs is half over, in the mean; those beyond the limit wait for others.
+        samples = load.num_open / 2 + min(beyond, load.num_open)
+        rows = load.waiting_tokens + UNCACHED * self._uncached(load, work, keys)
+        return rows + samples * self._mean_output * DECODE_SHARE
+
+    def _uncached(self, load: EngineLoad, work: RequestWork, keys: WorkKeys) -> int:
+        """Return how many tokens of a request an engine would have to compute."""
+        return work.num_tokens - min(load.cache.match(keys), work.num_tokens)
+
+    def _has_room(self, load: EngineLoad, work: RequestWork) -> bool:
+        """True if a request would not wait for samples of others to end."""
+        return not load.requests or load.num_open + work.num_samples <= self._max_num_seqs
+
+    def _put(self, request_id: str, work: RequestWork, rank: int, keys: WorkKeys) -> None:
+        load = self.loads[rank]
+        placed = Placement(work, rank, self._uncached(load, work, keys), work.num_samples)
+        self.placements[request_id] = load.requests[request_id] = placed
+        load.waiting_tokens += placed.uncached
+        load.num_open += work.num_samples
+        load.cache.add(keys)
+
+    def _learn(self, placed: Placement) -> None:
+        """Bring the mean length of samples up to date."""
+        if placed.work.max_output != 0:
+            length = placed.num_tokens / placed.work.num_samples
+            self._mean_output = MEMORY * self._mean_output + (1 - MEMORY) * length
+
+
+def _is_idle(load: EngineLoad) -> bool:
+    return load.is_alive and not load.requests

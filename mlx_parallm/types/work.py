@@ -1,0 +1,37 @@
+"""The size of a request, by which one of several engines is chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Ends(IntEnum):
+    """The end that an event is: of nothing, of a sample, or of its request."""
+
+    NOTHING = 0
+    SAMPLE = 1
+    REQUEST = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestWork:
+    """The size of a request, and what it may share with earlier ones.
+
+    Attributes:
+        num_tokens: tokens that are read before anything is answered.
+        num_samples: samples that are answered side by side.
+        max_output: most tokens of a sample; 0 if nothing is generated, None if it is not bounded.
+        prefix: the tokens whose computation is kept for requests that begin with them; empty if
+            none is kept.
+        inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
+        cache_key: requests with different keys share nothing.
+    """
+
+    num_tokens: int
+    num_samples: int = 1
+    max_output: int | None = 0
+    prefix: Sequence[int] = ()
+    inputs: Sequence[tuple[int, ...]] = ()
+    cache_key: Hashable = ()

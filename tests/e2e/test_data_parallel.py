@@ -1,0 +1,133 @@
+"""`mlx_parallm serve --data-parallel-size 2`: one server, whichever engine computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+import openai
+import pytest
+
+from tests.adapter_files import CONFIG, upload
+from tests.server_process import ServerProcess
+
+MODEL = "mlx-parallm-demo"
+FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "8")
+ASKED = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "extra_body": {"ignore_eos": True}}
+RAW = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    process = ServerProcess(*FLAGS, "--model", MODEL, "--model", "demo:embed")
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def engines_of(server: ServerProcess) -> list[int]:
+    """Return the ids of the processes that a server has started, in their order."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    engines = [row for row in rows if "engine_process" in row[2]]
+    return sorted(int(pid) for pid, parent, _ in engines if int(parent) == server.process.pid)
+
+
+def tokens_by_engine(server: ServerProcess) -> list[float]:
+    """Return how many tokens each engine has generated."""
+    text = httpx2.get(f"{server.url}/metrics").text
+    name = 'vllm:generation_tokens_total{{engine="{}",model_name="mlx-parallm-demo"}} '
+    return [
+        float(line.removeprefix(name.format(rank)))
+        for rank in (0, 1)
+        for line in text.splitlines()
+        if line.startswith(name.format(rank))
+    ]
+
+
+def texts(client: openai.OpenAI, model: str, count: int) -> list[str]:
+    """Return the answers to prompts that are asked side by side."""
+
+    def ask(number: int) -> str:
+        prompt = f"{number}, 2, 3,"
+        answer = client.completions.create(model=model, prompt=prompt, **ASKED)
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(ask, range(count)))
+
+
+def test_requests_are_shared_out_and_answered_as_by_one_engine(
+    server: ServerProcess, client: openai.OpenAI, live_server: ServerProcess
+) -> None:
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none") as alone:
+        assert texts(client, MODEL, 12) == texts(alone, MODEL, 12)
+    shares = tokens_by_engine(server)
+    assert sum(shares) == 12 * ASKED["max_tokens"]  # type: ignore[operator]
+    assert min(shares) >= 3 * ASKED["max_tokens"]  # type: ignore[operator]
+    vectors = client.embeddings.create(model="demo:embed", input=["a", "a", "b"]).data
+    assert vectors[0].embedding == vectors[1].embedding != vectors[2].embedding
+
+
+def test_adapters_are_those_of_every_engine(server: ServerProcess, client: openai.OpenAI) -> None:
+    query = {"name": "p", "config": json.dumps(CONFIG)}
+    with httpx2.Client(base_url=server.url) as http:
+        sent = http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=RAW)
+        assert sent.status_code == 200, sent.text
+        before = tokens_by_engine(server)
+        with_adapter = texts(client, "p", 12)
+        assert all(now > then for now, then in zip(tokens_by_engine(server), before, strict=True))
+        assert with_adapter != texts(client, MODEL, 12)
+        assert http.delete("/v1/adapters/p").status_code == 200
+        gone = http.post("/v1/completions", json={"model": "p", "prompt": "1"})
+        assert gone.status_code == 404
+
+
+def test_an_engine_that_was_killed_comes_back_with_its_adapters(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
+    query = {"name": "p", "config": json.dumps(CONFIG)}
+    with httpx2.Client(base_url=server.url) as http:
+        http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=RAW)
+        expected = texts(client, "p", 8)
+        before = engines_of(server)
+        for killed in before:
+            os.kill(killed, signal.SIGKILL)
+            assert http.get("/health").status_code == 200
+            # What is asked meanwhile is answered by the other.
+            assert texts(client, "p", 8) == expected
+            # A command is carried out by all engines, so it waits for the new one.
+            while not (len(engines_of(server)) == 2 and killed not in engines_of(server)):
+                assert http.get("/v1/adapters").status_code == 200
+            while server.log.count("is ready") < len(before) + before.index(killed) + 1:
+                assert http.get("/health").status_code == 200
+        assert not set(before) & set(engines_of(server))
+        assert texts(client, "p", 8) == expected
+        assert min(tokens_by_engine(server)) > 0
+
+
+def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
+    # The last test of this module: there is no server after it.
+    engines = engines_of(server)
+    assert len(engines) == 2
+    server.process.kill()
+    server.process.wait()
+    command = ["ps", "-o", "stat=", "-p", ",".join(map(str, engines))]
+    while any(
+        state and not state.startswith("Z")
+        for state in subprocess.run(command, capture_output=True, text=True).stdout.split()
+    ):
+        pass

@@ -1,0 +1,280 @@
+"""Engines in parallel without models: their state is what commands have made of it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.commands import Abort, Call, EngineHost, HostCommand, Stop, Submit
+from mlx_parallm.engine.defaults import ModelDefaults
+from mlx_parallm.engine.host_commands import (
+    BeginAdapter,
+    CommitAdapter,
+    CommitUpdate,
+    DropStagedAdapter,
+    DropUpdate,
+    ListVersions,
+    PrepareUpdate,
+    StageAdapterPart,
+)
+from mlx_parallm.engine.interface import Event, KindTraits, ModelMemory, Request, StartedModel
+from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.parallel.fleet import Fleet
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.policies import AdapterUpload, Policies
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError
+from mlx_parallm.types.events import FinishReason, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+from tests.version_harness import MAX_RANK, FakeStore
+
+#: How long a test waits for what must come; no test depends on how fast it comes.
+PATIENCE_S = 60.0
+
+
+class Death(BaseException):
+    """Ends a life."""
+
+
+@dataclass(frozen=True)
+class Die:
+    """An order to end a life."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An order to give a token to every request, or the last one."""
+
+    is_last: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeModel(ModelDefaults):
+    names: tuple[str, ...] = ("m",)
+    root: str = "m"
+    created: int = 0
+    memory: ModelMemory = field(default_factory=ModelMemory)
+    traits = KindTraits(name="fake")
+
+
+class FakeUsers:
+    """Implements ``AdapterUsers``: no request uses an adapter, and there is no slot."""
+
+    def __init__(self) -> None:
+        self.adapters = SimpleNamespace(
+            num_slots=8,
+            resident=(),
+            is_available=lambda content: False,
+            pin=lambda contents: None,
+            forget=lambda content: True,
+        )
+
+    def uses(self, content: str) -> bool:
+        return False
+
+    def num_running(self, content: str) -> int:
+        return 0
+
+    def refresh_weights(self) -> None:
+        pass
+
+
+@dataclass
+class FakeWeights:
+    """Implements ``LiveModel`` by a text for each tensor."""
+
+    tensors: dict[str, str] = field(default_factory=lambda: {"a": "start", "b": "start"})
+    prepared: dict[str, str] | None = None
+    refuses: bool = False
+
+    def prepare_folder(self, folder: Path) -> None:
+        self._prepare({name: str(folder) for name in self.tensors})
+
+    def prepare_tensors(self, tensors: Mapping[str, Any]) -> None:
+        self._prepare(self.tensors | dict(tensors))
+
+    def _prepare(self, tensors: dict[str, str]) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise InvalidRequestError("There is no room.", param="weights")
+        self.prepared = tensors
+
+    def commit(self) -> None:
+        assert self.prepared is not None
+        self.tensors, self.prepared = self.prepared, None
+
+    def drop_prepared(self) -> None:
+        self.prepared = None
+
+
+class FakeLife:
+    """Implements ``EngineLife``: carries out commands, and answers requests when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_lives = 0
+        self.requests: dict[str, Request] = {}
+
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Any],
+        deliver: Callable[[Sequence[Event]], None],
+        on_loaded: Callable[[Sequence[StartedModel]], None],
+    ) -> None:
+        self.num_lives += 1
+        self.requests = {}
+        self.weights = FakeWeights()
+        users = cast(Any, FakeUsers())
+        policies = Policies("m", users, FakeStore(), max_loaded=4, max_rank=MAX_RANK)
+        self.live = LiveWeights(policies, cast(Any, self.weights), cast(Any, None))
+        adapters = SimpleNamespace(policies=policies)
+        engine = SimpleNamespace(live=self.live, adapters=adapters, settle=tuple, is_paused=False)
+        self.host = cast(
+            EngineHost,
+            SimpleNamespace(
+                engines={"m": engine}, adapters={"m": adapters}, stagings={}, deliver=deliver
+            ),
+        )
+        on_loaded([StartedModel(ModelConfig(), cast(Any, FakeModel()), True)])
+        while not isinstance(command := inbox.get(), Stop):
+            self._apply(command, deliver)
+
+    def _apply(self, command: Any, deliver: Callable[[Sequence[Event]], None]) -> None:
+        match command:
+            case Die():
+                raise Death
+            case Submit(request=request, reply=reply):
+                self.requests[request.request_id] = request
+                reply(None)
+            case Abort(request_id=request_id):
+                self.requests.pop(request_id, None)
+            case Call(action=action, reply=reply):
+                reply(_guarded(lambda: action(self.host)))
+            case Answer(is_last=is_last):
+                deliver([_token(name, is_last) for name in self.requests])
+                self.requests = {} if is_last else self.requests
+            case _:
+                raise AssertionError(command)
+
+    def give_up_load(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Return what must be equal in all engines."""
+        infos, versions = ListVersions()(self.host)
+        adapters = sorted((info.name, info.digest, info.version) for info in infos)
+        return self.weights.tensors, adapters, versions["m"].label, self.weights.prepared
+
+
+def _guarded(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except ParallmError as refusal:
+        return refusal
+
+
+def _token(request_id: str, is_last: bool) -> TokenEvent:
+    reason = FinishReason.LENGTH if is_last else None
+    return TokenEvent(
+        request_id=request_id, index=0, token_ids=(1,), text="x", finish_reason=reason
+    )
+
+
+class FakeFleet:
+    """A fleet of fake lives, whose orders have been carried out when a method returns.
+
+    Attributes:
+        lives: of each engine.
+        events: what the event loop was given.
+        ended: set when the fleet has died.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.lives = [FakeLife() for _ in range(num_engines)]
+        self.events: list[Event] = []
+        self.ended = threading.Event()
+        self.router = Router(num_engines, max_num_seqs=4)
+        self.fleet = Fleet(
+            cast(Any, self.lives),
+            self.router,
+            self.events.extend,
+            self.ended.set,
+            restart_delay_s=lambda _: 0.0,
+        )
+        self.fleet.start()
+        self.fleet.wait_until_loaded()
+        self._numbers = iter(range(1 << 30))
+
+    def call(self, action: HostCommand[Any]) -> Any:
+        """Return the result of a command, or the refusal."""
+        future: Future[Any] = Future()
+        self.fleet.call(Call(action=action, reply=future.set_result))
+        return future.result(PATIENCE_S)
+
+    def settle(self) -> None:
+        """Wait until every engine has carried out what it was given."""
+        self.call(ListVersions())
+
+    def submit(self, request_id: str) -> ParallmError | None:
+        """Return what an engine replies to a request."""
+        request = GenerateRequest(request_id=request_id, model="m", prompt_ids=(1, 2, 3))
+        future: Future[ParallmError | None] = Future()
+        self.fleet.submit(Submit(request=request, arrival_s=0.0, reply=future.set_result))
+        return future.result(PATIENCE_S)
+
+    def order(self, rank: int, order: Any) -> None:
+        """Give an engine an order, and wait until all have done what came before."""
+        self.fleet._members[rank].inbox.put(order)
+        if not isinstance(order, Die):
+            self.settle()
+
+    def kill(self, rank: int) -> None:
+        """End an engine's life, and wait for its next one."""
+        before = self.lives[rank].num_lives
+        self.order(rank, Die())
+        # Commands wait for an engine that is being started.
+        while self.lives[rank].num_lives == before or not self.fleet._members[rank].is_serving:
+            self.settle()
+        self.settle()
+
+    def prepare(self, update: WeightsUpdate) -> bool:
+        """Return True if new weights are ready; otherwise they are dropped."""
+        refusal = self.call(PrepareUpdate("m", update))
+        if isinstance(refusal, ParallmError):
+            self.call(DropUpdate("m"))
+        return refusal is None
+
+    def commit(self) -> None:
+        """Let all engines compute with the weights that were prepared."""
+        result = self.call(CommitUpdate("m"))
+        assert not isinstance(result, ParallmError), result
+
+    def load_adapter(self, upload: AdapterUpload) -> bool:
+        """Return True if an adapter was loaded."""
+        number = next(self._numbers)
+        result = self.call(BeginAdapter(number, upload, "m", in_parts=True))
+        while result is True:
+            result = self.call(StageAdapterPart(number))
+        if not isinstance(result, ParallmError):
+            result = self.call(CommitAdapter(number))
+        if isinstance(result, ParallmError):
+            self.call(DropStagedAdapter(number))
+        return not isinstance(result, ParallmError)
+
+    def states(self) -> list[Any]:
+        """Return the state of each engine."""
+        self.settle()
+        return [life.state for life in self.lives]
+
+    def stop(self) -> None:
+        """End all lives."""
+        self.fleet.stop()

@@ -1,0 +1,160 @@
+"""Engines in parallel stay alike, whatever dies; requests end, and none is answered twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlx_parallm.engine.host_commands import RelabelWeights, UnloadAdapter
+from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from tests.fleet_harness import Answer, Death, Die, FakeFleet
+from tests.version_harness import BAD_DIGEST, adapter
+
+NUM_HISTORIES = 200
+
+
+@contextmanager
+def fleet_of(num_engines: int) -> Iterator[FakeFleet]:
+    fleet = FakeFleet(num_engines)
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def tensors(**values: str) -> WeightsUpdate:
+    return WeightsUpdate(tensors=cast(Any, values))
+
+
+class History:
+    """Random changes and deaths, and the state that every engine must have."""
+
+    def __init__(self, fleet: FakeFleet, seed: int) -> None:
+        self._fleet = fleet
+        self._chance = random.Random(seed)
+        self.weights = {"a": "start", "b": "start"}
+        self.label = "default"
+        self.adapters: dict[str, tuple[str, str]] = {}
+        self._num_updates = 0
+
+    def step(self) -> None:
+        """Make one change."""
+        self._chance.choice(
+            [
+                self._update,
+                self._update,
+                self._refused_update,
+                self._relabel,
+                self._load_adapter,
+                self._load_adapter,
+                self._unload_adapter,
+                self._kill,
+            ]
+        )()
+
+    def check(self) -> None:
+        """Compare every engine with what it must be."""
+        adapters = sorted((name, *adapter) for name, adapter in self.adapters.items())
+        assert self._fleet.states() == [(self.weights, adapters, self.label, None)] * len(
+            self._fleet.lives
+        )
+
+    def _rank(self) -> int:
+        return self._chance.randrange(len(self._fleet.lives))
+
+    def _kill(self) -> None:
+        self._fleet.kill(self._rank())
+
+    def _update(self) -> None:
+        value = f"update {self._chance.random()}"
+        if self._chance.random() < 0.3:
+            update, weights = WeightsUpdate(folder=Path(value)), {"a": value, "b": value}
+        else:
+            name = self._chance.choice("ab")
+            update, weights = tensors(**{name: value}), self.weights | {name: value}
+        label = self._chance.choice([None, value])
+        assert self._fleet.prepare(
+            WeightsUpdate(folder=update.folder, tensors=update.tensors, version=label)
+        )
+        if self._chance.random() < 0.3:
+            self._kill()
+        self._fleet.commit()
+        self._num_updates += 1
+        self.weights = weights
+        self.label = label or self._fleet.lives[0].state[2]
+
+    def _refused_update(self) -> None:
+        self._fleet.lives[self._rank()].weights.refuses = True
+        assert not self._fleet.prepare(tensors(a="refused"))
+
+    def _relabel(self) -> None:
+        self.label = f"label {self._chance.random()}"
+        assert not isinstance(self._fleet.call(RelabelWeights("m", self.label)), ParallmError)
+
+    def _load_adapter(self) -> None:
+        name, digest = self._chance.choice("xyz"), f"digest {self._chance.random()}"
+        if self._chance.random() < 0.2:
+            assert not self._fleet.load_adapter(adapter(name, BAD_DIGEST, None))
+            return
+        assert self._fleet.load_adapter(adapter(name, digest, digest))
+        self.adapters[name] = digest, digest
+
+    def _unload_adapter(self) -> None:
+        if self.adapters:
+            name = self._chance.choice(sorted(self.adapters))
+            assert not isinstance(self._fleet.call(UnloadAdapter(name, "m")), ParallmError)
+            del self.adapters[name]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_engines_stay_alike_through_changes_and_deaths(part: int) -> None:
+    for seed in range(part, NUM_HISTORIES, 10):
+        with fleet_of(2 + seed % 3) as fleet:
+            history = History(fleet, seed)
+            for _ in range(12):
+                history.step()
+                history.check()
+
+
+def test_requests_without_a_token_move_from_a_dead_engine_and_the_others_end() -> None:
+    with fleet_of(2) as fleet:
+        for number in range(6):
+            assert fleet.submit(str(number)) is None
+        begun = set(fleet.lives[0].requests)
+        fleet.order(0, Answer())
+        assert {event.request_id for event in fleet.events} == begun
+        late = {str(number) for number in range(6, 10)}
+        for name in sorted(late):
+            fleet.submit(name)
+        moved = set(fleet.lives[0].requests) - begun
+        fleet.settle()
+        moved = set(fleet.lives[0].requests) - begun
+        assert moved
+        fleet.kill(0)
+        lost = {event.request_id for event in fleet.events if isinstance(event, ErrorEvent)}
+        assert lost == begun
+        fleet.order(1, Answer(is_last=True))
+        fleet.order(0, Answer(is_last=True))
+        answered = [
+            event.request_id
+            for event in fleet.events
+            if isinstance(event, TokenEvent) and event.finish_reason is not None
+        ]
+        assert sorted(answered) == sorted({str(number) for number in range(10)} - begun)
+        assert not fleet.router.placements
+        assert not fleet.fleet._open
+
+
+def test_the_death_of_the_last_engine_is_that_of_the_fleet() -> None:
+    with fleet_of(1) as fleet:
+        fleet.order(0, Die())
+        assert fleet.ended.wait(60)
+        with pytest.raises(Death):
+            fleet.fleet.check()

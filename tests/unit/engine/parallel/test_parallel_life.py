@@ -1,0 +1,152 @@
+"""Several engines behind one ``AsyncEngine``, over scripted runners on threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+
+import pytest
+
+from mlx_parallm.cli.parallel_engines import parallel_life, share_of, thread_share, visible_devices
+from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import BuiltModel
+from mlx_parallm.engine.life import Build, LocalLife
+from mlx_parallm.engine.metrics import labelled_by_engine
+from mlx_parallm.engine.parallel.life import ParallelLife
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.state import CountSequences
+from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
+from mlx_parallm.types.events import TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+from tests.fakes import FakeRunner, spell
+from tests.scripted_engine import make_request
+from tests.scripted_process import builder
+
+NUM_ENGINES = 3
+LIMITED = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=2))
+
+
+def parallel_engine(*builds: Build, config: EngineConfig | None = None) -> AsyncEngine:
+    config = config or EngineConfig()
+    lives = [LocalLife(config, ignore_progress, build=build) for build in builds]
+    max_num_seqs = config.scheduler.max_num_seqs
+    return AsyncEngine(
+        config, life=ParallelLife(lives, partial(Router, len(lives), max_num_seqs=max_num_seqs))
+    )
+
+
+def saying(text: str) -> Build:
+    return builder(FakeRunner(spell(text)))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    engine = parallel_engine(*[saying("hello")] * NUM_ENGINES)
+    await asyncio.to_thread(engine.start)
+    yield engine
+    await asyncio.to_thread(engine.stop)
+
+
+async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
+    handle = await engine.submit(request)
+    return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
+
+
+async def test_every_engine_answers(engine: AsyncEngine) -> None:
+    requests = [make_request(str(i), "alias" if i % 2 else "m") for i in range(30)]
+    assert await asyncio.gather(*(text_of(engine, each) for each in requests)) == ["hello"] * 30
+    text, _ = await engine.render_metrics()
+    total = 'vllm:generation_tokens_total{engine="%d",model_name="m"} '
+    counts = [
+        float(line.removeprefix(total % rank))
+        for rank in range(NUM_ENGINES)
+        for line in text.decode().splitlines()
+        if line.startswith(total % rank)
+    ]
+    assert sum(counts) == 30 * 6
+    assert min(counts) > 0
+    types = [line for line in text.splitlines() if line.startswith(b"# TYPE")]
+    assert len(types) == len(set(types))
+
+
+async def test_a_pause_holds_every_engine_and_counts_all_requests(engine: AsyncEngine) -> None:
+    assert await engine.control.pause(PauseMode.KEEP) == 0
+    handles = [await engine.submit(make_request(str(i))) for i in range(6)]
+    assert (await engine.load()).num_requests == 6
+    assert await engine.control.pause(PauseMode.KEEP) == 6
+    await engine.abort("0")
+    await engine.control.resume()
+    for handle in handles[1:]:
+        assert [e async for e in handle.events][-1]
+    await engine.wait_until_idle()
+
+
+async def test_the_queue_is_full_when_those_of_all_engines_are() -> None:
+    engine = parallel_engine(saying("hello"), saying("hello"), config=LIMITED)
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    for number in range(2 * LIMITED.scheduler.max_waiting):
+        await engine.check_room("m", "", 1)
+        await engine.submit(make_request(str(number)))
+    with pytest.raises(OverloadedError):
+        await engine.check_room("m", "", 1)
+    with pytest.raises(OverloadedError):
+        await engine.submit(make_request("one more"))
+    await asyncio.to_thread(engine.stop)
+
+
+async def test_what_a_load_raises_is_raised_here() -> None:
+    def failing(*_: object) -> list[BuiltModel]:
+        raise ConfigError("too little memory")
+
+    with pytest.raises(ConfigError, match="too little memory"):
+        await asyncio.to_thread(parallel_engine(saying("hello"), failing).start)
+
+
+async def test_engines_that_have_not_loaded_answer_no_question() -> None:
+    life = ParallelLife(
+        [LocalLife(EngineConfig(), ignore_progress, build=saying("hello"))] * 2,
+        partial(Router, 2, max_num_seqs=1),
+    )
+    with pytest.raises(EngineDeadError):
+        await life.query(CountSequences())
+
+
+def test_samples_of_all_engines_are_one_family() -> None:
+    text = b'# HELP a A.\n# TYPE a counter\na_total{engine="0",model_name="m"} 1.0\na_other 2.0\n'
+    assert labelled_by_engine({0: text, 2: text}) == (
+        b"# HELP a A.\n# TYPE a counter\n"
+        b'a_total{engine="0",model_name="m"} 1.0\na_other{engine="0"} 2.0\n'
+        b'a_total{engine="2",model_name="m"} 1.0\na_other{engine="2"} 2.0\n'
+    )
+
+
+def test_engines_of_one_device_share_its_memory_and_threads() -> None:
+    cache = CacheConfig(kv_cache_bytes=1000, memory_fraction=0.5)
+    assert share_of(cache, 4) == CacheConfig(kv_cache_bytes=250, memory_fraction=0.125)
+    threads = thread_share({"OMP_NUM_THREADS": "7"}, 10_000)
+    assert threads == {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": " 3, 3"}, ["3", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+def test_devices_are_those_of_the_environment(
+    environment: Mapping[str, str], devices: list[str]
+) -> None:
+    assert visible_devices(environment) == devices
+
+
+def test_more_engines_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="--data-parallel-size is 2, but there are 1 GPUs"):
+        parallel_life(EngineConfig(), ServerConfig(data_parallel_size=2), ignore_progress)
