@@ -30,7 +30,7 @@ print(bystander.pid, flush=True)
 
 @contextmanager
 def parent_of(*target: str) -> Iterator[subprocess.Popen[str]]:
-    """The parent of such a child; its output ends when they both have."""
+    """Yield the parent of such a child; its output ends when both have ended."""
     command = [sys.executable, "-c", PARENT_SCRIPT, *target]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -57,7 +57,7 @@ def test_a_child_ends_with_its_parent(target: list[str], how: int) -> None:
 
 
 def test_a_child_ends_with_a_parent_that_made_no_pipe() -> None:
-    """As in the Makefile."""
+    """Start a child as the Makefile does."""
     link = f"{sys.executable} -m mlx_parallm.child_process {PARENT}"
     with subprocess.Popen(
         ["sh", "-c", f"{link} {COMMAND} sh -c 'echo begun; exec sleep 600' & wait"],

@@ -1,4 +1,4 @@
-"""What makes the test of the documentation fail, and what it lets pass."""
+"""The test of the documentation fails for wrong blocks, and for no others."""
 
 from __future__ import annotations
 

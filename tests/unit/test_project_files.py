@@ -28,31 +28,34 @@ def canonical(name: str) -> str:
 
 def pinned(platform: str) -> dict[str, str]:
     """Name and version of every pin of a platform, markers aside."""
-    found = read_requirements(REQUIREMENTS / f"{platform}.txt")
-    return {canonical(one.name): str(one.specifier).removeprefix("==") for one in found}
+    requirements = read_requirements(REQUIREMENTS / f"{platform}.txt")
+    return {
+        canonical(requirement.name): str(requirement.specifier).removeprefix("==")
+        for requirement in requirements
+    }
 
 
 @pytest.mark.parametrize("file", sorted(REQUIREMENTS.glob("*.txt")), ids=lambda file: file.name)
 def test_requirements_are_exact_versions_and_nothing_else(file: Path) -> None:
-    for one in read_requirements(file):
-        assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", str(one.specifier)), one
-        assert one.url is None
+    for requirement in read_requirements(file):
+        assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", str(requirement.specifier)), requirement
+        assert requirement.url is None
     assert "://" not in file.read_text()
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_every_dependency_is_pinned_within_its_range(platform: str) -> None:
-    found = pinned(platform)
+    pins = pinned(platform)
     for text in project()["dependencies"]:
         dependency = Requirement(text)
-        assert dependency.specifier.contains(found[canonical(dependency.name)]), text
+        assert dependency.specifier.contains(pins[canonical(dependency.name)]), text
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_development_pins_agree_with_the_platforms(platform: str) -> None:
-    found, development = pinned(platform), pinned("dev")
-    both = found.keys() & development.keys()
-    assert {name: found[name] for name in both} == {name: development[name] for name in both}
+    pins, development = pinned(platform), pinned("dev")
+    both = pins.keys() & development.keys()
+    assert {name: pins[name] for name in both} == {name: development[name] for name in both}
 
 
 def test_mlx_and_its_builds_have_one_version() -> None:

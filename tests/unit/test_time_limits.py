@@ -17,7 +17,7 @@ MARK = "pytest.mark.timeout"
 
 
 def time_limits(source: str) -> Iterator[int]:
-    """The lines, from 1, that limit a time or compare one."""
+    """Yield the lines, from 1, that limit a time or compare one."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and is_limit(node) and EXEMPT not in lines[node.lineno - 1]:
@@ -28,7 +28,7 @@ def is_limit(call: ast.Call) -> bool:
     name = ast.unparse(call.func)
     if name in CLOCKS or name == MARK:
         return True
-    if any(one.arg in LIMITS and is_number(one.value) for one in call.keywords):
+    if any(keyword.arg in LIMITS and is_number(keyword.value) for keyword in call.keywords):
         return True
     is_method = isinstance(call.func, ast.Attribute) and call.func.attr in METHODS
     return is_method and len(call.args) == 1 and is_number(call.args[0])
@@ -49,10 +49,10 @@ def test_limits_are_found() -> None:
 
 
 def test_no_test_has_a_time_limit() -> None:
-    found = [
+    calls = [
         f"{path.relative_to(TESTS)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
         if OTHERS.isdisjoint(path.relative_to(TESTS).parts)
         for line in time_limits(path.read_text(encoding="utf-8"))
     ]
-    assert not found, "tests wait without a limit (tests/README.md)"
+    assert not calls, "tests wait without a limit (tests/README.md)"

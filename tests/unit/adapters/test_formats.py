@@ -31,7 +31,7 @@ PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def saved(tensors: dict[str, mx.array]) -> bytes:
-    """A file as MLX writes it."""
+    """Return a file as MLX writes it."""
     buffer = io.BytesIO()
     buffer.name = "adapter.safetensors"
     mx.save_safetensors(buffer, tensors)
@@ -53,13 +53,13 @@ def peft_tensors(rank: int = 4) -> dict[str, HostTensor]:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_what_mlx_saves_is_read(dtype: mx.Dtype) -> None:
     tensors = {"b": random(3, 5, dtype=dtype), "a": random(7, dtype=dtype)}
-    found = read_safetensors(saved(tensors), param="file")
-    assert set(found) == {"a", "b"}
+    tensors_read = read_safetensors(saved(tensors), param="file")
+    assert set(tensors_read) == {"a", "b"}
     for name, array in tensors.items():
-        read = found[name].to_mlx()
+        read = tensors_read[name].to_mlx()
         assert read.dtype == dtype
         assert mx.array_equal(read, array)
-        assert found[name].dtype == str(dtype).removeprefix("mlx.core.")
+        assert tensors_read[name].dtype == str(dtype).removeprefix("mlx.core.")
 
 
 def test_tensors_of_packed_models_are_read_where_they_are_asked_for() -> None:
@@ -69,11 +69,11 @@ def test_tensors_of_packed_models_are_read_where_they_are_asked_for() -> None:
         "bytes": mx.arange(7, dtype=mx.uint8),
         "one": mx.array(2.5),
     }
-    found = read_safetensors(saved(tensors), param="file", dtypes=MODEL_DTYPES)
+    tensors_read = read_safetensors(saved(tensors), param="file", dtypes=MODEL_DTYPES)
     for name, array in tensors.items():
-        assert found[name].to_mlx().dtype == array.dtype
-        assert found[name].to_mlx().tolist() == array.tolist()
-        assert found[name].is_finite()
+        assert tensors_read[name].to_mlx().dtype == array.dtype
+        assert tensors_read[name].to_mlx().tolist() == array.tolist()
+        assert tensors_read[name].is_finite()
     with pytest.raises(InvalidRequestError, match="U32, not of BF16, F16, F32"):
         read_safetensors(saved({"packed": tensors["packed"]}), param="file")
     data = forged({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\x38\x7f")
@@ -85,8 +85,8 @@ def test_tensors_that_begin_at_odd_bytes_are_read() -> None:
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     for spaces in range(4):
         data = forged(header + b" " * spaces, np.array([1.5, -2], "<f4").tobytes())
-        (one,) = read_safetensors(data, param="file").values()
-        assert one.to_mlx().tolist() == [1.5, -2]
+        (tensor,) = read_safetensors(data, param="file").values()
+        assert tensor.to_mlx().tolist() == [1.5, -2]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -103,13 +103,13 @@ def test_numbers_that_are_not_finite_are_found(dtype: mx.Dtype, bad: float) -> N
 
 
 def test_transposing_copies_nothing_and_tells_the_order() -> None:
-    one = host(random(3, 5, dtype=mx.bfloat16))
-    turned = one.transposed()
-    assert np.shares_memory(one.array, turned.array)
+    tensor = host(random(3, 5, dtype=mx.bfloat16))
+    turned = tensor.transposed()
+    assert np.shares_memory(tensor.array, turned.array)
     assert (turned.shape, turned.dtype) == ((5, 3), "bfloat16")
-    assert mx.array_equal(turned.to_mlx(), one.to_mlx().T)
-    assert bytes(one.stored()[0]) == bytes(turned.stored()[0])
-    assert one.stored()[1] != turned.stored()[1]
+    assert mx.array_equal(turned.to_mlx(), tensor.to_mlx().T)
+    assert bytes(tensor.stored()[0]) == bytes(turned.stored()[0])
+    assert tensor.stored()[1] != turned.stored()[1]
 
 
 GOOD = saved({"b": random(3, 5), "a": random(7)})
@@ -163,10 +163,10 @@ NOT_FINITE = host(mx.full((4, 16), np.nan))
 def test_peft() -> None:
     adapter = read_adapter(PEFT, peft_tensors(), param="adapter")
     (path,) = adapter.modules
-    one = adapter.modules[path]
-    assert (path, one.kind, one.rank) == ("model.layers.0.self_attn.q_proj", "linear", 4)
-    assert one.scale == 2.0
-    assert (one.a.shape, one.b.shape) == ((4, 16), (8, 4))
+    module = adapter.modules[path]
+    assert (path, module.kind, module.rank) == ("model.layers.0.self_attn.q_proj", "linear", 4)
+    assert module.scale == 2.0
+    assert (module.a.shape, module.b.shape) == ((4, 16), (8, 4))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_peft() -> None:
 )
 def test_scales_of_peft(config: dict[str, Any], scale: float) -> None:
     adapter = read_adapter(PEFT | config, peft_tensors(), param="adapter")
-    assert [one.scale for one in adapter.modules.values()] == [scale]
+    assert [module.scale for module in adapter.modules.values()] == [scale]
 
 
 def test_embeddings_and_magnitudes_of_peft() -> None:
@@ -207,10 +207,10 @@ def test_experts_of_peft_are_put_together() -> None:
         tensors[f"{name}.lora_A.weight"] = host(mx.full((2, 6), number))
         tensors[f"{name}.lora_B.weight"] = host(mx.full((5, 2), number))
     modules = read_adapter(PEFT, tensors, param="adapter").modules
-    one = modules["model.layers.3.mlp.switch_mlp.up_proj"]
-    assert (one.kind, one.a.shape, one.b.shape) == ("experts", (3, 2, 6), (3, 5, 2))
-    assert one.a.array[:, 0, 0].tolist() == [0, 1, 2]
-    mixtral = {name.replace("up_proj", "w3"): one for name, one in tensors.items()}
+    module = modules["model.layers.3.mlp.switch_mlp.up_proj"]
+    assert (module.kind, module.a.shape, module.b.shape) == ("experts", (3, 2, 6), (3, 5, 2))
+    assert module.a.array[:, 0, 0].tolist() == [0, 1, 2]
+    mixtral = {name.replace("up_proj", "w3"): tensor for name, tensor in tensors.items()}
     assert set(read_adapter(PEFT, mixtral, param="adapter").modules) == set(modules)
     del tensors["base_model.model.model.layers.3.mlp.experts.1.up_proj.lora_A.weight"]
     with pytest.raises(InvalidRequestError, match="no lora_A"):
@@ -248,7 +248,9 @@ def test_dora_of_experts_is_refused_by_name(
     with pytest.raises(InvalidRequestError, match=why):
         read_adapter(config, tensors, param="adapter")
     # Never as if it were a LoRA.
-    without = {name: one for name, one in tensors.items() if not name.endswith((".m", "r.weight"))}
+    without = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith((".m", "r.weight"))
+    }
     with pytest.raises(InvalidRequestError, match=r"has no (m|lora_magnitude_vector)"):
         read_adapter(config, without, param="adapter")
 
@@ -287,9 +289,14 @@ def test_what_mlx_lm_trains(tmp_path: Path, kind: str) -> None:
     config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     adapter = read_adapter_folder(tmp_path, param="adapter")
-    one = adapter.modules["model.layers.1.mlp.down_proj"]
-    assert (one.kind, one.scale, one.a.shape, one.b.shape) == ("linear", 5.0, (3, 48), (32, 3))
-    assert (one.magnitude is not None) == (kind == "dora")
+    module = adapter.modules["model.layers.1.mlp.down_proj"]
+    assert (module.kind, module.scale, module.a.shape, module.b.shape) == (
+        "linear",
+        5.0,
+        (3, 48),
+        (32, 3),
+    )
+    assert (module.magnitude is not None) == (kind == "dora")
     assert adapter.rank == 3
 
 
@@ -336,7 +343,9 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_the_digest_is_of_what_the_adapter_does() -> None:
     def digest(config: dict[str, Any] = PEFT, **changed: HostTensor) -> str:
-        tensors = {name: changed.get(name[-13:-7], one) for name, one in peft_tensors().items()}
+        tensors = {
+            name: changed.get(name[-13:-7], tensor) for name, tensor in peft_tensors().items()
+        }
         return read_adapter(config, tensors, param="adapter").digest
 
     same = digest()

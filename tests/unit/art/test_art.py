@@ -31,10 +31,10 @@ from mlx_parallm.types.errors import ConfigError
 
 @given(count=st.integers(0, 16))
 def test_one_device_is_shared_and_several_are_split(count: int) -> None:
-    found = DeviceConfig().resolved(count)
-    assert found.is_split == (count > 1)
-    assert found.inference_device == 0
-    assert found.training_devices == (tuple(range(1, count)) if count > 1 else (0,))
+    resolved = DeviceConfig().resolved(count)
+    assert resolved.is_split == (count > 1)
+    assert resolved.inference_device == 0
+    assert resolved.training_devices == (tuple(range(1, count)) if count > 1 else (0,))
 
 
 def test_named_devices_stay_as_they_are() -> None:
@@ -78,8 +78,8 @@ def test_every_setting_becomes_a_flag_that_serve_knows() -> None:
     assert flags[flags.index("--max-model-len") + 1] == "512"
     assert "--no-enable-prefix-caching" in flags
     names = {name for setting in SETTINGS for name in setting.names}
-    told = [one.removeprefix("--") for one in flags[:-2] if one.startswith("--")]
-    assert {one.removeprefix("no-") for one in told} <= names
+    names_of_flags = [flag.removeprefix("--") for flag in flags[:-2] if flag.startswith("--")]
+    assert {name.removeprefix("no-") for name in names_of_flags} <= names
 
 
 def test_defaults_are_those_of_the_guide() -> None:

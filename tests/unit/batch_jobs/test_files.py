@@ -51,15 +51,15 @@ async def put(store: FileStore, content: bytes, owner: str = "me", **more: objec
 async def test_a_file_is_there_after_a_restart_and_only_its_owners(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     record = await put(store, b"content")
-    for one in (store, open_store(tmp_path)):
-        assert one.get(record.id, "me") == record
-        assert one.path(record.id).read_bytes() == b"content"
+    for opened in (store, open_store(tmp_path)):
+        assert opened.get(record.id, "me") == record
+        assert opened.path(record.id).read_bytes() == b"content"
         for name, owner in ((record.id, "you"), ("file-0", "me"), ("../x", "me")):
             with pytest.raises(NotFoundError):
-                one.get(name, owner)
+                opened.get(name, owner)
             with pytest.raises(NotFoundError):
-                one.delete(name, owner)
-        assert one.list("you", limit=10) == ([], False)
+                opened.delete(name, owner)
+        assert opened.list("you", limit=10) == ([], False)
     store.delete(record.id, "me")
     assert list((tmp_path / "files").iterdir()) == []
 
@@ -110,13 +110,13 @@ async def test_files_go_when_their_time_is_over_but_not_from_under_a_batch(tmp_p
     clock.now += 60
     with pytest.raises(NotFoundError):
         store.get(over.id, "me")
-    assert [one.id for one in store.list("me", limit=9)[0]] == [used.id, kept.id]
+    assert [file.id for file in store.list("me", limit=9)[0]] == [used.id, kept.id]
     with pytest.raises(InvalidRequestError, match="batch_1"):
         store.delete(used.id, "me")
     store.release(used.id, "batch_2")
     assert store.get(used.id, "me")
     store.release(used.id, "batch_1")
-    assert [one.id for one in store.list("me", limit=9)[0]] == [kept.id]
+    assert [file.id for file in store.list("me", limit=9)[0]] == [kept.id]
 
 
 async def test_what_a_crash_left_is_removed_and_what_cannot_be_read_is_kept(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ async def test_what_a_crash_left_is_removed_and_what_cannot_be_read_is_kept(tmp_
     for name in ("file-4.json", "file-4.data"):
         (folder / name).write_bytes(b"{")
     (folder / "file-5.json").write_text(json.dumps({"id": "file-5"}))
-    assert [one.id for one in open_store(tmp_path).list("me", limit=9)[0]] == [record.id]
+    assert [file.id for file in open_store(tmp_path).list("me", limit=9)[0]] == [record.id]
     left = {path.name for path in folder.iterdir()}
     assert left == {
         f"{record.id}.data", f"{record.id}.json", "file-4.json", "file-4.data", "file-5.json",
@@ -165,7 +165,7 @@ def test_ids_sort_by_age_even_when_the_clock_stands_or_goes_back() -> None:
     ids = IdMaker(lambda: next(times))
     made = [ids.make("file-") for _ in range(4)]
     assert made == sorted(made)
-    assert len({len(one) for one in made}) == 1
+    assert len({len(file_id) for file_id in made}) == 1
 
 
 @given(
@@ -189,7 +189,9 @@ def test_pages_show_everything_once_whatever_is_deleted_meanwhile(
         assert len(page.ids) == limit
         after = page.ids[-1]
         # Also the very id the next page follows.
-        ids = [one for one in ids if one not in {f"id-{number:04}" for number in deleted}]
+        ids = [
+            file_id for file_id in ids if file_id not in {f"id-{number:04}" for number in deleted}
+        ]
     assert seen == sorted(seen, reverse=descending)
     assert len(set(seen)) == len(seen)
     assert set(ids) <= set(seen)

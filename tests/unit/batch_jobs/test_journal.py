@@ -73,7 +73,7 @@ def test_nothing_behind_a_line_that_is_not_the_journals_counts(
     kept = read(path)
     assert kept[:place] == ENTRIES[:place]
     # A line break alone may leave lines whole: they are the same ones, or none.
-    assert all(one in ENTRIES for one in kept)
+    assert all(entry in ENTRIES for entry in kept)
     write(path, [Entry(9, {})])
     assert read(path) == [*kept, Entry(9, {})]
 

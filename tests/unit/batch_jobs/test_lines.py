@@ -68,11 +68,11 @@ def test_a_bad_line_is_told_with_its_number(
 def test_an_empty_file_and_one_of_too_many_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [one["code"] for one in check(tmp_path, b" \n\n").errors] == ["empty_file"]
+    assert [error["code"] for error in check(tmp_path, b" \n\n").errors] == ["empty_file"]
     monkeypatch.setattr(lines, "MAX_LINES", 2)
     assert not check(tmp_path, line("a") + line("b")).errors
-    found = check(tmp_path, line("a") + b"{\n" + line("c")).errors
-    assert [one["code"] for one in found] == ["too_many_lines"]
+    errors = check(tmp_path, line("a") + b"{\n" + line("c")).errors
+    assert [error["code"] for error in errors] == ["too_many_lines"]
 
 
 def test_a_report_is_bounded(tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_lines_over_a_limit_are_cut_and_the_others_whole(
     path = tmp_path_factory.mktemp("lines") / "in"
     content = b"\n".join(pieces)
     path.write_bytes(content)
-    split = [one + b"\n" for one in content.split(b"\n")]
+    split = [line + b"\n" for line in content.split(b"\n")]
     split[-1] = split[-1][:-1]
-    whole = [(number, one) for number, one in enumerate(split, start=1) if one.strip()]
+    whole = [(number, line) for number, line in enumerate(split, start=1) if line.strip()]
     assert list(numbered_lines(path)) == whole
-    expected = [(number, one[: limit + 1]) for number, one in whole]
-    assert list(numbered_lines(path, limit)) == [one for one in expected if one[1].strip()]
+    expected = [(number, line[: limit + 1]) for number, line in whole]
+    assert list(numbered_lines(path, limit)) == [entry for entry in expected if entry[1].strip()]
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,13 @@ class World:
 
     async def until(self, record: BatchRecord, is_so: Callable[[BatchRecord], bool]) -> BatchRecord:
         while True:
-            found = self.service.get(record.id, record.owner)
-            if is_so(found):
-                return found
+            current = self.service.get(record.id, record.owner)
+            if is_so(current):
+                return current
             await asyncio.sleep(0)
 
     async def end_of(self, record: BatchRecord) -> BatchRecord:
-        return await self.until(record, lambda one: one.has_ended)
+        return await self.until(record, lambda current: current.has_ended)
 
     def results(self, record: BatchRecord) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         def read(file_id: str | None) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class World:
                 return []
             assert self.service.files.get(file_id, record.owner).num_bytes
             text = self.service.files.path(file_id).read_text("utf-8")
-            return [json.loads(one) for one in text.splitlines()]
+            return [json.loads(line) for line in text.splitlines()]
 
         return read(record.output_file_id), read(record.error_file_id)
 
@@ -126,7 +126,7 @@ def lines(count: int, **more: Any) -> bytes:
         {"custom_id": f"c{n}", "method": "POST", "url": ENDPOINT, "body": {"number": n} | more}
         for n in range(count)
     ]
-    return "\n".join(json.dumps(one) for one in entries).encode()
+    return "\n".join(json.dumps(entry) for entry in entries).encode()
 
 
 @pytest.fixture
@@ -145,8 +145,8 @@ async def test_a_batch_from_beginning_to_end(world: World) -> None:
     assert record.status == State.VALIDATING
     record = await world.end_of(record)
     output, errors = world.results(record)
-    assert [one["custom_id"] for one in output] == [f"c{n}" for n in range(10) if n % 4 != 1]
-    assert [one["custom_id"] for one in errors] == ["c1", "c5", "c9"]
+    assert [answer["custom_id"] for answer in output] == [f"c{n}" for n in range(10) if n % 4 != 1]
+    assert [answer["custom_id"] for answer in errors] == ["c1", "c5", "c9"]
     assert output[0]["response"] == {"status_code": 200, "request_id": "id", "body": good(0).body}
     assert output[0]["error"] is None
     assert errors[0]["response"]["status_code"] == 400
@@ -183,7 +183,7 @@ async def test_a_server_that_ends_anywhere_answers_every_line_once(
     record = await world.end_of(record)
     output, errors = world.results(record)
     assert errors == []
-    assert [one["response"]["body"]["answer"] for one in output] == list(range(12))
+    assert [answer["response"]["body"]["answer"] for answer in output] == list(range(12))
     # Only what was in flight is done twice.
     assert sum(count - 1 for count in Counter(world.sent).values()) <= NUM_PLACES
 
@@ -201,7 +201,7 @@ async def test_a_draining_server_lets_lines_end_and_the_next_one_goes_on(world: 
     record = await world.create(9)
     await world.until(record, lambda _: len(world.sent) == 3)
     release.set()
-    await world.until(record, lambda one: one.completed == 2)
+    await world.until(record, lambda current: current.completed == 2)
     assert len(world.sent) <= 4
     world.handler = answer_at_once
     await world.restart()
@@ -224,8 +224,8 @@ async def test_a_failing_server_is_asked_again_some_times_and_a_busy_one_until_i
     world.handler = trouble
     record = await world.end_of(await world.create(6))
     output, errors = world.results(record)
-    assert [one["custom_id"] for one in output] == ["c0", "c2", "c4", "c5"]
-    assert [one["response"]["status_code"] for one in errors] == [500, 501]
+    assert [answer["custom_id"] for answer in output] == ["c0", "c2", "c4", "c5"]
+    assert [answer["response"]["status_code"] for answer in errors] == [500, 501]
     counts = Counter(number for _, number in world.sent)
     assert [counts[n] for n in range(6)] == [3, MAX_TRIES, 21, 1, 21, 21]
     assert [growing_delay(n) for n in (1, 2, 3, 99)] == [1, 2, 4, 60]
@@ -271,7 +271,7 @@ async def test_owners_take_turns(world: World) -> None:
         world.service.get(records[0].id, "b")
     with pytest.raises(NotFoundError):
         await world.service.cancel(records[0].id, "b")
-    assert [one.id for one in world.service.list("a", limit=9)[0]] == [records[0].id]
+    assert [listed.id for listed in world.service.list("a", limit=9)[0]] == [records[0].id]
 
 
 async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: World) -> None:
@@ -282,16 +282,16 @@ async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: 
 
     world.handler = some_hang
     record = await world.create(10)
-    await world.until(record, lambda one: one.completed == 4)
+    await world.until(record, lambda current: current.completed == 4)
     waiting = await world.create(3)
     assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
     assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
     assert (await world.service.cancel(waiting.id, "me")).status == State.CANCELLING
     record, waiting = await world.end_of(record), await world.end_of(waiting)
     output, errors = world.results(record)
-    assert [one["custom_id"] for one in output] == ["c0", "c1", "c2", "c3"]
-    assert [one["custom_id"] for one in errors] == [f"c{n}" for n in range(4, 10)]
-    assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+    assert [answer["custom_id"] for answer in output] == ["c0", "c1", "c2", "c3"]
+    assert [answer["custom_id"] for answer in errors] == [f"c{n}" for n in range(4, 10)]
+    assert {answer["error"]["code"] for answer in errors} == {"batch_cancelled"}
     assert (record.status, record.completed, record.failed) == ("cancelled", 4, 6)
     assert (waiting.status, waiting.output_file_id, waiting.error_file_id) == (
         "cancelled", None, None,
@@ -310,13 +310,13 @@ async def test_an_expired_batch_keeps_its_answers_and_tells_of_the_rest(world: W
 
     world.handler = some_hang
     record = await world.create(5)
-    await world.until(record, lambda one: one.completed == 2)
+    await world.until(record, lambda current: current.completed == 2)
     world.now += 24 * 3600
     await world.restart()
     record = await world.end_of(record)
     output, errors = world.results(record)
-    assert [one["custom_id"] for one in output] == ["c0", "c1"]
-    assert [one["error"]["code"] for one in errors] == ["batch_expired"] * 3
+    assert [answer["custom_id"] for answer in output] == ["c0", "c1"]
+    assert [answer["error"]["code"] for answer in errors] == ["batch_expired"] * 3
     assert record.status == "expired"
     assert record.expired_at == world.now
 
@@ -326,7 +326,7 @@ async def test_a_bad_file_fails_with_its_lines_and_nothing_is_sent(world: World)
     order = BatchOrder(input_file_id=file_id, endpoint=ENDPOINT)
     record = await world.end_of(await world.service.create("me", order))
     assert record.status == "failed"
-    assert [(one["line"], one["code"]) for one in record.errors or ()] == [
+    assert [(error["line"], error["code"]) for error in record.errors or ()] == [
         (3, "invalid_json_line"), (4, "duplicate_custom_id"),
     ]  # fmt: skip
     assert world.sent == []
@@ -384,11 +384,11 @@ async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:
 
     world.handler = hang
     record = await world.create(3)
-    await world.until(record, lambda one: one.status == State.IN_PROGRESS)
+    await world.until(record, lambda current: current.status == State.IN_PROGRESS)
     world.service.files.path(record.input_file_id).unlink()
     await world.restart()
     record = await world.end_of(record)
-    assert [one["code"] for one in record.errors or ()] == ["input_file_missing"]
+    assert [error["code"] for error in record.errors or ()] == ["input_file_missing"]
 
 
 async def test_a_bug_fails_one_batch_and_the_next_goes_on(world: World) -> None:
@@ -422,7 +422,7 @@ async def test_a_crash_while_the_files_are_written_does_not_double_them(
     assert record.status == "completed"
     assert len(world.results(record)[0]) == 4
     files, _ = world.service.files.list("me", limit=99)
-    assert {one.id for one in files} == {record.input_file_id, record.output_file_id}
+    assert {file.id for file in files} == {record.input_file_id, record.output_file_id}
     assert Counter(number for _, number in world.sent).most_common(1)[0][1] == 1
 
 

@@ -51,7 +51,7 @@ def as_chunked(data, size):
 
 @contextlib.asynccontextmanager
 async def serving(answer):
-    """A server that sends the bytes ``answer`` to every request and closes."""
+    """Serve: send the bytes ``answer`` to every request, and close."""
     seen = []
 
     async def handle(reader, writer):

@@ -21,7 +21,7 @@ def parse(*flags):
 
 @contextlib.contextmanager
 def serving(status=200, models=({"id": "tiny"},)):
-    """A server that streams two words for every request; yields its address and the bodies."""
+    """Stream two words for every request; yield the server's address and the bodies."""
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -81,8 +81,8 @@ def test_a_run_prints_its_figures_and_writes_them_as_json(tmp_path, capsys):
 def test_outputs_far_shorter_than_asked_are_told(flags, note, capsys):
     with serving() as (url, _):
         run(parse("--base-url", url, "--num-requests", "6", "--ramp-s", "0", *flags))
-    told = capsys.readouterr().err
-    assert (note in told) if note else told == ""
+    printed = capsys.readouterr().err
+    assert (note in printed) if note else printed == ""
 
 
 def test_an_open_loop_runs_from_its_flags():

@@ -51,8 +51,8 @@ def test_percentile_outside_its_range_is_refused():
 
 
 @given(times, st.floats(0, 100), st.floats(0, 100))
-def test_percentiles_grow_with_the_percent_and_stay_within_the_values(values, one, other):
-    low, high = sorted((one, other))
+def test_percentiles_grow_with_the_percent_and_stay_within_the_values(values, percent, other):
+    low, high = sorted((percent, other))
     assert min(values) <= percentile(values, low) <= percentile(values, high) * (1 + 1e-9)
     assert percentile(values, high) <= max(values)
 

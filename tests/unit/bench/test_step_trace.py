@@ -30,7 +30,7 @@ from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
 
 
 def ticking() -> Iterator[float]:
-    """A clock that goes on by one millisecond each time it is read."""
+    """Yield the times of a clock that advances by a millisecond with each reading."""
     return (tick / 1000 for tick in count())
 
 
@@ -80,11 +80,11 @@ def test_an_engine_tells_every_phase_within_its_step(runs_ahead: bool) -> None:
     phases = {Phase.SCHEDULE, Phase.WAIT, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH}
     steps = step_times(recorder.spans)
     assert len(steps) == calls
-    assert {phase for one in steps for phase in one.self_s} == phases | {Phase.STEP}
+    assert {phase for step in steps for phase in step.self_s} == phases | {Phase.STEP}
     waited = [s.step_id for s in recorder.spans if s.phase is Phase.WAIT]
     assert waited == list(range(len(waited)))
-    for one in steps:
-        assert sum(one.self_s.values()) == pytest.approx(one.step.duration_s)
+    for step in steps:
+        assert sum(step.self_s.values()) == pytest.approx(step.step.duration_s)
 
 
 def test_time_in_a_phase_within_another_counts_once() -> None:
@@ -100,23 +100,23 @@ def test_time_in_a_phase_within_another_counts_once() -> None:
 def test_the_device_is_busy_until_the_results_the_host_waited_for() -> None:
     waits = [0.004, 0.004, MIN_WAIT_S / 2, 0.004]
     spans = ahead(waits)
-    found = device_spans(spans)
-    assert [one.host_waited for one in found] == [True, True, False, True]
-    dispatches = [one for one in spans if one.phase is Phase.DISPATCH]
-    ends = [one.end_s for one in spans if one.phase is Phase.WAIT]
-    assert found[0].start_s == dispatches[0].start_s
-    assert found[0].end_s == ends[0]
-    assert found[1].start_s == ends[0], "a step begins when the one before it ends"
-    # Not waited for: done by the time the host asked, at the latest.
-    assert found[2].end_s == pytest.approx(ends[2] - waits[2])
-    for one, other in pairwise(found):
-        assert one.end_s <= other.start_s
+    device = device_spans(spans)
+    assert [span.host_waited for span in device] == [True, True, False, True]
+    dispatches = [span for span in spans if span.phase is Phase.DISPATCH]
+    ends = [span.end_s for span in spans if span.phase is Phase.WAIT]
+    assert device[0].start_s == dispatches[0].start_s
+    assert device[0].end_s == ends[0]
+    assert device[1].start_s == ends[0], "a step begins when the one before it ends"
+    # The host did not wait: the step was done by the time that the host asked, at the latest.
+    assert device[2].end_s == pytest.approx(ends[2] - waits[2])
+    for span, other in pairwise(device):
+        assert span.end_s <= other.start_s
 
 
 def test_steps_in_turn_are_on_the_device_while_they_are_evaluated() -> None:
     evaluate = Span(Phase.EVALUATE, 0, 1, 1, 1.0, 3.0)
-    (found,) = device_spans([evaluate, Span(Phase.WAIT, 0, 1, 1, 3.0, 3.00001)])
-    assert (found.start_s, found.end_s, found.host_waited) == (1.0, 3.0, True)
+    (span,) = device_spans([evaluate, Span(Phase.WAIT, 0, 1, 1, 3.0, 3.00001)])
+    assert (span.start_s, span.end_s, span.host_waited) == (1.0, 3.0, True)
 
 
 def test_a_step_that_was_never_waited_for_is_not_on_the_device() -> None:
@@ -143,12 +143,14 @@ def test_the_trace_has_both_tracks_in_microseconds(tmp_path: Path) -> None:
     write_trace(spans, file)
     events = json.loads(file.read_text())["traceEvents"]
     assert events == trace_events(spans)
-    names = {one["tid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert sorted(names) == [1, 2]
-    slices = [one for one in events if one["ph"] == "X"]
-    assert all(one["ts"] >= 0 and one["dur"] >= 0 for one in slices)
-    build = next(one for one in slices if one["name"] == "build")
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all(piece["ts"] >= 0 and piece["dur"] >= 0 for piece in slices)
+    build = next(piece for piece in slices if piece["name"] == "build")
     assert (build["tid"], build["ts"], build["dur"]) == (1, 0, 1000)
     assert build["args"] == {"step": 0, "rows": 4, "tokens": 4}
-    device = [(one["name"], one["args"]["host waited"]) for one in slices if one["tid"] == 2]
+    device = [
+        (piece["name"], piece["args"]["host waited"]) for piece in slices if piece["tid"] == 2
+    ]
     assert device == [("step 0, device-bound", True), ("step 1, host-bound", False)]

@@ -47,12 +47,12 @@ class Batches:
         self.num_calls = 0
 
     def run(self, app: ASGIApp | None, *lines: str | bytes, **options: Any) -> Answers:
-        encoded = [one if isinstance(one, bytes) else one.encode() for one in lines]
+        encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
         self.source.write_bytes(b"\n".join(encoded))
         settings = {"api_key": None, "concurrency": 1, "on_answer": self._count} | options
         app = app or make_app(FakeEngine(), ServerConfig())
         self.counts = asyncio.run(run_batch_file(app, self.source, self.target, **settings))
-        return [json.loads(one) for one in self.target.read_text("utf-8").splitlines()]
+        return [json.loads(line) for line in self.target.read_text("utf-8").splitlines()]
 
     def _count(self) -> None:
         self.num_calls += 1
@@ -255,7 +255,7 @@ def test_a_quick_answer_is_written_before_a_slow_earlier_one(batches: Batches) -
     lines = [line(name, body={"name": name}) for name in ("slow", "quick", "last")]
     answers = batches.run(handled_by(handler), *lines, concurrency=2)
     assert ids(answers) == ["quick", "last", "slow"] or ids(answers) == ["quick", "slow", "last"]
-    assert all(one["response"]["body"]["name"] == one["custom_id"] for one in answers)
+    assert all(answer["response"]["body"]["name"] == answer["custom_id"] for answer in answers)
     assert '"quick"' in written[0], "an answer is in the file before the next is there"
 
 
@@ -324,5 +324,5 @@ def test_lines_that_never_find_room_fail_in_the_end(batches: Batches) -> None:
 
     lines = [line(str(i), body={"large": i % 2 == 0}) for i in range(6)]
     answers = batches.run(handled_by(handler), *lines, concurrency=4)
-    statuses = {one["custom_id"]: one["response"]["status_code"] for one in answers}
+    statuses = {answer["custom_id"]: answer["response"]["status_code"] for answer in answers}
     assert statuses == {str(i): 429 if i % 2 == 0 else 200 for i in range(6)}

@@ -72,7 +72,7 @@ def test_every_field_of_the_configuration_has_a_setting() -> None:
 
 
 def test_names_aliases_and_variables_are_unique() -> None:
-    names = [name for one in SETTINGS for name in (one.name, *one.aliases)]
+    names = [name for setting in SETTINGS for name in (setting.name, *setting.aliases)]
     assert len(names) == len(set(names))
 
 
@@ -113,7 +113,7 @@ def test_each_source_gives_the_same_value(
     tmp_path: Path, flags: list[str], variable: str, line: str, wanted: object
 ) -> None:
     name = re.split(r"[:=]", line)[0].replace("_", "-")
-    setting = next(one for one in SETTINGS if one.name == name)
+    setting = next(setting for setting in SETTINGS if setting.name == name)
     file = tmp_path / "settings.yaml"
     file.write_text(line)
     for engine, server in (
@@ -178,7 +178,7 @@ def test_all_unknown_variables_are_one_warning(caplog: pytest.LogCaptureFixture)
 
 
 def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    known = dict.fromkeys((one.variable for one in SETTINGS), "x")
+    known = dict.fromkeys((setting.variable for setting in SETTINGS), "x")
     warn_of_unknown_variables(known | {"MLX_PARALLM_CONFIG": "x", "MLX_PARALLM_ZZZZ": ""})
     assert caplog.records == []
 
@@ -195,7 +195,7 @@ def test_a_switch_set_in_the_file_can_be_turned_off_by_a_flag(tmp_path: Path) ->
 )
 def test_aliases_are_the_same_setting(name: str) -> None:
     value = {"--gpu-memory-utilization": "0.25", "--max-queue-size": "9"}.get(name, "debug")
-    setting = next(one for one in SETTINGS if name.removeprefix("--") in one.aliases)
+    setting = next(setting for setting in SETTINGS if name.removeprefix("--") in setting.aliases)
     assert read(name, value) == read(f"--{setting.name}", value) != read()
 
 
@@ -220,13 +220,13 @@ def test_a_model_may_have_settings_of_its_own() -> None:
         *("--revision", "org/a=v=1", "--chat-template", "{% set a=1, %}"),
         *("--chat-template", "org/c=c.jinja", "--kv-cache-dtype", "int8,org/a=b=int4"),
     )
-    assert [one.max_model_len for one in (first, odd, last)] == [99, 99, 7]
-    assert [one.max_model_len_is_own for one in (first, odd, last)] == [False, False, True]
-    assert [one.dtype for one in (first, odd, last)] == ["auto", "float32", "auto"]
-    assert [one.revision for one in (first, odd, last)] == ["v=1", None, None]
-    templates = [one.chat_template for one in (first, odd, last)]
+    assert [model.max_model_len for model in (first, odd, last)] == [99, 99, 7]
+    assert [model.max_model_len_is_own for model in (first, odd, last)] == [False, False, True]
+    assert [model.dtype for model in (first, odd, last)] == ["auto", "float32", "auto"]
+    assert [model.revision for model in (first, odd, last)] == ["v=1", None, None]
+    templates = [model.chat_template for model in (first, odd, last)]
     assert templates == ["{% set a=1, %}", "{% set a=1, %}", "c.jinja"]
-    assert [one.kv_cache_dtype for one in (first, odd, last)] == [None, "int4", None]
+    assert [model.kv_cache_dtype for model in (first, odd, last)] == [None, "int4", None]
     engine, _ = read("--model", "org/a", "org/c", "--kv-cache-dtype", "int8,org/a=int4")
     assert engine.cache.kv_cache_dtype == "int8"
 
@@ -240,7 +240,7 @@ def test_a_value_of_a_model_that_is_not_there_is_refused(tmp_path: Path, line: s
 
 
 def test_a_folder_may_be_named_by_the_last_part_of_its_path(tmp_path: Path) -> None:
-    """The last part of a folder's path is a name in requests, and so it is one in MODEL=VALUE."""
+    """Name a folder by its path's last part in MODEL=VALUE, as requests do."""
     chat, mlm, twin = (str(tmp_path / part) for part in ("chat", "mlm", "other/mlm"))
     for folder in (chat, mlm, twin):
         Path(folder).mkdir(parents=True)
@@ -261,9 +261,9 @@ def test_files_and_variables_name_models_too(tmp_path: Path) -> None:
     for line in ("{org/a: 5, org/c: 7}", "[5, org/c=7]", "org/a=5,org/c=7"):
         file.write_text(f"model: [org/a, org/c]\nmax-model-len: {line}")
         engine, _ = read("--config", str(file))
-        assert [one.max_model_len for one in engine.models] == [5, 7]
+        assert [model.max_model_len for model in engine.models] == [5, 7]
     engine, _ = read(MLX_PARALLM_MODEL="org/a,org/c", MLX_PARALLM_MAX_MODEL_LEN="5,org/c=7")
-    assert [one.max_model_len for one in engine.models] == [5, 7]
+    assert [model.max_model_len for model in engine.models] == [5, 7]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_files_and_variables_name_models_too(tmp_path: Path) -> None:
 def test_a_cap_for_all_leaves_shorter_models_as_they_are(
     lengths: tuple[str, ...], own: int | None, wanted: int | None
 ) -> None:
-    flags = [part for one in lengths for part in ("--max-model-len", one)]
+    flags = [part for length in lengths for part in ("--max-model-len", length)]
     engine, _ = read("--model", "org/a", "org/b", *flags)
     assert engine.max_len_of(engine.models[0], own) == wanted
     alone, _ = read("--model", "org/a", *flags)
@@ -380,10 +380,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 def test_parsers_are_for_all_models_or_for_one() -> None:
     models = ("--model", "org/a", "org/b")
     engine, _ = read(*models, "--tool-call-parser", "none", "org/b=hermes")
-    assert [one.tool_call_parser for one in engine.models] == ["none", "hermes"]
-    assert [one.reasoning_parser for one in engine.models] == ["auto", "auto"]
+    assert [model.tool_call_parser for model in engine.models] == ["none", "hermes"]
+    assert [model.reasoning_parser for model in engine.models] == ["auto", "auto"]
     engine, _ = read(*models, MLX_PARALLM_REASONING_PARSER="qwen3")
-    assert [one.reasoning_parser for one in engine.models] == ["qwen3", "qwen3"]
+    assert [model.reasoning_parser for model in engine.models] == ["qwen3", "qwen3"]
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_variables_of_the_template_are_json() -> None:
 
 def test_tasks_are_of_all_models_or_of_one() -> None:
     engine, _ = read("--model", "a", "b", "--task", "embedding", "b=rerank")
-    assert [one.task for one in engine.models] == ["embed", "score"]
+    assert [model.task for model in engine.models] == ["embed", "score"]
     assert read("--model", "a", "--convert", "embed")[0].models[0].task == "embed"
     with pytest.raises(ConfigError, match="must be one of auto, generate, embed"):
         read("--task", "a=paint")
@@ -438,7 +438,7 @@ def read_serve(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
 )
 def test_models_need_no_flag(arguments: list[str], paths: list[str | None]) -> None:
     engine, server = read_serve(*arguments)
-    assert [one.path for one in engine.models] == paths
+    assert [model.path for model in engine.models] == paths
     assert server.port == (8001 if "8001" in arguments else ServerConfig().port)
 
 

@@ -67,7 +67,7 @@ def test_every_flag_that_a_page_names_exists(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_variable_that_a_page_names_exists(page: str) -> None:
     named = set(VARIABLE.findall(text_of(page)))
-    assert named - {"MLX_PARALLM_NAME"} <= {one.variable for one in SETTINGS} | {
+    assert named - {"MLX_PARALLM_NAME"} <= {setting.variable for setting in SETTINGS} | {
         "MLX_PARALLM_CONFIG"
     }
 

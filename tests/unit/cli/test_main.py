@@ -110,7 +110,7 @@ def test_imports_print_nothing(module: str) -> None:
 
 
 def test_a_missing_mlx_is_told_in_one_line() -> None:
-    """As on Linux after an installation without one of the extras."""
+    """Start as on Linux after an installation without one of the extras."""
     done = subprocess.run(
         [
             sys.executable,
@@ -168,7 +168,7 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["device"]["backend"] in ("cpu", "cuda", "metal")
     assert report["device"]["matmul_gflops"] > 0
     assert report["attention"]["passed"] is True
-    assert {name: one["passed"] for name, one in report["quantised_kv"].items()} == {
+    assert {name: cost["passed"] for name, cost in report["quantised_kv"].items()} == {
         "int8": True,
         "int4": True,
     }
@@ -277,7 +277,7 @@ raise ValueError("the end")
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert lines[0]["message"] == "two\nlines"
     assert (lines[1]["logger"], "careful" in lines[1]["message"]) == ("py.warnings", True)
-    assert [one["progress"] for one in lines if "progress" in one] == [0.0, 0.1, 1.0]
+    assert [line["progress"] for line in lines if "progress" in line] == [0.0, 0.1, 1.0]
     assert "ZeroDivisionError" in lines[-3]["exception"]
     assert lines[-2]["message"] == "failed"
     assert "ValueError: the end" in lines[-1]["exception"]

@@ -30,22 +30,22 @@ DTYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?")
 )
 def test_numpy_arrays_are_read_back(arrays: dict[str, np.ndarray]) -> None:
     arrays.pop("__metadata__", None)
-    found = safetensors.numpy.load(encode_safetensors(arrays))
-    assert set(found) == set(arrays)
+    decoded = safetensors.numpy.load(encode_safetensors(arrays))
+    assert set(decoded) == set(arrays)
     for name, array in arrays.items():
-        assert found[name].dtype == array.dtype
-        assert found[name].tobytes() == array.tobytes()
-        assert found[name].shape == array.shape
+        assert decoded[name].dtype == array.dtype
+        assert decoded[name].tobytes() == array.tobytes()
+        assert decoded[name].shape == array.shape
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_mlx_arrays_are_read_back(dtype: mx.Dtype) -> None:
     array = mx.arange(24).reshape(2, 3, 4).astype(dtype) / 7
     tensors = {"whole": array, "transposed": array.T, "part": array[:, 1:, ::2], "none": array[:0]}
-    found = read_safetensors(encode_safetensors(tensors), param="file")
-    assert set(found) == set(tensors)
+    decoded = read_safetensors(encode_safetensors(tensors), param="file")
+    assert set(decoded) == set(tensors)
     for name, expected in tensors.items():
-        read = found[name].to_mlx()
+        read = decoded[name].to_mlx()
         assert read.dtype == dtype
         assert read.shape == expected.shape
         assert mx.array_equal(read, expected)
@@ -53,9 +53,9 @@ def test_mlx_arrays_are_read_back(dtype: mx.Dtype) -> None:
 
 def test_strided_numpy_arrays_are_written_in_order() -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
-    found = safetensors.numpy.load(encode_safetensors({"t": array.T, "s": array[:, ::-2]}))
-    np.testing.assert_array_equal(found["t"], array.T)
-    np.testing.assert_array_equal(found["s"], array[:, ::-2])
+    decoded = safetensors.numpy.load(encode_safetensors({"t": array.T, "s": array[:, ::-2]}))
+    np.testing.assert_array_equal(decoded["t"], array.T)
+    np.testing.assert_array_equal(decoded["s"], array[:, ::-2])
 
 
 @pytest.mark.parametrize(

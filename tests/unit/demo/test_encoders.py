@@ -1,4 +1,4 @@
-"""What the package's encoders learn from, and that training learns and stores it."""
+"""The training data of the package's encoders, and training, which learns and stores it."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def test_no_word_tells_the_sentiment():
     rng = Random(0)
     drawn = [reviews.review(rng, "held_out") for _ in range(4000)]
     for word in ("not", "but", "although", "perfect", "useless", "loved", "hated", "wrong"):
-        labels = [one.label for one in drawn if word in clauses(one.text)]
+        labels = [example.label for example in drawn if word in clauses(example.text)]
         assert 0.2 < sum(labels) / len(labels) < 0.8, word
 
 
@@ -83,7 +83,7 @@ BLAME = {word for words in BOTH for word in words.adjectives[0]} | {
 
 
 def judged(clause: str) -> int:
-    """The sentiment of one clause, found in another way than it was made."""
+    """Return the sentiment of a clause, found in another way than it was made."""
     words = clauses(clause)
     assert bool(words & PRAISE) != bool(words & BLAME), clause
     return int(bool(words & PRAISE) != any(word in words for word in DENIALS))
@@ -114,12 +114,12 @@ def test_in_a_contrast_the_clause_that_counts_has_the_sentiment(seed: int, label
 def test_no_query_is_about_the_fact_of_another_pair(split):
     pairs = facts.pairs(Random(3), 120, split)
     assert len(pairs) == 120
-    for one in pairs:
-        assert one.query != one.statement
-        assert sum(one.fits(other.fact) for other in pairs) == 1
+    for pair in pairs:
+        assert pair.query != pair.statement
+        assert sum(pair.fits(other.fact) for other in pairs) == 1
     if split == "train":
-        assert {one.fact.split for one in pairs} == {"train"}
-    assert {one.fact.relation for one in pairs} == set(facts.RELATIONS)
+        assert {pair.fact.split for pair in pairs} == {"train"}
+    assert {pair.fact.relation for pair in pairs} == set(facts.RELATIONS)
 
 
 def test_half_of_the_facts_are_near_another():
@@ -135,8 +135,8 @@ def test_attention_of_encoders_has_the_gradient_of_mlx():
     mask = mx.arange(32)[None, None, None] < mx.array([32, 20, 9, 1])[:, None, None, None]
 
     def gradients(attention):
-        def total(*given):
-            mixed = attention(*given, scale=0.25, mask=mask)
+        def total(*inputs):
+            mixed = attention(*inputs, scale=0.25, mask=mask)
             return (mixed * mx.cos(mx.arange(mixed.size).reshape(mixed.shape))).sum()
 
         return mx.grad(total, argnums=(0, 1, 2))(*arrays)
@@ -148,8 +148,8 @@ def test_attention_of_encoders_has_the_gradient_of_mlx():
 
 
 def test_articles_fit():
-    one = facts.Fact("pet", (("a", "Anna"), ("b", "Ben"), ("k", "owl"), ("c", "orange")))
-    texts = {facts.pair(Random(seed), one).statement for seed in range(30)}
+    fact = facts.Fact("pet", (("a", "Anna"), ("b", "Ben"), ("k", "owl"), ("c", "orange")))
+    texts = {facts.pair(Random(seed), fact).statement for seed in range(30)}
     assert "Anna has an orange owl called Ben." in texts
 
 
@@ -181,22 +181,25 @@ def test_wrong_answers_are_wrong_and_right_ones_right(task: str):
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=80), st.integers(1, 300))
 def test_batches_hold_everything_once_and_keep_to_the_budget(lengths: list[int], budget: int):
-    found = by_length(lengths, budget)
-    assert sorted(place for batch in found for place in batch) == list(range(len(lengths)))
-    for batch in found:
+    batches = by_length(lengths, budget)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
         longest = max(lengths[place] for place in batch)
         assert len(batch) == 1 or len(batch) * longest <= budget
 
 
 def test_masks_hide_what_is_asked_for(tokenizer: Tokenizer):
     encoded = [tokenizer.encode("The capital of France is Paris.").ids, tokenizer.encode("No").ids]
-    given, places, hidden = masked_lm.masked(Random(0), encoded)
-    ids = np.array(given.ids).reshape(-1)
+    masked, places, hidden = masked_lm.masked(Random(0), encoded)
+    ids = np.array(masked.ids).reshape(-1)
     assert (ids[np.array(places)] == MASK_ID).all()
     ids[np.array(places)] = np.array(hidden)
-    width = given.ids.shape[1]
-    assert [ids[row * width : row * width + len(one)].tolist() for row, one in enumerate(encoded)] \
-        == encoded  # fmt: skip
+    width = masked.ids.shape[1]
+    begins = [row * width for row in range(len(encoded))]
+    assert [
+        ids[begin : begin + len(tokens)].tolist()
+        for begin, tokens in zip(begins, encoded, strict=True)
+    ] == encoded
     assert len(set(np.array(places) // width)) == 2
 
 
@@ -248,14 +251,14 @@ def test_the_judge_first_fills_masks_in_answers_only(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reward, "POOL", 8)
-    given, places, hidden = next(reward.filling_batches(tokenizer, 1))
-    ids = np.array(given.ids)
+    filled, places, hidden = next(reward.filling_batches(tokenizer, 1))
+    ids = np.array(filled.ids)
     assert max(map(len, ids)) <= MAX_LENGTH
     for row in range(len(ids)):
         masks = np.flatnonzero(ids[row] == MASK_ID)
         assert masks.min() > np.flatnonzero(ids[row] == SEP_ID).min()
     judge = reward.Judge(new_model({**reward.config(tokenizer), "num_hidden_layers": 1}, seed=0))
-    batch = given, places, hidden
+    batch = filled, places, hidden
     before = float(reward.filling_loss(judge, batch))
     fit(judge, reward.filling_loss, iter([batch] * 12), steps=12, learning_rate=2e-2)
     assert float(reward.filling_loss(judge, batch)) < 0.8 * before
@@ -291,9 +294,9 @@ def test_a_stored_embedder_is_a_folder_of_sentence_transformers(
     names = mx.load(str(tmp_path / "model.safetensors"))
     assert isinstance(names, dict)
     assert "embeddings.word_embeddings.weight" in names
-    given = rows([[2, 9, 11, 3], [2, 9, 3]])
-    again = embed.vectors(Stored(tmp_path).model, given)
-    assert np.allclose(np.array(again), np.array(embed.vectors(model, given)), atol=5e-3)
+    inputs = rows([[2, 9, 11, 3], [2, 9, 3]])
+    again = embed.vectors(Stored(tmp_path).model, inputs)
+    assert np.allclose(np.array(again), np.array(embed.vectors(model, inputs)), atol=5e-3)
 
 
 def test_training_data_come_from_the_seed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
@@ -304,8 +307,8 @@ def test_training_data_come_from_the_seed(tokenizer: Tokenizer, monkeypatch: pyt
 
     assert np.array_equal(first(1), first(1))
     assert first(1).shape != first(2).shape or not np.array_equal(first(1), first(2))
-    texts = [one.query for one in islice(facts.pairs(Random(1), 10, "train"), 10)]
-    assert texts == [one.query for one in facts.pairs(Random(1), 10, "train")]
+    texts = [pair.query for pair in islice(facts.pairs(Random(1), 10, "train"), 10)]
+    assert texts == [pair.query for pair in facts.pairs(Random(1), 10, "train")]
     rng = Random(0)
     again = word_pieces((sentences.sentence(rng, "train") for _ in range(1500)), 600)
     assert again.to_str() == tokenizer.to_str()

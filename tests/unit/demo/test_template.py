@@ -65,10 +65,10 @@ def test_tools_calls_and_results_have_their_markers(arguments: object):
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
     ]
-    one = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+    marked = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
     text = render(messages, tools=[TOOL])
     assert '<tools>\n{"name": "f", "parameters": {"type": "object"}}\n</tools>' in text
-    assert f"<|im_start|>assistant\n{one}\n{one}<|im_end|>\n" in text
+    assert f"<|im_start|>assistant\n{marked}\n{marked}<|im_end|>\n" in text
     assert text.endswith(
         "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"
         "<tool_response>\n2\n</tool_response><|im_end|>\n"
@@ -124,13 +124,13 @@ def test_packed_rows_hold_whole_conversations_and_weigh_answers_only(tokenizer: 
     file = DEMO_FOLDER / "tokenizer.json"
     rows = pack_shard(Shard(file, conversations=60, seed=9))
     wanted = sorted(encode_conversations(tokenizer, 60, seed=9))
-    found = []
+    batches = []
     for row in range(len(rows)):
         for number in range(1, int(rows.segments[row].max()) + 1):
             inside = rows.segments[row] == number
             ids, weighed = rows.tokens[row][inside], rows.weights[row][inside]
             assert (rows.labels[row][inside][:-1] == ids[1:]).all()
             assert not weighed[-1]
-            found.append((ids.tolist(), len(ids) - int(weighed.sum())))
-    assert sorted(found) == wanted
+            batches.append((ids.tolist(), len(ids) - int(weighed.sum())))
+    assert sorted(batches) == wanted
     assert not rows.weights[rows.segments == 0].any()

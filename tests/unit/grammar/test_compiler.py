@@ -1,4 +1,4 @@
-"""What compiles and what it matches, what is refused, and how much is kept."""
+"""Grammars compile, match and are refused, and the compiler keeps a bounded number."""
 
 from __future__ import annotations
 

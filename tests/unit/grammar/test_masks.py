@@ -58,8 +58,8 @@ def row(
     return ConstrainedRow(0, 7, spec)
 
 
-def allowed(found: RowMasks, place: int = 0) -> set[int]:
-    bits = np.unpackbits(found.words[place].view(np.uint8), bitorder="little")
+def allowed(masks: RowMasks, place: int = 0) -> set[int]:
+    bits = np.unpackbits(masks.words[place].view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
@@ -69,17 +69,17 @@ def mask(output: Sequence[int], of: Grammar, **options: Any) -> set[int]:
 
 def brute_force(prefix: str, options: Sequence[str], ends: set[int]) -> set[int]:
     """Every token after which some option can still be completed."""
-    found = {
+    ids = {
         token
         for token, text in enumerate(TEXTS)
-        if token not in SPECIAL and any(one.startswith(prefix + text) for one in options)
+        if token not in SPECIAL and any(option.startswith(prefix + text) for option in options)
     }
-    return found | (ends if prefix in options else set())
+    return ids | (ends if prefix in options else set())
 
 
 def is_forced(prefix: str, options: Sequence[str]) -> bool:
-    rest = [one[len(prefix) :] for one in options if one.startswith(prefix)]
-    return len({one[:1] for one in rest}) == 1
+    rest = [option[len(prefix) :] for option in options if option.startswith(prefix)]
+    return len({text[:1] for text in rest}) == 1
 
 
 options_of = st.lists(st.text("ab1 <>/", min_size=1, max_size=6), min_size=1, max_size=6)
@@ -93,12 +93,12 @@ def test_masks_are_what_trying_every_token_finds(options: list[str], data: st.Da
     output: list[int] = []
     prefix = ""
     for _ in range(8):
-        found = allowed(masks.compute([row(output, of)]))
+        ids = allowed(masks.compute([row(output, of)]))
         wanted = brute_force(prefix, options, {END})
-        assert found <= wanted
+        assert ids <= wanted
         # Text that has no alternative is written in the tokens the tokenizer would choose.
-        assert found if is_forced(prefix, options) else found == wanted
-        token = data.draw(st.sampled_from(sorted(found)))
+        assert ids if is_forced(prefix, options) else ids == wanted
+        token = data.draw(st.sampled_from(sorted(ids)))
         if token == END:
             return
         output.append(token)
@@ -108,8 +108,8 @@ def test_masks_are_what_trying_every_token_finds(options: list[str], data: st.Da
 def test_every_end_is_an_end() -> None:
     of = Grammar(text=TWO_ENDS.compile(specs.choice(["a", "ab"])))
     masks = GrammarMasks(TWO_ENDS)
-    found = masks.compute([row(ids_of("a"), of, stop_token_ids=(CALL,))])
-    assert allowed(found) == {END, OTHER_END, CALL, *ids_of("b")}
+    masked = masks.compute([row(ids_of("a"), of, stop_token_ids=(CALL,))])
+    assert allowed(masked) == {END, OTHER_END, CALL, *ids_of("b")}
 
 
 def test_what_is_complete_ends_although_ends_are_banned() -> None:
@@ -119,33 +119,33 @@ def test_what_is_complete_ends_although_ends_are_banned() -> None:
 
 
 def test_a_sample_that_has_ended_has_no_mask() -> None:
-    found = GrammarMasks(COMPILER).compute([row([*ids_of("a"), END], grammar(["a"]))])
-    assert found.rows == []
-    assert found.failed == {}
+    masked = GrammarMasks(COMPILER).compute([row([*ids_of("a"), END], grammar(["a"]))])
+    assert masked.rows == []
+    assert masked.failed == {}
 
 
 def test_a_token_outside_the_grammar_fails_its_sample_only() -> None:
     good = ConstrainedRow(1, 8, row(ids_of("a"), grammar(["ab"])).spec)
-    found = GrammarMasks(COMPILER).compute([row(ids_of("x"), grammar(["ab"])), good])
-    assert list(found.failed) == [7]
-    assert found.rows == [1]
-    assert allowed(found) == set(ids_of("b"))
+    masked = GrammarMasks(COMPILER).compute([row(ids_of("x"), grammar(["ab"])), good])
+    assert list(masked.failed) == [7]
+    assert masked.rows == [1]
+    assert allowed(masked) == set(ids_of("b"))
 
 
 def test_a_text_that_is_no_grammar_fails_its_sample() -> None:
-    found = GrammarMasks(COMPILER).compute([row([], Grammar(text="{}"))])
-    assert list(found.failed) == [7]
+    masked = GrammarMasks(COMPILER).compute([row([], Grammar(text="{}"))])
+    assert list(masked.failed) == [7]
 
 
 def test_pending_tokens_come_last_and_only_once() -> None:
     masks, of = GrammarMasks(COMPILER), grammar(["abc"])
     letters = ids_of("abc")
-    found = masks.compute([row([], of, pending=True)], {7: letters[0]})
-    assert letters[1] in allowed(found)
-    # The same token, now known.
+    masked = masks.compute([row([], of, pending=True)], {7: letters[0]})
+    assert letters[1] in allowed(masked)
+    # The token is known now.
     assert letters[1] in allowed(masks.compute([row(letters[:1], of)]))
-    found = masks.compute([row(letters[:1], of, pending=True)], {7: letters[1]})
-    assert allowed(found) == {letters[2]}
+    masked = masks.compute([row(letters[:1], of, pending=True)], {7: letters[1]})
+    assert allowed(masked) == {letters[2]}
 
 
 def test_a_matcher_that_was_dropped_is_made_again() -> None:
@@ -168,8 +168,8 @@ def test_a_matcher_that_was_dropped_is_made_again() -> None:
 def test_text_before_the_marker_is_free_but_cannot_end(thinking: list[int]) -> None:
     masks, of = GrammarMasks(COMPILER), grammar(["no"], begins_after="</think>")
     for length in range(len(thinking)):
-        found = allowed(masks.compute([row(thinking[:length], of, stop_token_ids=(CALL,))]))
-        assert found == set(range(len(TOKENS))) - {END, CALL}
+        ids = allowed(masks.compute([row(thinking[:length], of, stop_token_ids=(CALL,))]))
+        assert ids == set(range(len(TOKENS))) - {END, CALL}
     assert allowed(masks.compute([row(thinking, of)])) == set(ids_of("n"))
 
 
@@ -195,9 +195,9 @@ def test_special_tokens_in_a_text_are_tokens() -> None:
     assert mask([], grammar(["<call>a"])) == {CALL}
     # Inside a value of JSON they are nothing.
     schema = COMPILER.compile(specs.json_schema({"type": "string"}))
-    found = mask(ids_of('"'), Grammar(text=schema))
-    assert not found & SPECIAL
-    assert not any(token >= len(TOKENS) for token in found)
+    ids = mask(ids_of('"'), Grammar(text=schema))
+    assert not ids & SPECIAL
+    assert not any(token >= len(TOKENS) for token in ids)
 
 
 @settings(max_examples=40)
@@ -215,10 +215,10 @@ def test_masked_logits_are_as_bit_by_bit(
         [[draw.getrandbits(32) for _ in range(num_words)] for _ in range(rows)], dtype=np.uint32
     )
     logits = mx.array(np.arange(rows * vocab, dtype=np.float32).reshape(rows, vocab)).astype(dtype)
-    found = apply_token_mask(logits, words)
-    assert found.dtype == dtype
-    assert found.shape == (rows, vocab)
-    before, after = np.array(logits.astype(mx.float32)), np.array(found.astype(mx.float32))
+    masked = apply_token_mask(logits, words)
+    assert masked.dtype == dtype
+    assert masked.shape == (rows, vocab)
+    before, after = np.array(logits.astype(mx.float32)), np.array(masked.astype(mx.float32))
     for r in range(rows):
         for token in range(vocab):
             keeps = token // 32 < num_words and int(words[r, token // 32]) >> (token % 32) & 1

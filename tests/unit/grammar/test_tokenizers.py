@@ -26,7 +26,7 @@ END = 2
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2's: a space is U+2581, and what is in no token is written in bytes."""
+    """Return a tokenizer like Llama 2's: a space is U+2581, and bytes write what no token has."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]

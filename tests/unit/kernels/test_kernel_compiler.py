@@ -81,7 +81,9 @@ def test_kernels_are_compiled_at_the_same_time(tmp_path: Path) -> None:
     sources = [f"source {number}" for number in range(4)]
     for source in sources:
         compiler.begin(source, "k")
-    assert [compiler.code(source, "k") for source in sources] == [one.encode() for one in sources]
+    assert [compiler.code(source, "k") for source in sources] == [
+        source.encode() for source in sources
+    ]
 
 
 def test_a_wrong_source_is_told_to_whoever_asks(tmp_path: Path) -> None:

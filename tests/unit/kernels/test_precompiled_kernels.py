@@ -61,7 +61,7 @@ class Device:
     @property
     def sources(self) -> list[bytes]:
         """The code of every call, the probe's apart."""
-        return [one["compiled_source"] for one in self.calls if one["name"] == TEXT.name]
+        return [call["compiled_source"] for call in self.calls if call["name"] == TEXT.name]
 
 
 class Stock:

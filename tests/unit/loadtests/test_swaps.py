@@ -75,7 +75,7 @@ def test_a_replay_knows_which_version_made_a_token() -> None:
 def scored(replay: Replay, seeds: dict[int, int]) -> Output:
     """Some tokens with what the replay itself takes for their log-probabilities."""
     logits = mx.concatenate(replay.logits(GOOD.case, GOOD.output, seeds))
-    told = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    shifted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     ids = mx.array(list(GOOD.output.token_ids))
-    logprobs = cast("list[float]", told[mx.arange(ids.size), ids].tolist())
+    logprobs = cast("list[float]", shifted[mx.arange(ids.size), ids].tolist())
     return replace(GOOD.output, logprobs=logprobs)

@@ -16,7 +16,7 @@ from mlx_parallm.numerics.gelu import gelu_by_powers
 
 @pytest.fixture
 def slow_exp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the build that these functions are for, for arrays of any size."""
+    """Take MLX for a build with a slow ``exp``, for arrays of any size."""
     for module in (attention, gelu):
         monkeypatch.setattr(module, "is_exp_slow", lambda: True)
     monkeypatch.setattr(attention, "MIN_SCORES", 0)
@@ -25,8 +25,8 @@ def slow_exp(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gelu_is_the_normal_distributions() -> None:
     values = np.concatenate([np.linspace(-12, 12, 4801), [-1e30, -300, 0, 300, 1e30]])
     wanted = [x * 0.5 * math.erfc(-x / math.sqrt(2)) for x in values]
-    found = gelu_by_powers(mx.array(values, mx.float32))
-    np.testing.assert_allclose(np.array(found), wanted, rtol=1e-6, atol=1e-6)
+    values_by_powers = gelu_by_powers(mx.array(values, mx.float32))
+    np.testing.assert_allclose(np.array(values_by_powers), wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("slow_exp")
@@ -63,11 +63,11 @@ def test_attention_is_the_fused_one(name: str, size: float) -> None:
     queries, keys, values = (
         mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes
     )
-    given = {"scale": 0.3, "mask": masks()[name]}
-    wanted = mx.fast.scaled_dot_product_attention(queries * size, keys, values, **given)
-    found = softmax_attention(queries * size, keys, values, **given)
-    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
-    assert not mx.array_equal(found, wanted)
+    options = {"scale": 0.3, "mask": masks()[name]}
+    wanted = mx.fast.scaled_dot_product_attention(queries * size, keys, values, **options)
+    mixed = softmax_attention(queries * size, keys, values, **options)
+    np.testing.assert_allclose(np.array(mixed), np.array(wanted), atol=2e-5)
+    assert not mx.array_equal(mixed, wanted)
 
 
 @pytest.mark.parametrize("name", list(masks()))
@@ -78,13 +78,13 @@ def test_attention_is_the_fused_one_where_that_is_compiled_for_every_shape(
     monkeypatch.setattr(attention, "is_fused_compiled", lambda: True)
     source = np.random.default_rng(0)
     shapes = ((3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5))
-    given = [mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes]
+    inputs = [mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes]
     mask = masks()[name]
-    wanted = mx.fast.scaled_dot_product_attention(*given, scale=0.3, mask=mask)
-    found = softmax_attention(*(one.astype(dtype) for one in given), scale=0.3, mask=mask)
-    assert found.dtype == dtype
+    wanted = mx.fast.scaled_dot_product_attention(*inputs, scale=0.3, mask=mask)
+    mixed = softmax_attention(*(array.astype(dtype) for array in inputs), scale=0.3, mask=mask)
+    assert mixed.dtype == dtype
     atol = 1e-6 if dtype == mx.float32 else 4e-3
-    np.testing.assert_allclose(np.array(found.astype(mx.float32)), np.array(wanted), atol=atol)
+    np.testing.assert_allclose(np.array(mixed.astype(mx.float32)), np.array(wanted), atol=atol)
 
 
 def test_scores_that_would_take_much_memory_are_left_to_the_fused_operation(

@@ -82,7 +82,7 @@ def check_order(parts: list[Part]) -> None:
 def test_any_text(tool: str | None, reasoning: str | None, data: st.DataObject) -> None:
     formats = [tool_format(tool)] if tool else []
     formats += [reasoning_format(reasoning)] if reasoning else []
-    markers = [marker for one in formats for marker in (*one.markers, *one.silent)]
+    markers = [marker for written in formats for marker in (*written.markers, *written.silent)]
     words = data.draw(st.lists(st.sampled_from(markers * 3 + COMMON), max_size=14))
     text = "".join(words)
     whole = parts_of(tool, reasoning, [text])
@@ -102,9 +102,9 @@ def test_text_without_markup_is_content(tool: str, reasoning: str, text: str) ->
 
 @pytest.mark.parametrize(("tool", "reasoning"), FORMATS)
 def test_long_texts_take_time_in_proportion(tool: str | None, reasoning: str | None) -> None:
-    """A hundred thousand characters, one by one, in places where parsers hold text back."""
-    one = tool_format(tool).markers[0] if tool and tool_format(tool).markers else ""
-    texts = [f'{one}{{"arguments": {{"a": "', f"{one}[", f"{one}f" * 3, f'{one}{{"x": ']
+    """Parse a hundred thousand characters, one by one, where parsers hold text back."""
+    marker = tool_format(tool).markers[0] if tool and tool_format(tool).markers else ""
+    texts = [f'{marker}{{"arguments": {{"a": "', f"{marker}[", f"{marker}f" * 3, f'{marker}{{"x": ']
     for text in texts:
         long = text + "[" * 2000 + "x" * 20_000
         parts = parts_of(tool, reasoning, [long[i : i + 7] for i in range(0, len(long), 7)])

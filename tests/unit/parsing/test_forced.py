@@ -122,14 +122,14 @@ def test_a_named_tool_is_the_only_one() -> None:
 
 
 def test_special_tokens_are_sampled_as_such() -> None:
-    """A tokenizer whose markers are special tokens spells them with nothing else."""
+    """Check that a tokenizer with markers as special tokens never spells them otherwise."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     form = tool_format("kimi_k2")
     tokenizer.add_special_tokens(["<|im_end|>", *form.markers])
-    special = {one.content: i for i, one in tokenizer.get_added_tokens_decoder().items()}
+    special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
     vocabulary = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=special["<|im_end|>"])
     forced = forced_calls(form, TOOLS, parallel=True, special_tokens=special)
     for seed in range(3):

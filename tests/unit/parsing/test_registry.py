@@ -74,16 +74,16 @@ REASONING_SIGNS = [
 
 @pytest.mark.parametrize(("name", "template", "tokens"), TOOL_SIGNS)
 def test_tool_format_of_a_model(name: str, template: str, tokens: tuple[str, ...]) -> None:
-    found = detect_tool_format(f"{{% if tools %}}{template}{{% endif %}}", tokens)
-    assert found is not None
-    assert found.name == name
+    detected = detect_tool_format(f"{{% if tools %}}{template}{{% endif %}}", tokens)
+    assert detected is not None
+    assert detected.name == name
 
 
 @pytest.mark.parametrize(("name", "template", "tokens"), REASONING_SIGNS)
 def test_reasoning_format_of_a_model(name: str, template: str, tokens: tuple[str, ...]) -> None:
-    found = detect_reasoning_format(template, tokens)
-    assert found is not None
-    assert found.name == name
+    detected = detect_reasoning_format(template, tokens)
+    assert detected is not None
+    assert detected.name == name
 
 
 def test_the_embedded_model() -> None:

@@ -1,4 +1,4 @@
-"""What scripts tell of a checkout: its lines of code, and its public surface."""
+"""Scripts count a checkout's lines of code, and list its public surface."""
 
 from __future__ import annotations
 

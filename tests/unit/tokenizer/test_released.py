@@ -106,9 +106,9 @@ def test_many_texts_are_encoded_in_groups_that_others_come_between(spy: Spy) -> 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(spy: Spy, text: str) -> None:
     with pytest.raises(
         ContextLengthError, match=r"maximum context length is 8192 tokens\."
-    ) as told:
+    ) as refusal:
         _released(spy).ids([text], TokenLimit(most=8192), add_special_tokens=True)
-    assert "However, your prompt has at least 8193 tokens. Please shorten it." in str(told.value)
+    assert "However, your prompt has at least 8193 tokens. Please shorten it." in str(refusal.value)
     assert spy.encoded == []
 
 
@@ -175,8 +175,8 @@ def test_a_tokenizer_written_in_python_has_a_copy_for_the_event_loop() -> None:
             assert free.wait(WAIT_S)
 
     async def use() -> dict[str, int]:
-        with lanes.use() as given:
-            return given
+        with lanes.use() as lane:
+            return lane
 
     worker = threading.Thread(target=hold)
     worker.start()

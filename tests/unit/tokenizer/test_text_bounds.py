@@ -1,4 +1,4 @@
-"""What the length of a text says about its tokens, beside what encoding it says."""
+"""Bounds of a text's number of tokens, compared with its encoding."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _llama() -> Tokenizer:
 
 
 def _fused() -> Tokenizer:
-    """As before, but without bytes: unknown characters together are one token."""
+    """Return a tokenizer without bytes, for which adjacent unknown characters are one token."""
     tokenizer = _llama()
     model = tokenizer.model
     model.byte_fallback = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a cross-encoder's files say about its scores."""
+"""A cross-encoder's files say whether its scores are logits."""
 
 from __future__ import annotations
 

@@ -28,16 +28,16 @@ VECTORS = st.integers(1, 6).flatmap(
 
 @given(VECTORS, VECTORS)
 def test_max_sim_is_its_definition(query: np.ndarray, document: np.ndarray) -> None:
-    best = [max(float(one @ other) for other in document) for one in query]
+    best = [max(float(token @ other) for other in document) for token in query]
     assert max_sim(query, document) == pytest.approx(sum(best))
     assert max_sim(query, document, is_mean=True) == pytest.approx(sum(best) / len(best))
 
 
 def test_what_has_no_token_left_fits_nothing() -> None:
-    one = PoolingInput((7, 8, 7), "token_embed")
+    document = PoolingInput((7, 8, 7), "token_embed")
     vectors = np.array([[3.0, 4.0], [0.0, 2.0], [5.0, 0.0]])
-    np.testing.assert_allclose(compared(one, vectors, frozenset({8})), [[0.6, 0.8], [1, 0]])
-    nothing = compared(one, vectors, frozenset({7, 8}))
+    np.testing.assert_allclose(compared(document, vectors, frozenset({8})), [[0.6, 0.8], [1, 0]])
+    nothing = compared(document, vectors, frozenset({7, 8}))
     assert max_sim(vectors, nothing) == max_sim(nothing, vectors) == 0
 
 
@@ -46,11 +46,11 @@ async def test_queries_are_marked_and_filled_up() -> None:
         query_prefix=(50,), query_length=6, expands_to=6, expansion_id=MASK, is_mean=True
     )
     model = make_encoder(late=late, prompts={"query": "w60 "})
-    (one,) = await side_inputs(["w7"], model, "query", Reading())
-    assert one.token_ids == (CLS, 50, 60, 7, SEP, MASK)
-    assert (one.num_unattended, one.task) == (1, "token_embed")
-    (one,) = await side_inputs(["w7 w8 w9"], model, "query", Reading(truncate=-1))
-    assert (len(one.token_ids), one.num_unattended) == (6, 0)
+    (side,) = await side_inputs(["w7"], model, "query", Reading())
+    assert side.token_ids == (CLS, 50, 60, 7, SEP, MASK)
+    assert (side.num_unattended, side.task) == (1, "token_embed")
+    (side,) = await side_inputs(["w7 w8 w9"], model, "query", Reading(truncate=-1))
+    assert (len(side.token_ids), side.num_unattended) == (6, 0)
 
 
 def resolved(spec: LateSpec, *, reads_on: bool = False, **facts: Any) -> Any:
@@ -117,7 +117,7 @@ async def test_a_document_of_which_nothing_counts_has_no_vectors() -> None:
     served = FakeEncoders(make_encoder(tasks=("token_embed",), late=late))
     body = {"input": ["w7", "w7 w8"], "input_type": "document"}
     data = (await post(served, "/pooling", body)).json()["data"]
-    assert [len(one["data"]) for one in data] == [0, 1]
+    assert [len(entry["data"]) for entry in data] == [0, 1]
 
 
 @pytest.mark.parametrize(
