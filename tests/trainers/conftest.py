@@ -48,7 +48,7 @@ class LiveServer:
 
 @pytest.fixture(scope="session")
 def server() -> LiveServer:
-    """As the environment says."""
+    """Return the server that the environment names."""
     variables = {
         name: os.environ[f"TRAINERS_{name.upper()}"]
         for name in ("url", "model", "folder", "adapters")

@@ -1,4 +1,4 @@
-"""What the embedded model is asked here, and adapters for it."""
+"""Prompts for the embedded model, and adapters for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NUM_LAYERS = 6
 
 
 def user(text: str) -> dict[str, str]:
-    """A user's turn."""
+    """Return a user's turn."""
     return {"role": "user", "content": text}
 
 
 def prompt_ids(server, text: str = SUM, **more: object) -> list[int]:
-    """The token ids of a conversation of one turn, by the server's own template."""
+    """Return the token ids of a conversation of one turn, by the server's own template."""
     body = {
         "messages": [user(text)],
         "add_generation_prompt": True,
@@ -31,7 +31,7 @@ def prompt_ids(server, text: str = SUM, **more: object) -> list[int]:
 
 
 def write_peft_adapter(folder: Path, *, seed: int, rank: int = 8, scale: float = 0.1) -> Path:
-    """A PEFT folder with random low-rank updates of each layer's queries and outputs."""
+    """Write a PEFT folder with random low-rank updates of each layer's queries and outputs."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -56,7 +56,7 @@ def write_peft_adapter(folder: Path, *, seed: int, rank: int = 8, scale: float =
 
 
 def safetensors(tensors: dict[str, np.ndarray]) -> bytes:
-    """The file format: length of a JSON header, the header, the numbers."""
+    """Return a file: the length of a JSON header, the header, the numbers."""
     header: dict[str, object] = {}
     data = b""
     for name, tensor in tensors.items():
@@ -72,5 +72,5 @@ def safetensors(tensors: dict[str, np.ndarray]) -> bytes:
 
 
 def reward_of_short_answers(completions: list, **_: object) -> list[float]:
-    """A reward that differs between samples: the shorter, the better."""
+    """Return rewards that differ between samples: the shorter, the better."""
     return [-float(len(completion[0]["content"])) for completion in completions]

@@ -248,7 +248,7 @@ def test_in_flight_mode(service, server):
 
 
 async def answered(model, name, **more):
-    """The choice of an answer through ART's client, which checks its spans."""
+    """Return the choice of an answer through ART's client, which checks its spans."""
     answer = await model.openai_client().chat.completions.create(
         model=name, messages=[user(SUM)], logprobs=True, max_tokens=8, **more
     )

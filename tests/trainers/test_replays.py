@@ -17,7 +17,7 @@ SENTINEL = -9999.0
 
 @pytest.fixture(scope="module")
 def new_weights(server):
-    """A checkpoint folder as trainers write it, with other weights."""
+    """Return a checkpoint folder as trainers write it, with other weights."""
     folder = server.adapters / "step-7"
     shutil.copytree(server.folder, folder, dirs_exist_ok=True)
     tensors = load_file(folder / WEIGHTS)
@@ -166,7 +166,7 @@ class TestSlime:
 
 class TestSkyRl:
     def test_external_inference(self, server):
-        """The Tinker server's sampling: the adapter is found by its name, no load before."""
+        """Sample as the Tinker server does, which names an adapter without loading it before."""
         write_peft_adapter(server.adapters / "model-1_ckpt-3", seed=5)
         body = {
             "model": "model-1_ckpt-3",

@@ -49,7 +49,7 @@ def policy(server):
 
 
 def rollout(server, model, ids, **more):
-    """The rollout worker's request."""
+    """Send the rollout worker's request."""
     body = {
         "model": model,
         "prompt": ids,
@@ -70,7 +70,7 @@ def rollout(server, model, ids, **more):
 
 
 def trained_logprobs(policy, prompt, completion):
-    """As the trainer computes them: one forward of the whole sequence in torch."""
+    """Return the trainer's log-probabilities: one forward of the whole sequence in torch."""
     ids = torch.tensor([prompt + completion])
     with torch.no_grad():
         logits = policy(input_ids=ids).logits[0].log_softmax(-1)
@@ -149,7 +149,7 @@ def test_adapter_that_is_not_loaded(server):
 
 
 def test_nccl_is_refused(client):
-    """A full-weight sync needs CUDA on both sides; the server says what to use instead."""
+    """Check the refusal of a full-weight sync, which needs CUDA on both sides."""
     with pytest.raises(Exception, match=r"501.*"):
         client.init_weight_transfer_engine({"master_address": "127.0.0.1", "master_port": 1})
 
@@ -176,7 +176,7 @@ def varlen_attention(query, key, value, starts_q, starts_k, longest_q, longest_k
 
 
 def test_training(server, monkeypatch):
-    """The whole trainer and its worker process.
+    """Run the whole trainer and its worker process.
 
     Two functions that need CUDA have stand-ins: flash-attn 3, and the lookup of the GPU's speed.
     """

@@ -76,7 +76,7 @@ def test_generate_by_a_regular_expression(client, server):
 
 
 def test_generate_through_tokens_in_tokens_out(client, server):
-    """Where features come with prompts, TRL uses /inference/v1/generate."""
+    """Generate through /inference/v1/generate, which TRL uses for prompts with features."""
     prompts = [prompt_ids(server), prompt_ids(server, "What is 20 + 30?")]
     answer = client.generate(prompts, features=[None, None], n=2, max_tokens=6, logprobs=1)
     assert answer["prompt_ids"] == prompts

@@ -92,7 +92,7 @@ def test_cut_turn_and_seed(config, server):
 
 
 def test_without_max_tokens_the_context_is_the_limit(config, server):
-    """Not vLLM's 16 of completions."""
+    """Check that the limit is not the 16 tokens of vLLM's completions."""
     question = [user("Count from 1 to 15.")]
     response = ask(config, server.model, question, temperature=0.0)
     assert len(check_tokens(response).completion_ids) > 16
@@ -108,7 +108,7 @@ def test_cache_salt_and_priority(config, server):
 
 
 def test_second_turn_continues_the_tokens_of_the_first(config, server):
-    """A bridge: the second prompt begins with the first one's ids, sampled ones included."""
+    """Check that the second prompt begins with all ids of the first turn, sampled ones included."""
     trace = Trace.model_construct(nodes=[], calls=[], tools=[])
     first_turn = prepare_turn(
         trace, DIALECT.parse_request({"model": server.model, "messages": [user(SUM)]}).messages
@@ -152,7 +152,7 @@ def test_tool_call(config, server):
 
 
 def test_adapter_by_name(config, server):
-    """A policy of a run: sampled by its adapter's name, rendered by the base's tokenizer."""
+    """Sample a run's policy by its adapter's name; the base's tokenizer renders it."""
     folder = write_peft_adapter(server.adapters / "verifiers-policy", seed=3)
     server.ok("/v1/load_lora_adapter", {"lora_name": "policy-v1", "lora_path": str(folder)})
     base = ask(config, server.model, [user(SUM)], temperature=0.0, max_tokens=8)
@@ -163,7 +163,7 @@ def test_adapter_by_name(config, server):
 
 
 def test_too_long_a_prompt_is_a_bad_request(config, server):
-    """The client learns ``max_model_len`` from /v1/models and refuses by itself."""
+    """Check that the client reads ``max_model_len`` from /v1/models and refuses by itself."""
     with pytest.raises(ProviderError) as caught:
         ask(config, server.model, [user("word " * 20000)], max_tokens=1)
     assert caught.value.status_code == 400

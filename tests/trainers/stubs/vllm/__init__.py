@@ -8,8 +8,8 @@ class LLM:
 
 
 class RequestOutput:
-    """What an in-process vLLM returns."""
+    """The type of what an in-process vLLM returns."""
 
 
 class SamplingParams:
-    """What an in-process vLLM is asked for."""
+    """The type of an in-process vLLM's settings."""

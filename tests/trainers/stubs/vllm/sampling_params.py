@@ -2,4 +2,4 @@
 
 
 class StructuredOutputsParams:
-    """What an in-process vLLM is asked for."""
+    """The type of an in-process vLLM's settings of structured output."""

@@ -9,7 +9,7 @@ def get_ip() -> str:
 
 
 def get_open_port() -> int:
-    """A free port."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
