@@ -19,13 +19,13 @@ def test_an_aborted_stream_ends_cleanly(live_server: ServerProcess, n: int) -> N
             model=MODEL, messages=[{"role": "user", "content": "hi"}], n=n, stream=True, **LONG
         )
         reasons: dict[int, str | None] = {}
-        asked = False
+        has_aborted = False
         for chunk in stream:
-            if not asked and chunk.choices[0].delta.content:
+            if not has_aborted and chunk.choices[0].delta.content:
                 body = {"request_ids": ["to-abort"]}
                 answer = httpx2.post(f"{live_server.url}/abort_requests", json=body)
                 assert answer.json() == {"aborted": ["chatcmpl-to-abort"]}
-                asked = True
+                has_aborted = True
             for choice in chunk.choices:
                 reasons[choice.index] = choice.finish_reason
     assert set(reasons) == set(range(n))

@@ -107,8 +107,8 @@ def test_a_chat_stream_opens_and_ends_every_choice(engine: FakeEngine, url: str,
 def test_usage_is_null_before_the_last_chunk(
     engine: FakeEngine, url: str, path: str, prompt: dict[str, Any]
 ) -> None:
-    asked = prompt | {"stream_options": {"include_usage": True}, "prompt_logprobs": 0}
-    *chunks, last = stream(url, path, **asked)
+    body = prompt | {"stream_options": {"include_usage": True}, "prompt_logprobs": 0}
+    *chunks, last = stream(url, path, **body)
     assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
 
@@ -166,9 +166,9 @@ def test_chat_logprobs_come_with_their_bytes(engine: FakeEngine, client: openai.
 
 def test_echo_begins_with_the_assistants_last_message(engine: FakeEngine, url: str) -> None:
     messages = [*HI, {"role": "assistant", "content": "Well, "}]
-    asked = {"messages": messages, "echo": True, "continue_final_message": True}
-    assert post(url, CHAT, **asked)["choices"][0]["message"]["content"] == "Well, hello"
-    deltas = [chunk["choices"][0]["delta"] for chunk in stream(url, CHAT, **asked)]
+    body = {"messages": messages, "echo": True, "continue_final_message": True}
+    assert post(url, CHAT, **body)["choices"][0]["message"]["content"] == "Well, hello"
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(url, CHAT, **body)]
     assert "".join(delta.get("content", "") for delta in deltas) == "Well, hello"
 
 
@@ -232,8 +232,8 @@ def test_prompt_logprobs_are_in_vllms_shape(engine: FakeEngine, url: str) -> Non
     answer = post(url, TEXT, prompt="ab", prompt_logprobs=1)
     assert answer["choices"][0]["prompt_logprobs"] == expected
     chunks = stream(url, CHAT, messages=HI, prompt_logprobs=1)
-    found = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
-    assert [len(one) for one in found] == [PROMPT_TOKENS]
+    scores = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
+    assert [len(prompt_scores) for prompt_scores in scores] == [PROMPT_TOKENS]
 
 
 @pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(2, 0), (0, 2), (1, 2)])
@@ -250,8 +250,8 @@ def test_the_echo_and_prompt_logprobs_each_have_their_own_alternatives(
         yield token_event(request, 0, (), is_last=True)
 
     engine.script = script
-    asked = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    (choice,) = post(url, TEXT, prompt="ab", echo=True, max_tokens=0, **asked)["choices"]
+    fields = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    (choice,) = post(url, TEXT, prompt="ab", echo=True, max_tokens=0, **fields)["choices"]
     assert list(choice["logprobs"]["top_logprobs"][1]) == ["b", *"xy"[:logprobs]]
     assert list(choice["prompt_logprobs"][1]) == ["98", *["120", "121"][:prompt_logprobs]]
 
@@ -304,8 +304,8 @@ def test_every_parameter_is_described_and_422_is_not_promised(url: str) -> None:
     schema = httpx2.get(f"{url}/openapi.json").json()
     bare = [
         f"{name}.{field}"
-        for name, one in schema["components"]["schemas"].items()
-        for field, properties in one.get("properties", {}).items()
+        for name, form in schema["components"]["schemas"].items()
+        for field, properties in form.get("properties", {}).items()
         if "description" not in properties and "$ref" not in properties
     ]
     assert bare == []

@@ -52,7 +52,7 @@ def post(url: str, path: str, *, headers: dict[str, str] | None = None, **extra:
 
 
 def events(text: str) -> list[Any]:
-    """The data of a stream's events, without its comments."""
+    """Return the data of a stream's events, without its comments."""
     lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
@@ -125,7 +125,7 @@ def test_the_sdk_raises_the_error_of_a_stream(engine: FakeEngine, url: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "param"),
+    ("path", "fields", "param"),
     [
         (CHAT, {}, "messages"),
         (TEXT, {}, "prompt"),
@@ -134,23 +134,23 @@ def test_the_sdk_raises_the_error_of_a_stream(engine: FakeEngine, url: str) -> N
     ],
 )
 def test_an_overflow_names_the_field_of_the_route(
-    engine: FakeEngine, url: str, path: str, asked: dict[str, Any], param: str
+    engine: FakeEngine, url: str, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    field = "max_tokens" if asked else "messages"
+    field = "max_tokens" if fields else "messages"
     engine.refusal = errors.ContextLengthError(10, "Too long.", param=field)
-    error = post(url, path, **asked).json()["error"]
+    error = post(url, path, **fields).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert "maximum context length is 10 tokens" in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "param"),
+    ("path", "fields", "param"),
     [(CHAT, {"n": 7}, "n"), (TEXT, {"n": 7}, "n"), (TEXT, {"prompt": ["a"] * 4, "n": 2}, "prompt")],
 )
 def test_what_the_queue_can_never_hold_is_not_to_be_tried_again(
-    engine: FakeEngine, url: str, path: str, asked: dict[str, Any], param: str
+    engine: FakeEngine, url: str, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    response = post(url, path, **asked)
+    response = post(url, path, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert engine.submitted.empty()
@@ -170,7 +170,7 @@ def test_a_bug_is_a_500_with_its_request_id(engine: FakeEngine, url: str) -> Non
 
 
 def trip(*, after: str) -> Any:
-    """A script that writes some text and then meets a bug."""
+    """Yield some text, then raise as a bug would."""
 
     async def script(request: Any) -> Any:
         async for event in fail(errors.StepError("no"), after=after)(request):

@@ -23,7 +23,7 @@ BODY: dict[str, Any] = {"model": "alias", "max_tokens": 200, "messages": HI}
 PROMPT_TOKENS = len("user: hi\n")
 TOOLS: Any = [{"name": "f", "description": "F.", "input_schema": {"type": "object"}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "e\\n"}}\n</tool_call>'
-# Of the fake model, in bytes.
+# CONTEXT: the fake model's, in bytes.
 CONTEXT = 256
 
 
@@ -64,7 +64,7 @@ def stream(url: str, **more: Any) -> list[dict[str, Any]]:
 
 
 def refused(url: str, path: str = "/v1/messages", **more: Any) -> str:
-    """The message of a 400 in Anthropic's shape."""
+    """Return the message of a 400 in Anthropic's shape."""
     response = httpx2.post(url + path, json=BODY | more)
     assert response.status_code == 400, response.text
     error = response.json()
@@ -132,18 +132,18 @@ def test_a_stream_says_what_the_whole_answer_says(
     engine: FakeEngine, client: anthropic.Anthropic, url: str, max_tokens: int, display: str
 ) -> None:
     engine.script = write(f"<think>ha hm</think>\n\nLet me see. {CALL}\n{CALL}")
-    asked: Any = {
+    fields: Any = {
         "tools": TOOLS,
         "max_tokens": max_tokens,
         "thinking": {"type": "adaptive", "display": display},
     }
-    whole: Any = ask(client, **asked).to_dict()
-    raw: Any = fold_message(stream(url, **asked))
-    with client.messages.stream(**(BODY | asked)) as events:
+    whole: Any = ask(client, **fields).to_dict()
+    raw: Any = fold_message(stream(url, **fields))
+    with client.messages.stream(**(BODY | fields)) as events:
         folded: Any = events.get_final_message().to_dict()
-    for one in (whole, raw, folded):
-        del one["id"]
-        for block in one["content"]:
+    for message in (whole, raw, folded):
+        del message["id"]
+        for block in message["content"]:
             block.pop("id", None)
             block.pop("parsed_output", None)
     assert folded == whole
@@ -164,7 +164,7 @@ def test_the_order_of_events(engine: FakeEngine, url: str) -> None:
     message = fold_message(events)
     assert [block["type"] for block in message["content"]] == ["thinking", "tool_use"]
     assert json.loads(message["content"][1]["input"]) == {"a": "e\n"}
-    pieces = [one for one in events if one.get("delta", {}).get("type") == "input_json_delta"]
+    pieces = [event for event in events if event.get("delta", {}).get("type") == "input_json_delta"]
     assert len(pieces) > 3
 
 
@@ -222,7 +222,7 @@ def stopping(reason: FinishReason, stop: str | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("reason", "stop", "told"),
+    ("reason", "stop", "ending"),
     [
         (FinishReason.STOP, None, ("end_turn", None)),
         (FinishReason.STOP, "END", ("stop_sequence", "END")),
@@ -235,14 +235,14 @@ def test_why_an_answer_ended(
     client: anthropic.Anthropic,
     reason: FinishReason,
     stop: str | None,
-    told: tuple[str, str | None],
+    ending: tuple[str, str | None],
 ) -> None:
     engine.script = stopping(reason, stop)
     message = ask(client)
-    assert (message.stop_reason, message.stop_sequence) == told
+    assert (message.stop_reason, message.stop_sequence) == ending
     with client.messages.stream(**BODY) as events:
         final = events.get_final_message()
-    assert (final.stop_reason, final.stop_sequence) == told
+    assert (final.stop_reason, final.stop_sequence) == ending
 
 
 def test_count_tokens_counts_the_prompt(engine: FakeEngine, client: anthropic.Anthropic) -> None:
@@ -458,10 +458,10 @@ def test_a_client_that_leaves_is_noticed(engine: FakeEngine, url: str) -> None:
 def test_silence_is_broken_by_pings() -> None:
     engine = FakeEngine()
     engine.script = hang()
-    asked = BODY | {"stream": True}
+    body = BODY | {"stream": True}
     with (
         serve_fake(engine, ServerConfig(sse_keep_alive_s=0.01)) as url,
-        httpx2.stream("POST", f"{url}/v1/messages", json=asked) as response,
+        httpx2.stream("POST", f"{url}/v1/messages", json=body) as response,
     ):
         lines = (line for line in response.iter_lines() if line.startswith("event"))
         assert [next(lines) for _ in range(3)] == [

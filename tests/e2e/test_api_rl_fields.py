@@ -1,4 +1,4 @@
-"""What trainers ask of completions and chats: token ids, log-probabilities, weight versions."""
+"""Fields of completions and chats for trainers: token ids, log-probabilities, weight versions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def url(served: tuple[FakeEngine, str]) -> str:
 
 
 def samples(*events: tuple[str, FinishReason | None, str]) -> Script:
-    """A script of events ``(bytes, why it ended, version)`` for each sample in turn.
+    """Return a script of events ``(bytes, why it ended, version)`` for each sample in turn.
 
     The text of a stopped sample lacks its last token, as behind a stop token or a stop string.
     """
@@ -72,7 +72,7 @@ ENDS: dict[str, list[tuple[str, FinishReason | None, str]]] = {
 def names_of(choice: dict[str, Any], path: str) -> list[str]:
     if path == TEXT:
         return choice["logprobs"]["tokens"] if choice.get("logprobs") else []
-    return [one["token"] for one in (choice.get("logprobs") or {"content": []})["content"]]
+    return [token["token"] for token in (choice.get("logprobs") or {"content": []})["content"]]
 
 
 @PATHS
@@ -83,7 +83,7 @@ def test_every_token_has_its_id_logprob_and_version(
     engine.script = samples(*ENDS[end])
     ids = [ord(char) for text, _, _ in ENDS[end] for char in text]
     versions = [version for text, _, version in ENDS[end] for _ in text]
-    asked = {
+    fields = {
         **PROMPTS[path],
         "n": 2,
         "return_token_ids": True,
@@ -91,8 +91,8 @@ def test_every_token_has_its_id_logprob_and_version(
         "return_tokens_as_token_ids": True,
         "logprobs": True,
     }
-    chunks = stream(url, path, **asked)
-    whole = post(url, path, **asked)["choices"]
+    chunks = stream(url, path, **fields)
+    whole = post(url, path, **fields)["choices"]
     for choice in whole:
         index = choice["index"]
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
@@ -101,8 +101,8 @@ def test_every_token_has_its_id_logprob_and_version(
         wanted = [f"token_id:{i}" for i in ids]
         assert names_of(choice, path) == wanted
         assert [name for part in parts for name in names_of(part, path)] == wanted
-        told = [part["weight_versions"] for part in parts if "weight_versions" in part]
-        assert told == [choice["weight_versions"]]
+        streamed_spans = [part["weight_versions"] for part in parts if "weight_versions" in part]
+        assert streamed_spans == [choice["weight_versions"]]
         assert "weight_versions" in parts[-1]
         spans = choice["weight_versions"]
         assert [s["version"] for s in spans for _ in range(s["start"], s["end"])] == versions
@@ -128,10 +128,10 @@ def test_prompt_ids_are_in_each_choice_of_a_completion(engine: FakeEngine, url: 
     prompts = [[1, 2, EOS], [3], [255, 254]]
     answer = post(url, TEXT, prompt=prompts, n=3, return_token_ids=True)
     assert [choice["index"] for choice in answer["choices"]] == list(range(9))
-    found = [choice["prompt_token_ids"] for choice in answer["choices"]]
-    assert found == [prompt for prompt in prompts for _ in range(3)]
-    asked = [engine.submitted.get() for _ in prompts]
-    assert sorted(one.prompt_ids for one in asked) == sorted(map(tuple, prompts))
+    prompts_of_choices = [choice["prompt_token_ids"] for choice in answer["choices"]]
+    assert prompts_of_choices == [prompt for prompt in prompts for _ in range(3)]
+    requests = [engine.submitted.get() for _ in prompts]
+    assert sorted(request.prompt_ids for request in requests) == sorted(map(tuple, prompts))
 
 
 def test_prompt_ids_of_a_chat_are_at_the_top(engine: FakeEngine, url: str) -> None:
@@ -144,7 +144,7 @@ def test_prompt_ids_of_a_chat_are_at_the_top(engine: FakeEngine, url: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "count", "named"),
+    ("fields", "count", "named"),
     [
         ({"logprobs": True}, 1, ()),
         ({"logprobs": False}, None, ()),
@@ -157,17 +157,17 @@ def test_prompt_ids_of_a_chat_are_at_the_top(engine: FakeEngine, url: str) -> No
     ],
 )
 def test_logprobs_of_a_completion_take_every_form(
-    engine: FakeEngine, url: str, asked: dict[str, Any], count: int | None, named: tuple[int, ...]
+    engine: FakeEngine, url: str, fields: dict[str, Any], count: int | None, named: tuple[int, ...]
 ) -> None:
     engine.script = samples(*ENDS["length"])
-    (choice,) = post(url, TEXT, **PROMPTS[TEXT], **asked)["choices"]
+    (choice,) = post(url, TEXT, **PROMPTS[TEXT], **fields)["choices"]
     params = engine.submitted.get().params
     assert (params.logprobs, params.logprob_token_ids) == (count, named)
     assert (choice["logprobs"] is None) == (count is None)
 
 
 @pytest.mark.parametrize(
-    ("asked", "count", "named"),
+    ("fields", "count", "named"),
     [
         ({"logprobs": True}, 0, ()),
         ({"logprobs": True, "top_logprobs": -1}, -1, ()),
@@ -175,10 +175,10 @@ def test_logprobs_of_a_completion_take_every_form(
     ],
 )
 def test_logprobs_of_a_chat_take_every_form(
-    engine: FakeEngine, url: str, asked: dict[str, Any], count: int, named: tuple[int, ...]
+    engine: FakeEngine, url: str, fields: dict[str, Any], count: int, named: tuple[int, ...]
 ) -> None:
     engine.script = samples(*ENDS["length"])
-    (choice,) = post(url, CHAT, **PROMPTS[CHAT], **asked)["choices"]
+    (choice,) = post(url, CHAT, **PROMPTS[CHAT], **fields)["choices"]
     params = engine.submitted.get().params
     assert (params.logprobs, params.logprob_token_ids) == (count, named)
     assert len(choice["logprobs"]["content"]) == 3
@@ -203,7 +203,7 @@ def test_alternatives_that_were_asked_for_by_id_are_told(
         assert choice["logprobs"]["top_logprobs"] == [{"x": -7.0, "y": -20000.0, "a": -0.5}]
     else:
         (entry,) = choice["logprobs"]["content"]
-        assert [(one["token"], one["logprob"]) for one in entry["top_logprobs"]] == [
+        assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == [
             ("x", -7.0), ("y", -20000.0)
         ]  # fmt: skip
 
@@ -214,8 +214,8 @@ def test_prompt_logprobs_name_tokens_by_id_and_text(
     engine: FakeEngine, url: str, path: str, count: int
 ) -> None:
     engine.script = samples(*ENDS["length"])
-    asked = {"prompt_logprobs": count, "return_tokens_as_token_ids": True}
-    answer = post(url, path, **PROMPTS[path], **asked)
+    fields = {"prompt_logprobs": count, "return_tokens_as_token_ids": True}
+    answer = post(url, path, **PROMPTS[path], **fields)
     request = engine.submitted.get()
     assert request.params.prompt_logprobs == count
     holder = answer if path == CHAT else answer["choices"][0]
@@ -224,9 +224,9 @@ def test_prompt_logprobs_name_tokens_by_id_and_text(
     assert len(others) == len(request.prompt_ids) - 1
     for token_id, entry in zip(request.prompt_ids[1:], others, strict=True):
         assert list(entry) == [str(token_id)]
-        found = entry[str(token_id)]
-        assert (found["logprob"], found["decoded_token"]) == (-0.25, chr(token_id))
-        assert "rank" in found
+        score = entry[str(token_id)]
+        assert (score["logprob"], score["decoded_token"]) == (-0.25, chr(token_id))
+        assert "rank" in score
 
 
 @PATHS
@@ -262,7 +262,7 @@ def test_what_other_servers_read_is_accepted_and_what_nobody_knows_is_named(
     request = engine.submitted.get()
     assert (request.cache_salt, request.priority) == ("v7", 3)
     for streams in (False, True):
-        asked = body | {"some_field": 1, "é": 2, "stream": streams}
-        unknown = httpx2.post(url + path, json=asked)
+        with_unknown = body | {"some_field": 1, "é": 2, "stream": streams}
+        unknown = httpx2.post(url + path, json=with_unknown)
         assert unknown.status_code == 200
         assert unknown.headers["x-ignored-fields"] == "some_field"

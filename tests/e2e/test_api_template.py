@@ -1,4 +1,4 @@
-"""What the chat template and the sampler are given, and fields that change nothing."""
+"""The input of the chat template and of the sampler, and fields that change nothing."""
 
 from __future__ import annotations
 

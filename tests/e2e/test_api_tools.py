@@ -45,12 +45,12 @@ def client(served: tuple[FakeEngine, str]) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
-    asked = {"model": "alias", "messages": HI, "tools": TOOLS} | more
-    return client.chat.completions.create(**asked)
+    fields = {"model": "alias", "messages": HI, "tools": TOOLS} | more
+    return client.chat.completions.create(**fields)
 
 
 def joined(chunks: Any) -> dict[int, dict[str, Any]]:
-    """What a client makes of the deltas, by choice: content, reasoning, calls, finish reason."""
+    """Return the joined deltas by choice: content, reasoning, calls, finish reason."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -81,10 +81,10 @@ def test_a_whole_answer_with_calls(engine: FakeEngine, client: openai.OpenAI) ->
     assert choice.message.content is None
     assert choice.message.reasoning == choice.message.reasoning_content == "hm"
     calls = choice.message.tool_calls
-    assert [(one.type, one.function.name, one.function.arguments) for one in calls] == [
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls] == [
         ("function", "f", ARGUMENTS)
     ] * 2
-    assert len({one.id for one in calls}) == 2
+    assert len({call.id for call in calls}) == 2
 
 
 def test_content_beside_calls_stays(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -108,10 +108,11 @@ def test_a_stream_tells_the_name_first_and_leaks_no_marker(
     assert all(call["type"] == "function" for call in firsts)
     choices = joined(chunks)
     assert set(choices) == {0, 1}
-    for one in choices.values():
-        assert (one["content"], one["reasoning"]) == ("Let me see.", "hm")
-        assert one["finish"] == "tool_calls"
-        assert [call["function"]["arguments"] for call in one["calls"].values()] == [ARGUMENTS] * 2
+    for joint in choices.values():
+        assert (joint["content"], joint["reasoning"]) == ("Let me see.", "hm")
+        assert joint["finish"] == "tool_calls"
+        arguments = [call["function"]["arguments"] for call in joint["calls"].values()]
+        assert arguments == [ARGUMENTS] * 2
 
 
 def test_arguments_come_in_pieces(engine: FakeEngine, client: openai.OpenAI) -> None:
@@ -168,9 +169,9 @@ def test_a_cut_call_ends_by_length(engine: FakeEngine, client: openai.OpenAI, st
     engine.script = write(F)
     answer = ask(client, max_tokens=50, stream=stream)
     if stream:
-        one = joined(answer)[0]
-        assert one["finish"] == "length"
-        assert ARGUMENTS.startswith(one["calls"][0]["function"]["arguments"])
+        choice = joined(answer)[0]
+        assert choice["finish"] == "length"
+        assert ARGUMENTS.startswith(choice["calls"][0]["function"]["arguments"])
     else:
         assert answer.choices[0].finish_reason == "length"
         assert ARGUMENTS.startswith(answer.choices[0].message.tool_calls[0].function.arguments)
@@ -203,7 +204,7 @@ def test_log_probabilities_and_ids_are_of_every_token(
     more = {"logprobs": True, "extra_body": {"return_token_ids": True}}
     whole = ask(client, **more).choices[0]
     chunks = [chunk.choices[0] for chunk in ask(client, **more, stream=True)]
-    streamed = [one for choice in chunks if choice.logprobs for one in choice.logprobs.content]
+    streamed = [token for choice in chunks if choice.logprobs for token in choice.logprobs.content]
     assert len(streamed) == len(whole.logprobs.content) == len(F.encode()) + 1
     ids = [i for choice in chunks for i in choice.to_dict().get("token_ids", ())]
     assert ids == whole.to_dict()["token_ids"]
@@ -211,15 +212,15 @@ def test_log_probabilities_and_ids_are_of_every_token(
 
 def test_the_deprecated_form_is_answered_in_kind(engine: FakeEngine, client: openai.OpenAI) -> None:
     engine.script = write(F + F)
-    asked: Any = {"tools": openai.omit, "functions": [{"name": "f"}]}
-    (choice,) = ask(client, **asked).choices
+    fields: Any = {"tools": openai.omit, "functions": [{"name": "f"}]}
+    (choice,) = ask(client, **fields).choices
     assert choice.finish_reason == "function_call"
     assert choice.message.function_call.to_dict() == {"name": "f", "arguments": ARGUMENTS}
     assert choice.message.tool_calls is None
-    deltas = [chunk.choices[0].delta for chunk in ask(client, **asked, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in ask(client, **fields, stream=True)]
     calls = [delta.function_call for delta in deltas if delta.function_call]
     assert calls[0].name == "f"
-    assert "".join(one.arguments for one in calls) == ARGUMENTS
+    assert "".join(call.arguments for call in calls) == ARGUMENTS
 
 
 def test_reasoning_can_be_left_out_or_left_in(engine: FakeEngine, client: openai.OpenAI) -> None:

@@ -26,7 +26,7 @@ NEVER_S = 1e6
 
 
 def save_model(folder: Path, step: int) -> None:
-    """The embedded model with other weights in its last norm."""
+    """Save the embedded model with other weights in its last norm."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((DEMO_FOLDER / name).read_bytes())
     tensors = mx.load(str(DEMO_FOLDER / "model.safetensors"))
@@ -51,7 +51,7 @@ class Trainee:
         self.statuses: list[int | str] = []
 
     async def answer(self, step: int | None = None) -> list[float]:
-        """The log-probabilities of some greedy tokens."""
+        """Return the log-probabilities of some greedy tokens."""
         body = {
             "model": self.policy.inference_name(step),
             "prompt": "1, 2, 3,",
@@ -85,10 +85,10 @@ class Trainee:
 @pytest.fixture
 async def trainee(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Trainee]:
     method, devices = request.param
-    one = Trainee(tmp_path, method, devices)
-    await one.policy.start(Address(api_key=KEY))
-    yield one
-    await one.policy.stop()
+    trainee = Trainee(tmp_path, method, devices)
+    await trainee.policy.start(Address(api_key=KEY))
+    yield trainee
+    await trainee.policy.stop()
 
 
 CASES = [(WeightSync.LORA, SHARED), (WeightSync.DISK, SHARED), (WeightSync.RESTART, SHARED)]
@@ -124,7 +124,7 @@ async def test_shared_mode(trainee: Trainee) -> None:
 
 @pytest.mark.parametrize("trainee", [(WeightSync.LORA, SPLIT)], indirect=True)
 async def test_split_mode(trainee: Trainee) -> None:
-    """The server answers while training runs, and what it cannot use is refused."""
+    """Check that the server answers during training, and refuses what it cannot use."""
     policy = trainee.policy
     await policy.train(trainee.train)
     assert trainee.statuses == [False]

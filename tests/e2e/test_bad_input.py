@@ -230,7 +230,7 @@ def check_good(server: ServerProcess) -> None:
 
 
 def send(url: str, body: Any) -> httpx2.Response:
-    """As JSON in ASCII, which can write what UTF-8 cannot."""
+    """Send a body as JSON in ASCII, which can write what UTF-8 cannot."""
     headers = {"content-type": "application/json"}
     return httpx2.post(url, content=json.dumps(body).encode(), headers=headers)
 

@@ -74,12 +74,12 @@ def stranger(url: str) -> Iterator[openai.OpenAI]:
 
 
 def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
-    asked = {"model": "alias", "prompt": "say"} | body
-    return {"custom_id": name, "method": "POST", "url": url, "body": asked}
+    fields = {"model": "alias", "prompt": "say"} | body
+    return {"custom_id": name, "method": "POST", "url": url, "body": fields}
 
 
 def upload(client: openai.OpenAI, *entries: Any, purpose: Any = "batch") -> str:
-    content = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in entries)
+    content = "\n".join(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)
     return client.files.create(file=("in.jsonl", content.encode()), purpose=purpose).id
 
 
@@ -102,7 +102,7 @@ def has_ended(batch: Batch) -> bool:
 
 def content_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
     assert file_id is not None
-    return [json.loads(one) for one in client.files.content(file_id).text.splitlines()]
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
 def test_a_file_is_stored_listed_read_and_deleted(client: openai.OpenAI) -> None:
@@ -117,12 +117,12 @@ def test_a_file_is_stored_listed_read_and_deleted(client: openai.OpenAI) -> None
     assert made[0].filename == "a.txt"
     assert (made[0].bytes, made[0].object, made[0].status) == (1, "file", "processed")
     assert made[0].expires_at == made[0].created_at + 3600
-    ids = [one.id for one in made]
-    assert [one.id for one in client.files.list(order="asc", limit=2)] == ids
-    assert [one.id for one in client.files.list()] == ids[::-1]
+    ids = [file.id for file in made]
+    assert [file.id for file in client.files.list(order="asc", limit=2)] == ids
+    assert [file.id for file in client.files.list()] == ids[::-1]
     page = client.files.list(limit=2)
     assert page.has_next_page()
-    assert [one.id for one in client.files.list(purpose="batch")] == []
+    assert [file.id for file in client.files.list(purpose="batch")] == []
     assert client.files.retrieve(ids[1]) == made[1]
     answer = client.files.content(ids[1])
     assert answer.content == b"b"
@@ -189,17 +189,17 @@ def test_a_batch_is_answered_into_two_files(client: openai.OpenAI, engine: FakeE
     assert batch.request_counts is not None
     assert batch.request_counts.to_dict() == {"total": 4, "completed": 2, "failed": 2}
     output = content_of(client, batch.output_file_id)
-    assert [one["custom_id"] for one in output] == ["good", "last"]
+    assert [answer["custom_id"] for answer in output] == ["good", "last"]
     assert output[0]["response"]["body"]["choices"][0]["text"] == "hello"
     assert output[0]["response"]["request_id"] == output[0]["id"]
     errors = content_of(client, batch.error_file_id)
-    assert [(one["custom_id"], one["response"]["status_code"]) for one in errors] == [
+    assert [(answer["custom_id"], answer["response"]["status_code"]) for answer in errors] == [
         ("lost", 404), ("bad", 400),
     ]  # fmt: skip
     assert errors[0]["response"]["body"]["error"]["code"] == "model_not_found"
     assert batch.usage is not None
     assert batch.usage.output_tokens == 2 * len(b"hello\0")
-    files = {one.id: one.purpose for one in client.files.list()}
+    files = {file.id: file.purpose for file in client.files.list()}
     assert files[batch.output_file_id or ""] == "batch_output"
 
 
@@ -214,7 +214,9 @@ def test_batches_are_listed_newest_first_and_strangers_see_none(
     client: openai.OpenAI, stranger: openai.OpenAI
 ) -> None:
     batches = [until(client, begin(client, line("a")), has_ended) for _ in range(3)]
-    assert [one.id for one in client.batches.list(limit=2)] == [one.id for one in batches[::-1]]
+    assert [batch.id for batch in client.batches.list(limit=2)] == [
+        batch.id for batch in batches[::-1]
+    ]
     assert list(stranger.batches.list()) == []
     assert list(stranger.files.list()) == []
     first = batches[0]
@@ -240,7 +242,7 @@ def test_a_bad_file_fails_with_the_numbers_of_its_lines(client: openai.OpenAI) -
     batch = until(client, begin(client, *entries), has_ended)
     assert batch.status == "failed"
     assert batch.errors is not None
-    assert [(one.line, one.code) for one in batch.errors.data or ()] == [
+    assert [(error.line, error.code) for error in batch.errors.data or ()] == [
         (2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_url"),
         (5, "invalid_request"),
     ]  # fmt: skip
@@ -282,10 +284,10 @@ def test_a_batch_is_cancelled_and_its_requests_aborted(
     batch = until(client, batch, has_ended)
     assert batch.status == "cancelled"
     assert batch.output_file_id is None
-    codes = [one["error"]["code"] for one in content_of(client, batch.error_file_id)]
+    codes = [answer["error"]["code"] for answer in content_of(client, batch.error_file_id)]
     assert codes == ["batch_cancelled"] * 9
     aborted = {engine.aborted.get() for _ in waiting}
-    assert aborted == {one.request_id for one in waiting}
+    assert aborted == {request.request_id for request in waiting}
     with pytest.raises(openai.BadRequestError):
         client.batches.cancel(batch.id)
     client.files.delete(batch.input_file_id)
@@ -309,9 +311,9 @@ def test_interactive_requests_go_first_and_have_room(
     assert engine.submitted.empty()
     gate.open()
     others = of_batch + [engine.submitted.get() for _ in range(16)]
-    assert min(one.priority for one in others) > interactive.priority
+    assert min(request.priority for request in others) > interactive.priority
     # Turns between keys hold for batches too.
-    assert {one.client for one in others} == {interactive.client} != {""}
+    assert {request.client for request in others} == {interactive.client} != {""}
     until(client, batch, has_ended)
 
 
@@ -329,7 +331,7 @@ def test_a_line_refused_by_a_full_queue_is_sent_again(
 ) -> None:
     engine.refusal = OverloadedError("full")
     batch = begin(client, line("a"))
-    batch = until(client, batch, lambda one: one.status == "in_progress")
+    batch = until(client, batch, lambda seen: seen.status == "in_progress")
     engine.refusal = None
     batch = until(client, batch, has_ended)
     assert batch.request_counts is not None

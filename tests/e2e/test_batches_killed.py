@@ -88,13 +88,20 @@ def check_answers(server: ServerProcess, batch: openai.types.Batch) -> None:
         texts = [
             client.files.content(name).text for name in (batch.output_file_id, batch.error_file_id)
         ]
-    good, bad = ([json.loads(one) for one in text.splitlines()] for text in texts)
-    assert [one["custom_id"] for one in bad] == at_fault
-    assert {one["response"]["status_code"] for one in bad} == {400}
+    good, bad = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    assert [answer["custom_id"] for answer in bad] == at_fault
+    assert {answer["response"]["status_code"] for answer in bad} == {400}
     expected = [f"line-{number}" for number in range(NUM_LINES)]
-    assert [one["custom_id"] for one in good] == [one for one in expected if one not in at_fault]
-    assert len({one["id"] for one in good + bad}) == NUM_LINES
-    for one in good[:: NUM_LINES // 5]:
-        number = int(one["custom_id"].removeprefix("line-"))
-        asked = httpx2.post(f"{server.url}/v1/completions", json=json.loads(line(number))["body"])
-        assert one["response"]["body"]["choices"][0]["text"] == asked.json()["choices"][0]["text"]
+    assert [answer["custom_id"] for answer in good] == [
+        custom_id for custom_id in expected if custom_id not in at_fault
+    ]
+    assert len({answer["id"] for answer in good + bad}) == NUM_LINES
+    for answer in good[:: NUM_LINES // 5]:
+        number = int(answer["custom_id"].removeprefix("line-"))
+        response = httpx2.post(
+            f"{server.url}/v1/completions", json=json.loads(line(number))["body"]
+        )
+        assert (
+            answer["response"]["body"]["choices"][0]["text"]
+            == response.json()["choices"][0]["text"]
+        )

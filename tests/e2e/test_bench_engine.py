@@ -21,10 +21,10 @@ def test_the_table_is_printed_and_the_trace_written(
     assert "schedule" in shown
     assert "of 3 steps" in shown
     events = json.loads(file.read_text())["traceEvents"]
-    names = {one["name"] for one in events if one["ph"] == "X" and one["tid"] == 1}
+    names = {event["name"] for event in events if event["ph"] == "X" and event["tid"] == 1}
     assert {"step", "schedule", "build", "wait", "update", "detokenize", "publish"} <= names
     assert names & {"dispatch", "evaluate"}
-    rows = {one["args"]["rows"] for one in events if one["name"] == "build"}
+    rows = {event["args"]["rows"] for event in events if event["name"] == "build"}
     assert rows == {2}
 
 
@@ -32,7 +32,7 @@ def test_what_the_model_cannot_hold_is_a_wrong_setting(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*SMALL[:-4], "--prompt-tokens", "9000", "--steps", "3"]) == 2
-    assert "max_model_len" in capsys.readouterr().err
+    assert "--max-model-len" in capsys.readouterr().err
 
 
 def test_a_trace_that_cannot_be_written_is_a_wrong_setting(

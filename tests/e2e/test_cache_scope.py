@@ -66,13 +66,13 @@ def test_a_batch_computes_for_the_key_that_made_it(server: ServerProcess) -> Non
         "url": "/v1/completions",
         "body": {"model": MODELS[0], "prompt": prompt, "max_tokens": 1},
     }
-    found = {key: of_batch(server, key, line) for key in ("one", "two")}
-    assert found["one"] > 0
-    assert found["two"] == 0
+    num_cached = {key: of_batch(server, key, line) for key in ("one", "two")}
+    assert num_cached["one"] > 0
+    assert num_cached["two"] == 0
 
 
 def of_batch(server: ServerProcess, key: str, line: dict[str, Any]) -> int:
-    """The cached tokens that the answer to a batch of one line tells."""
+    """Return the number of cached tokens in the answer to a batch of one line."""
     file = call(
         server,
         key,

@@ -46,7 +46,9 @@ async def test_a_rollout_has_tokens_logprobs_and_versions(client: RLClient) -> N
     assert rollout.groups[2].prompt.token_ids == [5, 6, 7]
     assert rollout.groups[3].prompt.metadata == {"row": 7}
     assert rollout.groups[1].samples[0].text == "17 + 25"
-    assert rollout.usage["completion_tokens"] == sum(len(one.token_ids) for one in rollout.samples)
+    assert rollout.usage["completion_tokens"] == sum(
+        len(sample.token_ids) for sample in rollout.samples
+    )
     for number, sample in enumerate(rollout.samples):
         assert sample.index == number % 2
         length = len(sample.token_ids)
@@ -54,29 +56,31 @@ async def test_a_rollout_has_tokens_logprobs_and_versions(client: RLClient) -> N
         assert max(sample.logprobs) <= 0
         assert sample.versions == [VersionSpan("default", 0, length)]
         assert sample.top_logprobs is not None
-        assert [len(one) for one in sample.top_logprobs] == [2] * length
+        assert [len(top) for top in sample.top_logprobs] == [2] * length
         assert sample.entropy is not None
         assert len(sample.entropy) == length
         logprobs = sample.prompt.logprobs
         assert logprobs is not None
-        assert [one is None for one in logprobs] == [True] + [False] * (len(logprobs) - 1)
+        assert [logprob is None for logprob in logprobs] == [True] + [False] * (len(logprobs) - 1)
 
 
 async def test_a_stream_has_the_same_samples(client: RLClient) -> None:
-    asked = {"n": 3, "max_tokens": 5, "seed": 3, "temperature": 1.5}
-    whole = await client.rollout(["1, 2,", CHAT], **asked)
-    streamed = [sample async for sample in client.stream_rollout(["1, 2,", CHAT], **asked)]
-    ordered = sorted(streamed, key=lambda one: (one.prompt.index, one.index))
-    assert [one.token_ids for one in ordered] == [one.token_ids for one in whole.samples]
-    assert [one.prompt.token_ids for one in ordered] == [
-        one.prompt.token_ids for one in whole.samples
+    fields = {"n": 3, "max_tokens": 5, "seed": 3, "temperature": 1.5}
+    whole = await client.rollout(["1, 2,", CHAT], **fields)
+    streamed = [sample async for sample in client.stream_rollout(["1, 2,", CHAT], **fields)]
+    ordered = sorted(streamed, key=lambda sample: (sample.prompt.index, sample.index))
+    assert [sample.token_ids for sample in ordered] == [
+        sample.token_ids for sample in whole.samples
+    ]
+    assert [sample.prompt.token_ids for sample in ordered] == [
+        sample.prompt.token_ids for sample in whole.samples
     ]
 
 
 def num_aborted(server: ServerProcess) -> float:
     text = httpx2.get(f"{server.url}/metrics").text
-    found = re.search(r'request_success_total\{[^}]*"abort"[^}]*\} (\S+)', text)
-    return float(found[1]) if found else 0.0
+    match = re.search(r'request_success_total\{[^}]*"abort"[^}]*\} (\S+)', text)
+    return float(match[1]) if match else 0.0
 
 
 async def test_what_was_sampled_is_scored_the_same(client: RLClient) -> None:
@@ -137,7 +141,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
 
 @contextlib.asynccontextmanager
 async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
-    """The address of a server that answers everything with this."""
+    """Yield the address of a server that answers every request with this body."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -27,7 +27,7 @@ PROMPT = [3062, 274, 198, 50, 52]
 
 
 def tensors(seed: int, size: float = 0.1) -> dict[str, np.ndarray]:
-    """A random adapter of the embedded model's query projections, as PEFT names them."""
+    """Return a random adapter of the embedded model's query projections, as PEFT names them."""
     random = np.random.default_rng(seed)
     return {
         f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": (
@@ -56,7 +56,9 @@ async def sampled(client: RLClient, adapter: str | None = NAME) -> tuple[list[fl
     rollout = await client.rollout([PROMPT], max_tokens=1, prompt_logprobs=0, **options)
     logprobs = rollout.groups[0].prompt.logprobs
     assert logprobs is not None
-    return [one for one in logprobs if one is not None], rollout.samples[0].versions[0].version
+    return [logprob for logprob in logprobs if logprob is not None], rollout.samples[0].versions[
+        0
+    ].version
 
 
 async def test_an_adapter_comes_changes_and_goes(client: RLClient) -> None:
@@ -72,8 +74,10 @@ async def test_an_adapter_comes_changes_and_goes(client: RLClient) -> None:
     after, version = await sampled(client)
     assert version == "step-7"
     assert np.abs(np.array(after) - before).max() > 1e-3
-    assert [(one.name, one.version) for one in await client.adapters()] == [(NAME, "step-7")]
-    # The same weights again: what is known by its content is the same.
+    assert [(adapter.name, adapter.version) for adapter in await client.adapters()] == [
+        (NAME, "step-7")
+    ]
+    # The digest depends on the content alone, so equal weights have the same one.
     assert (await put(client, 1)).digest == first.digest
     np.testing.assert_allclose((await sampled(client))[0], before, atol=1e-5)
     await client.unload_adapter(NAME)
@@ -169,7 +173,7 @@ async def forget_adapters(server: ServerProcess) -> None:
 
 
 def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[str, Any]]:
-    """The example's log."""
+    """Return the example's log."""
     log, plot = folder / "steps.jsonl", folder / "rewards.svg"
     command = ["examples.grpo.train", "--url", server.url, *flags]
     command += ["--problems", "8", "--group-size", "8", "--eval-problems", "8"]

@@ -38,9 +38,9 @@ def test_an_answer_does_not_depend_on_the_other_questions(live_server: ServerPro
     predicate = alone[0].answers[0].probability
     assert together.answers[0].probability == pytest.approx(predicate, rel=1e-4)
     for number in (1, 2):
-        values = [one.probability for one in together.answers[number].probabilities]
+        values = [option.probability for option in together.answers[number].probabilities]
         assert sum(values) == pytest.approx(1)
         others = alone[number].answers[0].probabilities
-        assert values == pytest.approx([one.probability for one in others], abs=1e-5)
+        assert values == pytest.approx([option.probability for option in others], abs=1e-5)
     assert alone[2].usage.input_tokens_details.cached_tokens > 0
-    assert together.usage.input_tokens == sum(one.usage.input_tokens for one in alone)
+    assert together.usage.input_tokens == sum(answer.usage.input_tokens for answer in alone)

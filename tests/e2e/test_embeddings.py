@@ -40,41 +40,41 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
-        yield one
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
 
 
-def vectors(client: openai.OpenAI, given: Any, **more: Any) -> np.ndarray:
-    answer = client.embeddings.create(model="embedder", input=given, **more)
-    assert [one.index for one in answer.data] == list(range(len(answer.data)))
-    return np.array([one.embedding for one in answer.data], dtype=np.float32)
+def vectors(client: openai.OpenAI, inputs: Any, **more: Any) -> np.ndarray:
+    answer = client.embeddings.create(model="embedder", input=inputs, **more)
+    assert [entry.index for entry in answer.data] == list(range(len(answer.data)))
+    return np.array([entry.embedding for entry in answer.data], dtype=np.float32)
 
 
 def test_all_forms_of_input_give_the_same_vectors(client: openai.OpenAI) -> None:
     texts, ids = ["w5 w6", "w7", "w5 w6"], [[2, 5, 6, 3], [2, 7, 3], [2, 5, 6, 3]]
-    found = vectors(client, texts)
-    assert found.shape == (3, 32)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
-    np.testing.assert_array_equal(found[0], found[2])
-    np.testing.assert_allclose(vectors(client, ids), found, atol=1e-5)
-    np.testing.assert_allclose(vectors(client, texts[1]), found[1:2], atol=1e-5)
-    np.testing.assert_allclose(vectors(client, ids[1]), found[1:2], atol=1e-5)
+    embedded = vectors(client, texts)
+    assert embedded.shape == (3, 32)
+    np.testing.assert_allclose(np.linalg.norm(embedded, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(embedded[0], embedded[2])
+    np.testing.assert_allclose(vectors(client, ids), embedded, atol=1e-5)
+    np.testing.assert_allclose(vectors(client, texts[1]), embedded[1:2], atol=1e-5)
+    np.testing.assert_allclose(vectors(client, ids[1]), embedded[1:2], atol=1e-5)
     # The client asks for base64 where nothing is said.
     as_numbers = vectors(client, texts, encoding_format="float")
-    np.testing.assert_allclose(as_numbers, found, atol=1e-6)
+    np.testing.assert_allclose(as_numbers, embedded, atol=1e-6)
 
 
 def test_a_decoder_gives_the_hidden_state_of_the_last_token(client: openai.OpenAI) -> None:
     golden = read_decoder("qwen3_model")
-    found = client.embeddings.create(model="decoder", input=golden["inputs"]["input_ids"])
-    for one, hidden in zip(found.data, golden["hidden"], strict=True):
+    answer = client.embeddings.create(model="decoder", input=golden["inputs"]["input_ids"])
+    for entry, hidden in zip(answer.data, golden["hidden"], strict=True):
         expected = np.array(hidden[-1]) / np.linalg.norm(hidden[-1])
-        np.testing.assert_allclose(one.embedding, expected, atol=1e-4)
+        np.testing.assert_allclose(entry.embedding, expected, atol=1e-4)
     texts = client.embeddings.create(model="decoder", input=["w5 w6", "w7"])
     ids = client.embeddings.create(model="decoder", input=[[5, 6, 2], [7, 2]])
     assert texts.usage.prompt_tokens == 5
-    for one, other in zip(texts.data, ids.data, strict=True):
-        np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
+    for entry, other in zip(texts.data, ids.data, strict=True):
+        np.testing.assert_allclose(entry.embedding, other.embedding, atol=1e-5)
 
 
 def test_adapters_of_others_or_by_an_encoders_name_are_refused(server: ServerProcess) -> None:
@@ -111,13 +111,13 @@ def test_many_clients_get_their_own_vectors_while_a_model_generates(
         model="demo", prompt="1, 2, 3,", max_tokens=14, stream=True, extra_body={"ignore_eos": True}
     )
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: vectors(client, texts[n : n + 40]), range(0, 80, 10)))
+        embedded = list(pool.map(lambda n: vectors(client, texts[n : n + 40]), range(0, 80, 10)))
     assert sum(bool(chunk.choices[0].text) for chunk in stream) > 5
-    for begin, one in zip(range(0, 80, 10), found, strict=True):
-        assert one.shape == (40, 32)
+    for begin, rows in zip(range(0, 80, 10), embedded, strict=True):
+        assert rows.shape == (40, 32)
         if begin == 0:
-            np.testing.assert_allclose(one[:12], alone, atol=1e-5)
-    np.testing.assert_allclose(found[0][10:40], found[1][:30], atol=1e-5)
+            np.testing.assert_allclose(rows[:12], alone, atol=1e-5)
+    np.testing.assert_allclose(embedded[0][10:40], embedded[1][:30], atol=1e-5)
 
 
 def test_requests_of_one_id_are_all_answered(client: openai.OpenAI) -> None:
@@ -126,8 +126,8 @@ def test_requests_of_one_id_are_all_answered(client: openai.OpenAI) -> None:
         return vectors(client, text, extra_body={"request_id": "mine"})
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(ask, range(24)))
-    assert len(np.unique(np.concatenate(found).round(5), axis=0)) == 24
+        embedded = list(pool.map(ask, range(24)))
+    assert len(np.unique(np.concatenate(embedded).round(5), axis=0)) == 24
 
 
 def test_inputs_are_cut_only_where_that_is_asked(client: openai.OpenAI) -> None:
@@ -193,7 +193,7 @@ def test_bad_requests_name_the_field(
 
 
 def test_models_and_their_routes(server: ServerProcess, client: openai.OpenAI) -> None:
-    assert {one.id for one in client.models.list()} == {"embedder", "decoder", "demo"}
+    assert {model.id for model in client.models.list()} == {"embedder", "decoder", "demo"}
     assert client.models.retrieve("embedder").id == "embedder"
     with pytest.raises(openai.BadRequestError, match="encoder"):
         client.completions.create(model="embedder", prompt="w5")
@@ -215,9 +215,9 @@ def test_a_batch_may_hold_embeddings(client: openai.OpenAI) -> None:
         for name, text in (("a", "w5 w6"), ("b", "w7"), ("c", "w9 " * 60))
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    given = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    uploaded = client.files.create(file=("lines.jsonl", content), purpose="batch")
     batch = client.batches.create(
-        input_file_id=given.id, endpoint="/v1/embeddings", completion_window="24h"
+        input_file_id=uploaded.id, endpoint="/v1/embeddings", completion_window="24h"
     )
     while batch.status not in ("completed", "failed", "expired", "cancelled"):
         batch = client.batches.retrieve(batch.id)
@@ -225,6 +225,9 @@ def test_a_batch_may_hold_embeddings(client: openai.OpenAI) -> None:
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
     assert batch.output_file_id is not None
     answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
-    found = {one["custom_id"]: one["response"]["body"]["data"][0]["embedding"] for one in answers}
+    embedded = {
+        answer["custom_id"]: answer["response"]["body"]["data"][0]["embedding"]
+        for answer in answers
+    }
     wanted = vectors(client, ["w5 w6", "w7"])
-    np.testing.assert_allclose(np.array([found["a"], found["b"]]), wanted, atol=1e-5)
+    np.testing.assert_allclose(np.array([embedded["a"], embedded["b"]]), wanted, atol=1e-5)

@@ -46,7 +46,7 @@ def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
 
 
 def words(ids: list[int]) -> str:
-    return " ".join(f"w{one}" for one in ids)
+    return " ".join(f"w{token_id}" for token_id in ids)
 
 
 def test_a_classifiers_probabilities_are_those_of_transformers(server: ServerProcess) -> None:
@@ -54,27 +54,29 @@ def test_a_classifiers_probabilities_are_those_of_transformers(server: ServerPro
     body = {"input": golden["inputs"]["input_ids"]}
     data = post(server, "/classify", body)["data"]
     wanted = activated(np.array(golden["logits"]), None)
-    np.testing.assert_allclose([one["probs"] for one in data], wanted, atol=1e-4)
-    assert [one["label"] for one in data] == ["abc"[one] for one in wanted.argmax(axis=1)]
+    np.testing.assert_allclose([entry["probs"] for entry in data], wanted, atol=1e-4)
+    assert [entry["label"] for entry in data] == ["abc"[place] for place in wanted.argmax(axis=1)]
     data = post(server, "/v1/classify", body | {"use_activation": False})["data"]
-    np.testing.assert_allclose([one["probs"] for one in data], golden["logits"], atol=1e-4)
+    np.testing.assert_allclose([entry["probs"] for entry in data], golden["logits"], atol=1e-4)
     # A text is read with the special tokens around it.
     text, ids = words(golden["inputs"]["input_ids"][1]), golden["inputs"]["input_ids"][1]
-    given = [post(server, "/classify", {"input": one})["data"] for one in (text, [2, *ids, 3])]
-    np.testing.assert_allclose(given[0][0]["probs"], given[1][0]["probs"], atol=1e-5)
+    answers = [
+        post(server, "/classify", {"input": inputs})["data"] for inputs in (text, [2, *ids, 3])
+    ]
+    np.testing.assert_allclose(answers[0][0]["probs"], answers[1][0]["probs"], atol=1e-5)
 
 
 def test_every_token_has_its_vector_or_its_labels(server: ServerProcess) -> None:
     golden = read_golden("bert_token")
     ids = golden["inputs"]["input_ids"]
     body = {"input": ids, "model": "tagger"}
-    found = post(server, "/pooling", body | {"use_activation": False})["data"]
-    for one, logits in zip(found, golden["logits"], strict=True):
-        np.testing.assert_allclose(one["data"], np.array(logits)[: len(one["data"])], atol=1e-4)
+    entries = post(server, "/pooling", body | {"use_activation": False})["data"]
+    for entry, logits in zip(entries, golden["logits"], strict=True):
+        np.testing.assert_allclose(entry["data"], np.array(logits)[: len(entry["data"])], atol=1e-4)
     vectors = post(server, "/pooling", body | {"task": "token_embed"})["data"]
-    for one, hidden in zip(vectors, golden["hidden"], strict=True):
-        np.testing.assert_allclose(one["data"], np.array(hidden)[: len(one["data"])], atol=1e-4)
-    assert [len(one["data"]) for one in vectors] == [len(one) for one in ids]
+    for entry, hidden in zip(vectors, golden["hidden"], strict=True):
+        np.testing.assert_allclose(entry["data"], np.array(hidden)[: len(entry["data"])], atol=1e-4)
+    assert [len(entry["data"]) for entry in vectors] == [len(row) for row in ids]
 
 
 def test_a_large_body_is_read_and_what_does_not_fit_is_named(server: ServerProcess) -> None:
@@ -94,23 +96,25 @@ def test_teis_routes(server: ServerProcess) -> None:
     texts = ["w5 w6", "w7"]
     vectors = np.array(post(server, "/embed", {"inputs": texts, "model": "embedder"}))
     openai = post(server, "/v1/embeddings", {"input": texts, "model": "embedder"})["data"]
-    np.testing.assert_allclose(vectors, [one["embedding"] for one in openai], atol=1e-5)
+    np.testing.assert_allclose(vectors, [entry["embedding"] for entry in openai], atol=1e-5)
     body = {"inputs": {"source_sentence": texts[0], "sentences": texts}, "model": "embedder"}
     cosines = post(server, "/similarity", body)
     np.testing.assert_allclose(cosines, vectors @ vectors[0], atol=1e-5)
     # The first that can do it is taken where no model is named.
     (weights,) = post(server, "/embed_sparse", {"inputs": texts[:1]})
-    assert [one["index"] for one in weights] == sorted({one["index"] for one in weights})
-    assert all(one["value"] > 0 for one in weights)
+    assert [weight["index"] for weight in weights] == sorted(
+        {weight["index"] for weight in weights}
+    )
+    assert all(weight["value"] > 0 for weight in weights)
     pair = post(server, "/predict", {"inputs": [words(ids), "w5"], "raw_scores": True})
     both = post(server, "/predict", {"inputs": [[words(ids), "w5"], ["w5"]], "raw_scores": True})
-    assert [one["label"] for one in both[0]] == [one["label"] for one in pair]
+    assert [entry["label"] for entry in both[0]] == [entry["label"] for entry in pair]
     np.testing.assert_allclose(
-        [one["score"] for one in both[0]], [one["score"] for one in pair], atol=1e-5
+        [entry["score"] for entry in both[0]], [entry["score"] for entry in pair], atol=1e-5
     )
     assert post(server, "/decode", {"ids": [5, 6], "model": "mlm"}) == ["w5 w6"]
     (tokens,) = post(server, "/tokenize", {"inputs": "W5  é", "model": "embedder"})
-    assert [(one["id"], one["text"], one["start"], one["stop"]) for one in tokens] == [
+    assert [(token["id"], token["text"], token["start"], token["stop"]) for token in tokens] == [
         (2, "[CLS]", None, None),
         (5, "W5", 0, 2),
         (1, "é", 4, 6),
@@ -125,11 +129,11 @@ def test_teis_routes(server: ServerProcess) -> None:
 
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx2.Client]:
-    """The server has no adapters after it."""
+    """Yield a client; afterwards the server has no adapters."""
     with httpx2.Client(base_url=server.url) as client:
         yield client
-        for one in client.get("/v1/adapters").json()["data"]:
-            client.delete(f"/v1/adapters/{one['name']}")
+        for adapter in client.get("/v1/adapters").json()["data"]:
+            client.delete(f"/v1/adapters/{adapter['name']}")
 
 
 def upload(
@@ -148,7 +152,7 @@ def logits_of(http: httpx2.Client, model: str, inputs: Any) -> np.ndarray:
     body = {"model": model, "input": inputs, "use_activation": False}
     answer = http.post("/classify", json=body)
     assert answer.status_code == 200, answer.text
-    return np.array([one["probs"] for one in answer.json()["data"]])
+    return np.array([entry["probs"] for entry in answer.json()["data"]])
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,7 @@ def test_an_adapter_comes_is_served_as_peft_computes_it_and_goes(
     for model in ("mine", f"{base}:mine"):
         np.testing.assert_allclose(logits_of(http, model, ids), wanted, atol=1e-4)
     np.testing.assert_allclose(logits_of(http, base, ids), before, atol=1e-5)
-    cards = {one["id"]: one for one in http.get("/v1/models").json()["data"]}
+    cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
     assert (cards["mine"]["parent"], cards["mine"]["status"]) == (base, "loaded")
     assert cards[base]["memory"]["adapters_bytes"] == answer.json()["bytes"] > 0
     assert http.get("/v1/models/mine").json()["parent"] == base
@@ -195,13 +199,13 @@ def test_replacing_under_load_gives_each_request_one_version(http: httpx2.Client
         return np.roll(logits_of(http, "mine", order), first, axis=0)
 
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, number) for number in range(48)]
+        futures = [pool.submit(ask, number) for number in range(48)]
         for number in range(12):
             answer = upload(http, "mine", "classifier", golden, contents[number % 2])
             assert answer.json()["version"] == str(number + 3)
-        found = [one.result() for one in asked]
-    for one in found:
-        assert min(np.abs(one - version).max() for version in wanted) < 1e-5
+        answers = [future.result() for future in futures]
+    for logits in answers:
+        assert min(np.abs(logits - version).max() for version in wanted) < 1e-5
     # The second one is there now, and what was kept of the first is not met.
     np.testing.assert_allclose(logits_of(http, "mine", texts), wanted[1], atol=1e-5)
     assert upload(http, "mine", "classifier", golden, contents[0]).status_code == 200
@@ -220,7 +224,7 @@ def test_bad_adapters_are_refused_and_the_one_before_serves_on(http: httpx2.Clie
         "nan": encode_safetensors({**tensors, head: np.full((3, 32), np.nan, np.float32)}),
         "shape": encode_safetensors({**tensors, head: np.zeros((3, 31), np.float32)}),
         "rank": encode_safetensors({**tensors, first: np.zeros((3, 32), np.float32)}),
-        "headless": encode_safetensors({one: tensors[one] for one in tensors if "lora" in one}),
+        "headless": encode_safetensors({name: tensors[name] for name in tensors if "lora" in name}),
         "trunk": encode_safetensors(
             {**tensors, "base_model.model.bert.encoder.classifier.weight": tensors[head]}
         ),
@@ -242,8 +246,8 @@ def test_adapters_are_found_by_name_in_their_directory(http: httpx2.Client) -> N
     # The embedder tells no labels apart; the adapter brings a head for that.
     refused = http.post("/classify", json={"model": "embedder", "input": ids})
     assert refused.status_code == 400
-    found = logits_of(http, "embedder:bert_new_head", ids)
-    np.testing.assert_allclose(found, golden["logits"], atol=1e-4)
+    logits = logits_of(http, "embedder:bert_new_head", ids)
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
     both = [http.post("/embed", json={"inputs": "w5 w6", "model": model}).json() for model in
             ("bert_new_head", "embedder")]  # fmt: skip
     assert np.abs(np.array(both[0]) - np.array(both[1])).max() > 1e-3
@@ -252,24 +256,24 @@ def test_adapters_are_found_by_name_in_their_directory(http: httpx2.Client) -> N
     hidden = read_golden_adapter("bert_features")["last_hidden_state"]
     body = {"model": "mine", "input": ids, "task": "token_embed", "normalize": False}
     answer = http.post("/pooling", json=body).json()["data"]
-    for one, expected in zip(answer, hidden, strict=True):
-        np.testing.assert_allclose(one["data"], np.array(expected), atol=1e-4)
+    for entry, expected in zip(answer, hidden, strict=True):
+        np.testing.assert_allclose(entry["data"], np.array(expected), atol=1e-4)
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
 
 
 def test_an_adapter_of_a_classifier_may_be_a_reward_model(http: httpx2.Client) -> None:
     golden = read_golden_adapter("bert_sequence")
     tensors = golden_tensors(golden)
-    of_one = {name: one[:1] for name, one in tensors.items() if "classifier" in name}
+    of_one = {name: tensor[:1] for name, tensor in tensors.items() if "classifier" in name}
     content = encode_safetensors(tensors | of_one)
     assert upload(http, "judge", "classifier", golden, content).status_code == 200
     assert "judge" in http.get("/v1/rl/capabilities").json()["reward_models"]
     # Its model tells three labels apart.
     refused = http.post("/v1/rewards/score", json={**REWARD, "model": "classifier"})
     assert refused.status_code == 400
-    found = http.post("/v1/rewards/score", json={**REWARD, "model": "judge"}).json()["data"]
+    rewards = http.post("/v1/rewards/score", json={**REWARD, "model": "judge"}).json()["data"]
     logits = logits_of(http, "judge", REWARD["texts"])
-    np.testing.assert_allclose([one["reward"] for one in found], logits[:, 0], atol=1e-5)
+    np.testing.assert_allclose([entry["reward"] for entry in rewards], logits[:, 0], atol=1e-5)
     assert http.get("/v1/models/judge").json()["parent"] == "classifier"
     loading = http.post("/v1/models/load", json={"model": "demo:embed", "name": ["judge"]})
     assert (loading.status_code, loading.json()["error"]["param"]) == (400, "name")
@@ -305,13 +309,13 @@ def test_every_route_takes_an_adapter(
     config: dict[str, Any] = golden["adapter_config"]
     if base in ("embedder", "mlm", "tagger"):
         config = {**config, "modules_to_save": None, "task_type": "FEATURE_EXTRACTION"}
-        tensors = {name: one for name, one in tensors.items() if "lora" in name}
+        tensors = {name: tensor for name, tensor in tensors.items() if "lora" in name}
     if base == "decoder":
         # One label makes a reward model of it, and a cross-encoder.
         tensors["base_model.model.score.weight"] = tensors["base_model.model.score.weight"][:1]
     answers = []
     for number, scale in enumerate((1.0, -1.0)):
-        scaled = {name: scale * one for name, one in tensors.items() if "lora_A" in name}
+        scaled = {name: scale * tensor for name, tensor in tensors.items() if "lora_A" in name}
         content = encode_safetensors({**tensors, **scaled})
         made = upload(http, f"a{number}", base, {"adapter_config": config}, content)
         assert made.status_code == 200, made.text
@@ -319,14 +323,16 @@ def test_every_route_takes_an_adapter(
         answer = http.post(where, json=body if where != path else {**body, "model": f"a{number}"})
         assert answer.status_code == 200, answer.text
         answers.append(numbers_of(answer.json()))
-    one, other = answers
-    assert len(one) != len(other) or not np.allclose(one, other, rtol=1e-3)
+    numbers, other = answers
+    assert len(numbers) != len(other) or not np.allclose(numbers, other, rtol=1e-3)
 
 
 def numbers_of(value: Any) -> list[float]:
-    """All that are no integers, in their order."""
+    """Return all floats within a JSON value, in their order."""
     if isinstance(value, float):
         return [value]
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value)]
-    return [one for part in value for one in numbers_of(part)] if isinstance(value, list) else []
+    return (
+        [number for part in value for number in numbers_of(part)] if isinstance(value, list) else []
+    )

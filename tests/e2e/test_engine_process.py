@@ -35,14 +35,14 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def engine_of(server: ServerProcess) -> int:
-    """The id of the process that a server has started."""
+    """Return the id of the process that a server has started."""
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
     rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    found = [int(pid) for pid, parent, what in rows if int(parent) == server.process.pid and what]
-    assert len(found) == 1, listed.stdout
-    return found[0]
+    pids = [int(pid) for pid, parent, what in rows if int(parent) == server.process.pid and what]
+    assert len(pids) == 1, listed.stdout
+    return pids[0]
 
 
 def test_answers_are_those_of_one_process(
@@ -50,8 +50,10 @@ def test_answers_are_those_of_one_process(
 ) -> None:
     with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none") as alone:
         here, there = (
-            one.completions.create(model=MODEL, prompt="1, 2, 3,", logprobs=2, **ASKED).choices[0]
-            for one in (client, alone)
+            connected.completions.create(
+                model=MODEL, prompt="1, 2, 3,", logprobs=2, **ASKED
+            ).choices[0]
+            for connected in (client, alone)
         )
     assert here.text == there.text
     assert here.logprobs is not None
@@ -92,8 +94,8 @@ def test_adapters_and_encoders_come_and_go(server: ServerProcess, client: openai
         assert http.delete("/v1/adapters/p").status_code == 200
         loaded = http.post("/v1/models/load", json={"model": "demo:sentiment"})
         assert loaded.status_code == 200, loaded.text
-        told = http.post("/classify", json={"model": "demo:sentiment", "input": "fine"})
-        assert told.status_code == 200, told.text
+        answer = http.post("/classify", json={"model": "demo:sentiment", "input": "fine"})
+        assert answer.status_code == 200, answer.text
         gone = http.post("/v1/models/unload", json={"model": "demo:sentiment"})
         assert gone.status_code == 200, gone.text
 
@@ -139,7 +141,7 @@ def test_the_server_ends_with_its_engine() -> None:
         lines = response.iter_lines()
         next(lines)
         os.kill(engine_of(server), signal.SIGKILL)
-        told = "".join(lines)
-    assert "The engine thread died." in told
+        log = "".join(lines)
+    assert "The engine thread died." in log
     assert server.process.wait() == 1
     server.stop()

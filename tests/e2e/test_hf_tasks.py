@@ -19,17 +19,17 @@ PIPELINES = golden_pipelines()
 NAMES = [f"org/model-{number}" for number in range(len(PIPELINES))]
 EMBEDDER = "org/embedder"
 CALLS = [
-    pytest.param(name, one["task"], call, id=f"{one['encoder']}-{number}")
-    for name, one in zip(NAMES, PIPELINES, strict=True)
-    for number, call in enumerate(one["calls"])
+    pytest.param(name, pipeline["task"], call, id=f"{pipeline['encoder']}-{number}")
+    for name, pipeline in zip(NAMES, PIPELINES, strict=True)
+    for number, call in enumerate(pipeline["calls"])
 ]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folders = [
-        write_task_model(tmp_path_factory.mktemp("model"), one["encoder"], one["config"])
-        for one in PIPELINES
+        write_task_model(tmp_path_factory.mktemp("model"), pipeline["encoder"], pipeline["config"])
+        for pipeline in PIPELINES
     ]
     folders.append(write_embedder(tmp_path_factory.mktemp("embedder"), normalizes=False))
     names = [f"{folder}={name}" for folder, name in zip(folders, [*NAMES, EMBEDDER], strict=True)]
@@ -42,18 +42,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def golden(encoder: str, call: int) -> tuple[str, dict[str, Any]]:
-    """The name of a model, and one of its calls."""
-    one = next(one for one in PIPELINES if one["encoder"] == encoder)
-    return NAMES[PIPELINES.index(one)], one["calls"][call]
+    """Return the name of a model, and one of its calls."""
+    pipeline = next(candidate for candidate in PIPELINES if candidate["encoder"] == encoder)
+    return NAMES[PIPELINES.index(pipeline)], pipeline["calls"][call]
 
 
 def client(server: ServerProcess, name: str | None = None) -> InferenceClient:
     return InferenceClient(model=server.url if name is None else f"{server.url}/models/{name}")
 
 
-def told(one: Any) -> dict[str, Any]:
-    """What of an element of the client's answers was there."""
-    return {key: value for key, value in dict(one).items() if value is not None}
+def fields_of(element: Any) -> dict[str, Any]:
+    """Return the fields of an element that the answer had."""
+    return {key: value for key, value in dict(element).items() if value is not None}
 
 
 def post(server: ServerProcess, path: str, body: Any) -> Any:
@@ -81,12 +81,14 @@ def test_answers_are_those_of_transformers(
 
 def test_fill_mask(server: ServerProcess) -> None:
     call = PIPELINES[0]["calls"][5]
-    found = client(server).fill_mask(call["inputs"], **call["parameters"])
-    assert_alike([told(one) for one in found], call["answer"])
+    predicted = client(server).fill_mask(call["inputs"], **call["parameters"])
+    assert_alike([fields_of(element) for element in predicted], call["answer"])
     roberta = PIPELINES[1]["calls"][1]
     # The text has the mask of another model than the first.
-    found = client(server).fill_mask(roberta["inputs"], top_k=3)
-    assert [one.token for one in found] == [one["token"] for one in roberta["answer"]]
+    predicted = client(server).fill_mask(roberta["inputs"], top_k=3)
+    assert [element.token for element in predicted] == [
+        element["token"] for element in roberta["answer"]
+    ]
 
 
 def test_targets_that_are_no_tokens_are_told(server: ServerProcess) -> None:
@@ -104,32 +106,32 @@ def test_a_text_without_a_mask_is_refused(server: ServerProcess) -> None:
 
 def test_text_classification(server: ServerProcess) -> None:
     name, call = golden("bert_sequence", 0)
-    found = client(server, name).text_classification(call["inputs"][0])
-    assert_alike([told(one) for one in found], call["answer"][0])
+    labels = client(server, name).text_classification(call["inputs"][0])
+    assert_alike([fields_of(element) for element in labels], call["answer"][0])
     name, call = golden("bert_sequence", 4)
     # The parameters tell the task, and the first model that can do it is this one.
-    found = client(server).text_classification(call["inputs"][1], function_to_apply="none")
-    assert_alike([told(one) for one in found], call["answer"][1])
-    found = client(server, name).text_classification(call["inputs"][1], top_k=1)
-    assert [one.label for one in found] == [call["answer"][1][0]["label"]]
+    labels = client(server).text_classification(call["inputs"][1], function_to_apply="none")
+    assert_alike([fields_of(element) for element in labels], call["answer"][1])
+    labels = client(server, name).text_classification(call["inputs"][1], top_k=1)
+    assert [element.label for element in labels] == [call["answer"][1][0]["label"]]
 
 
 def test_token_classification(server: ServerProcess) -> None:
     name, call = golden("bert_token", 2)
-    found = client(server, name).token_classification(call["inputs"], aggregation_strategy="first")
-    assert_alike([told(one) for one in found], call["answer"])
+    groups = client(server, name).token_classification(call["inputs"], aggregation_strategy="first")
+    assert_alike([fields_of(group) for group in groups], call["answer"])
     name, call = golden("bert_token", 1)
     assert call["parameters"] == {"aggregation_strategy": "simple"}
-    found = client(server, name).token_classification(call["inputs"])
-    assert_alike([told(one) for one in found], call["answer"])
+    groups = client(server, name).token_classification(call["inputs"])
+    assert_alike([fields_of(group) for group in groups], call["answer"])
 
 
 def test_tokens_of_a_text_that_is_cut(server: ServerProcess) -> None:
     name, call = golden("bert_token", 5)
     text = " ".join([call["inputs"]] * 6)
     body = {"inputs": text, "parameters": {**call["parameters"], "truncate": True}}
-    found = post(server, f"/models/{name}", body)
-    assert [one["index"] for one in found] == list(range(1, 39))
+    entries = post(server, f"/models/{name}", body)
+    assert [entry["index"] for entry in entries] == list(range(1, 39))
     body["parameters"]["truncate"] = False
     answer = httpx2.post(f"{server.url}/models/{name}", json=body)
     assert answer.status_code == 400
@@ -138,32 +140,32 @@ def test_tokens_of_a_text_that_is_cut(server: ServerProcess) -> None:
 
 def test_feature_extraction(server: ServerProcess) -> None:
     texts = ["w5 w6", "w7"]
-    one = client(server, EMBEDDER)
-    found = one.feature_extraction(texts)
+    inference = client(server, EMBEDDER)
+    features = inference.feature_extraction(texts)
     body = {"model": EMBEDDER, "input": texts}
     data = httpx2.post(f"{server.url}/v1/embeddings", json=body).json()["data"]
-    np.testing.assert_allclose(found, [row["embedding"] for row in data], atol=1e-5)
-    np.testing.assert_allclose(one.feature_extraction(texts[0]), found[:1], atol=1e-5)
-    assert abs(np.linalg.norm(found[0]) - 1) > 0.1
-    unit = found / np.linalg.norm(found, axis=1, keepdims=True)
-    np.testing.assert_allclose(one.feature_extraction(texts, normalize=True), unit, atol=1e-5)
+    np.testing.assert_allclose(features, [row["embedding"] for row in data], atol=1e-5)
+    np.testing.assert_allclose(inference.feature_extraction(texts[0]), features[:1], atol=1e-5)
+    assert abs(np.linalg.norm(features[0]) - 1) > 0.1
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    np.testing.assert_allclose(inference.feature_extraction(texts, normalize=True), unit, atol=1e-5)
     long = " ".join(f"w{5 + number}" for number in range(60))
     sides: list[tuple[Literal["left", "right"], range]] = [
         ("right", range(22)),
         ("left", range(38, 60)),
     ]
     for side, kept in sides:
-        cut = one.feature_extraction(long, truncate=True, truncation_direction=side)
+        cut = inference.feature_extraction(long, truncate=True, truncation_direction=side)
         text = " ".join(f"w{5 + number}" for number in kept)
         assert len(kept) == MAX_LEN - 2
-        np.testing.assert_allclose(cut, one.feature_extraction(text), atol=1e-5)
+        np.testing.assert_allclose(cut, inference.feature_extraction(text), atol=1e-5)
 
 
 def test_sentence_similarity(server: ServerProcess) -> None:
     texts = ["w5 w6", "w7", "w5 w6 w8"]
     vectors = client(server, EMBEDDER).feature_extraction(texts, normalize=True)
-    found = client(server, EMBEDDER).sentence_similarity(texts[0], texts)
-    np.testing.assert_allclose(found, vectors @ vectors[0], atol=1e-5)
+    similarities = client(server, EMBEDDER).sentence_similarity(texts[0], texts)
+    np.testing.assert_allclose(similarities, vectors @ vectors[0], atol=1e-5)
     # Every model has vectors; without a name the first one's are compared.
     assert len(client(server).sentence_similarity("the cat", ["the dog"])) == 1
 

@@ -49,7 +49,7 @@ def update(http: httpx2.Client, roots: Path, step: int, expected: int) -> httpx2
 
 
 def chat(count: int) -> dict[str, Any]:
-    """A greedy answer as ART asks for it."""
+    """Return a greedy answer to a request such as ART's."""
     return {
         "model": SLOT,
         "messages": [{"role": "user", "content": "qz vx: tell me more!"}],
@@ -69,7 +69,7 @@ def whole(http: httpx2.Client, count: int, **more: Any) -> dict[str, Any]:
 
 
 def scores(choice: dict[str, Any]) -> list[float]:
-    return [one["logprob"] for one in choice["logprobs"]["content"]]
+    return [token["logprob"] for token in choice["logprobs"]["content"]]
 
 
 def streamed(http: httpx2.Client, count: int) -> Iterator[dict[str, Any]]:
@@ -84,7 +84,7 @@ def streamed(http: httpx2.Client, count: int) -> Iterator[dict[str, Any]]:
 def test_an_update_meets_a_running_request(http: httpx2.Client, roots: Path) -> None:
     assert update(http, roots, 0, 0).is_success
     before = whole(http, 8)
-    assert [one["generation_id"] for one in before["policy_token_spans"]] == ["policy@0"]
+    assert [span["generation_id"] for span in before["policy_token_spans"]] == ["policy@0"]
     chunks = streamed(http, 400)
     first = next(chunks)
     # Its prompt is computed, and it is far from its end.
@@ -96,10 +96,10 @@ def test_an_update_meets_a_running_request(http: httpx2.Client, roots: Path) -> 
     *_, last = chunks
     choice = last["choices"][0]
     spans = choice["policy_token_spans"]
-    assert [one["generation_id"] for one in spans] == ["policy@0", "policy@1"]
-    assert [one["policy_version"] for one in spans] == [0, 1]
-    assert [one["update_seq"] for one in spans] == [1, 2]
-    assert {one["lora_slot"] for one in spans} == {SLOT}
+    assert [span["generation_id"] for span in spans] == ["policy@0", "policy@1"]
+    assert [span["policy_version"] for span in spans] == [0, 1]
+    assert [span["update_seq"] for span in spans] == [1, 2]
+    assert {span["lora_slot"] for span in spans} == {SLOT}
     assert (spans[0]["start_token"], spans[1]["end_token"]) == (0, 400)
     assert spans[0]["end_token"] == spans[1]["start_token"]
     (prompt,) = choice["prompt_policy_token_spans"]

@@ -40,8 +40,8 @@ def test_a_wrong_key_is_a_401(locked_server: ServerProcess, headers: dict[str, s
 
 
 def test_a_misspelt_variable_is_told_once(locked_server: ServerProcess) -> None:
-    told = "MLX_PARALLM_API_KEYS (did you mean MLX_PARALLM_API_KEY?)"
-    assert locked_server.log.count(told) == 1
+    warning = "MLX_PARALLM_API_KEYS (did you mean MLX_PARALLM_API_KEY?)"
+    assert locked_server.log.count(warning) == 1
     assert "three" not in locked_server.log
 
 
@@ -71,9 +71,9 @@ def test_a_sane_request_id_comes_back_and_others_are_replaced(locked_server: Ser
 
 
 def test_only_the_named_origin_may_read(locked_server: ServerProcess) -> None:
-    asked = {"access-control-request-method": "POST"}
+    headers = {"access-control-request-method": "POST"}
     url = f"{locked_server.url}/v1/chat/completions"
-    named = httpx2.options(url, headers={"origin": "https://page.example", **asked})
-    other = httpx2.options(url, headers={"origin": "https://other.example", **asked})
+    named = httpx2.options(url, headers={"origin": "https://page.example", **headers})
+    other = httpx2.options(url, headers={"origin": "https://other.example", **headers})
     assert named.headers["access-control-allow-origin"] == "https://page.example"
     assert "access-control-allow-origin" not in other.headers

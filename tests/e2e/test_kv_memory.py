@@ -15,7 +15,7 @@ LIMIT = 14_000_000 * 1024
 
 
 def limit_addresses() -> None:
-    """As ``ulimit -v 14000000`` does."""
+    """Limit the address space as ``ulimit -v 14000000`` does."""
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
 
 

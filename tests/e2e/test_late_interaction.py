@@ -42,19 +42,19 @@ def test_scores_are_those_of_sentence_transformers(server: ServerProcess, model:
     for query, wanted in zip(QUERIES, golden, strict=True):
         body = {"model": model, "query": query, "documents": DOCUMENTS}
         results = post(server, "/v1/rerank", body)["results"]
-        found = {one["index"]: one["relevance_score"] for one in results}
-        assert [found[place] for place in range(len(DOCUMENTS))] == pytest.approx(wanted, abs=1e-4)
-        assert list(found) == sorted(found, key=lambda place: -wanted[place])
+        scores = {result["index"]: result["relevance_score"] for result in results}
+        assert [scores[place] for place in range(len(DOCUMENTS))] == pytest.approx(wanted, abs=1e-4)
+        assert list(scores) == sorted(scores, key=lambda place: -wanted[place])
     # Each query beside one document.
     body = {"model": model, "text_1": QUERIES, "text_2": DOCUMENTS[: len(QUERIES)]}
-    found = [one["score"] for one in post(server, "/score", body)["data"]]
-    assert found == pytest.approx([row[place] for place, row in enumerate(golden)], abs=1e-4)
+    scores = [entry["score"] for entry in post(server, "/score", body)["data"]]
+    assert scores == pytest.approx([row[place] for place, row in enumerate(golden)], abs=1e-4)
 
 
 def test_it_ranks_where_nobody_names_a_model(server: ServerProcess) -> None:
-    found = post(server, "/rerank", {"query": QUERIES[0], "texts": DOCUMENTS, "return_text": True})
+    ranked = post(server, "/rerank", {"query": QUERIES[0], "texts": DOCUMENTS, "return_text": True})
     golden = FOUND["scores"]["stanford"][0]
-    assert [one["text"] for one in found] == [
+    assert [entry["text"] for entry in ranked] == [
         DOCUMENTS[place] for place in sorted(range(4), key=lambda place: -golden[place])
     ]
 
@@ -85,12 +85,12 @@ def test_long_texts_are_refused_or_cut(server: ServerProcess, model: str, longes
 def test_clients_may_compare_themselves(server: ServerProcess, model: str) -> None:
     def vectors(side: str, texts: list[str]) -> list[np.ndarray]:
         body = {"model": model, "task": "token_embed", "input_type": side, "input": texts}
-        return [np.array(one["data"]) for one in post(server, "/pooling", body)["data"]]
+        return [np.array(entry["data"]) for entry in post(server, "/pooling", body)["data"]]
 
     (query,) = vectors("query", QUERIES[1:2])
-    best = [(query @ one.T).max(axis=1) for one in vectors("document", DOCUMENTS)]
-    found = [one.mean() if model == "native" else one.sum() for one in best]
-    assert found == pytest.approx(FOUND["scores"][model][1], abs=1e-4)
+    best = [(query @ document.T).max(axis=1) for document in vectors("document", DOCUMENTS)]
+    scores = [match.mean() if model == "native" else match.sum() for match in best]
+    assert scores == pytest.approx(FOUND["scores"][model][1], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_an_input_type_is_for_what_is_compared(server: ServerProcess, body: Any)
 
 def test_every_token_of_a_text_has_a_vector(server: ServerProcess) -> None:
     body = {"model": "stanford", "input": DOCUMENTS[:1]}
-    (found,) = post(server, "/pooling", body)["data"]
+    (entry,) = post(server, "/pooling", body)["data"]
     # [CLS] and [SEP] around six words and marks.
-    assert [len(one) for one in found["data"]] == [8] * 8
+    assert [len(vector) for vector in entry["data"]] == [8] * 8
     info = httpx2.get(f"{server.url}/info", params={"model": "stanford"}).json()
     assert info["model_type"] == {"embedding": {"pooling": "none"}}
 
@@ -121,10 +121,10 @@ def test_a_vector_leaves_its_prompt_out(server: ServerProcess, name: str | None)
     body = {"model": "prompted", "input": PROMPTS["texts"], "prompt_name": name}
     data = post(server, "/v1/embeddings", body)["data"]
     wanted = np.array(PROMPTS[name or "none"])
-    np.testing.assert_allclose([one["embedding"] for one in data], wanted, atol=1e-4)
+    np.testing.assert_allclose([entry["embedding"] for entry in data], wanted, atol=1e-4)
     tei = {"model": "prompted", "inputs": PROMPTS["texts"], "prompt_name": name}
-    found = post(server, "/embed", {**tei, "normalize": False})
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    embedded = post(server, "/embed", {**tei, "normalize": False})
+    np.testing.assert_allclose(embedded, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
@@ -134,9 +134,11 @@ def test_embedders_rank_with_their_prompts(server: ServerProcess, path: str) -> 
     side = {"query": query} if path == "/v1/rerank" else {"queries": query}
     answer = post(server, path, body | side)
     vectors = [PROMPTS["query"][0], *PROMPTS["passage"][1:]]
-    first, *others = (np.array(one) / np.linalg.norm(one) for one in vectors)
-    found = answer.get("results") or answer["data"]
-    scores = {one["index"]: one.get("relevance_score", one.get("score")) for one in found}
+    first, *others = (np.array(vector) / np.linalg.norm(vector) for vector in vectors)
+    results = answer.get("results") or answer["data"]
+    scores = {
+        result["index"]: result.get("relevance_score", result.get("score")) for result in results
+    }
     assert [scores[place] for place in range(2)] == pytest.approx(
-        [first @ one for one in others], abs=1e-4
+        [first @ other for other in others], abs=1e-4
     )

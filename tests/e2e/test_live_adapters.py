@@ -45,13 +45,13 @@ def server(roots: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx2.Client]:
-    """A client with the admin key; the server has no adapters and is not paused after it."""
+    """Yield a client with the admin key; afterwards the server has no adapters and runs."""
     headers = {"authorization": "Bearer admin"}
     with httpx2.Client(base_url=server.url, headers=headers) as client:
         yield client
         client.post("/resume")
-        for one in client.get("/v1/adapters").json()["data"]:
-            client.delete(f"/v1/adapters/{one['name']}")
+        for adapter in client.get("/v1/adapters").json()["data"]:
+            client.delete(f"/v1/adapters/{adapter['name']}")
 
 
 def put(http: httpx2.Client, name: str, seed: int, **fields: str) -> httpx2.Response:
@@ -61,7 +61,7 @@ def put(http: httpx2.Client, name: str, seed: int, **fields: str) -> httpx2.Resp
 
 
 def tokens(http: httpx2.Client, model: str, *, count: int = 16) -> list[int]:
-    """What greedy decoding gives."""
+    """Return the tokens that greedy decoding gives."""
     body = {
         "model": model,
         "prompt": PROMPT,
@@ -84,20 +84,20 @@ def test_an_uploaded_adapter_serves_and_is_replaced(http: httpx2.Client, roots: 
     first = put(http, "policy", 1)
     assert first.status_code == 200, first.text
     assert first.json()["version"] == "1"
-    one = tokens(http, "policy")
-    assert one != base
+    of_first = tokens(http, "policy")
+    assert of_first != base
     second = put(http, "policy", 2, expected_version="1", version="step-2")
     assert second.json()["version"] == "step-2"
-    two = tokens(http, "policy")
-    assert two not in (base, one)
+    of_second = tokens(http, "policy")
+    assert of_second not in (base, of_first)
     assert put(http, "policy", 1, expected_version="1").status_code == 412
-    assert tokens(http, "policy") == two
+    assert tokens(http, "policy") == of_second
     # From a folder it is the same adapter as from a body.
     adapter_files.save(roots / "one", 1)
     body = {"lora_name": "again", "lora_path": str(roots / "one")}
     response = http.post("/v1/load_lora_adapter", json=body)
     assert response.text == "Success: LoRA adapter 'again' added successfully."
-    assert tokens(http, "again") == one
+    assert tokens(http, "again") == of_first
     cards = http.get("/v1/adapters").json()["data"]
     assert [card["digest"] for card in cards] == [second.json()["digest"], first.json()["digest"]]
     assert tokens(http, base_name(http)) == base
@@ -244,7 +244,7 @@ def test_a_connection_cut_in_the_middle_changes_nothing(
 
 
 def test_swaps_under_load_give_no_wrong_token(http: httpx2.Client) -> None:
-    """What the first version of a sample made is what it makes alone, up to the first swap."""
+    """Check that a sample's first version writes what it writes alone, up to the first swap."""
     alone = {}
     for seed in (1, 2):
         put(http, "policy", seed, version=f"v{seed}")
@@ -271,7 +271,7 @@ def test_swaps_under_load_give_no_wrong_token(http: httpx2.Client) -> None:
                 assert put(http, "policy", seed, version=f"v{seed}").is_success
         finally:
             stop.set()
-        seen = [one for future in running for one in future.result()]
+        seen = [token for future in running for token in future.result()]
     assert seen
     for spans, ids in seen:
         first, end = spans[0]["version"], spans[0]["end"]

@@ -51,7 +51,7 @@ def server(roots: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def http(server: ServerProcess, roots: Path) -> Iterator[httpx2.Client]:
-    """A client of a server with its first weights."""
+    """Yield a client of a server with its first weights."""
     with httpx2.Client(base_url=server.url) as client:
         body = {"weight_dir": str(roots / "first"), "version": "first"}
         assert client.post("/update_weights", json=body).status_code == 200
@@ -67,13 +67,13 @@ def sample(http: httpx2.Client) -> tuple[list[int], set[str]]:
 
 
 def fingerprint(http: httpx2.Client) -> str:
-    """What completions tell of the server, whole and in each chunk of a stream."""
+    """Return the server's fingerprint, which is the same in each chunk of a stream."""
     body = {"prompt": PROMPT, "max_tokens": 2}
-    found = http.post("/v1/completions", json=body).json()["system_fingerprint"]
+    fingerprint = http.post("/v1/completions", json=body).json()["system_fingerprint"]
     text = http.post("/v1/completions", json=body | {"stream": True}).text
     chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
-    assert {chunk["system_fingerprint"] for chunk in chunks} == {found}
-    return found
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {fingerprint}
+    return fingerprint
 
 
 def test_the_fingerprint_follows_the_weights(http: httpx2.Client, changed: bytes) -> None:
@@ -96,8 +96,8 @@ def test_tensors_and_folders_replace_weights(
     assert versions == {"second"}
     assert second != first
     body = {"action": "compare", "baseline": sums}
-    told = http.post("/weight_checker", json=body).json()
-    assert (told["match"], told["mismatches"]) == (False, [NAME])
+    report = http.post("/weight_checker", json=body).json()
+    assert (report["match"], report["mismatches"]) == (False, [NAME])
     body = {"model_path": str(roots / "first"), "weight_version": "third"}
     assert http.post("/update_weights_from_disk", json=body).json()["success"] is True
     assert sample(http) == (first, {"third"})

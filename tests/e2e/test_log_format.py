@@ -24,7 +24,7 @@ def records(log: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server that has ended printed, and its answer to a rerank request."""
+    """The output of a server that has ended, and its answer to a rerank request."""
 
     log: str
     reranked: dict[str, Any]
@@ -46,12 +46,12 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 def test_every_line_is_json(served: Served) -> None:
     lines = records(served.log)
-    loading = [one for one in lines if one["message"] == "Loading demo:reward"]
-    assert [one["progress"] for one in loading] == [0.0, 1.0]
-    assert any(one.get("path") == "/v1/models" for one in lines)
+    loading = [line for line in lines if line["message"] == "Loading demo:reward"]
+    assert [line["progress"] for line in loading] == [0.0, 1.0]
+    assert any(line.get("path") == "/v1/models" for line in lines)
     # Nothing is wrong with the project's own models, so no library warns of them.
-    complaints = [one for one in lines if one["level"] not in ("debug", "info")]
-    assert not [one for one in complaints if not one["logger"].startswith("mlx_parallm")]
+    complaints = [line for line in lines if line["level"] not in ("debug", "info")]
+    assert not [line for line in complaints if not line["logger"].startswith("mlx_parallm")]
 
 
 def test_rerank_prefers_an_embedder_to_the_embedded_reward_model(served: Served) -> None:

@@ -50,11 +50,11 @@ def test_sampled_tokens_have_the_numbers_of_the_same_tokens_as_a_prompt(
     ]
     texts = [choice["prompt_token_ids"] + choice["token_ids"] for choice in choices]
     assert {len(text) for text in texts} != {len(texts[0])}
-    asked = {"model": MODEL, "prompt": texts, "max_tokens": 1, "prompt_logprobs": 0}
-    scored = post(live_server, TEXT, **asked)["choices"]
-    for choice, text, one in zip(choices, texts, scored, strict=True):
+    fields = {"model": MODEL, "prompt": texts, "max_tokens": 1, "prompt_logprobs": 0}
+    scored = post(live_server, TEXT, **fields)["choices"]
+    for choice, text, prompt_choice in zip(choices, texts, scored, strict=True):
         begin = len(choice["prompt_token_ids"])
-        ids, entries = text[begin:], one["prompt_logprobs"][begin:]
+        ids, entries = text[begin:], prompt_choice["prompt_logprobs"][begin:]
         values = [entry[str(i)]["logprob"] for i, entry in zip(ids, entries, strict=True)]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(values, abs=TOLERANCE)
 
@@ -66,8 +66,8 @@ def test_the_token_that_ended_a_sample_is_told_with_its_logprob(
 ) -> None:
     said = [{"role": "user", "content": "What is 2 + 3?"}]
     prompt = {"messages": said} if path == CHAT else {"prompt": "1, 2, 3,"}
-    asked = ASKED | prompt | {"temperature": 0, "max_tokens": 60, "logprobs": path == CHAT or 0}
-    (free,) = post(live_server, path, **asked)["choices"]
+    body = ASKED | prompt | {"temperature": 0, "max_tokens": 60, "logprobs": path == CHAT or 0}
+    (free,) = post(live_server, path, **body)["choices"]
     ids = free["token_ids"]
     shown = post(live_server, "/detokenize", tokens=ids)["prompt"]
     ends: dict[str, tuple[dict[str, Any], str]] = {
@@ -77,8 +77,8 @@ def test_the_token_that_ended_a_sample_is_told_with_its_logprob(
         "length": ({"max_tokens": 3}, "length"),
     }  # fmt: skip
     more, reason = ends[end]
-    (whole,) = post(live_server, path, **asked | more)["choices"]
-    parts = pieces(live_server, path, **asked | more)
+    (whole,) = post(live_server, path, **body | more)["choices"]
+    parts = pieces(live_server, path, **body | more)
     streamed = [i for part in parts for i in part.get("token_ids", ())]
     assert whole["token_ids"] == streamed == ids[: len(streamed)]
     assert whole["finish_reason"] == parts[-1]["finish_reason"] == reason
@@ -117,7 +117,7 @@ def test_an_aborted_sample_has_a_logprob_for_each_of_its_tokens(live_server: Ser
     assert last["finish_reason"] == "abort"
     assert 0 < len(ids) == len(values) < 1500
     spans = last["weight_versions"]
-    assert [(one["start"], one["end"]) for one in spans] == [(0, len(ids))]
+    assert [(span["start"], span["end"]) for span in spans] == [(0, len(ids))]
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -133,13 +133,15 @@ def test_tokens_that_were_forced_have_finite_numbers(
         {"logit_bias": {str(i): -100 for i in range(400)}, "top_k": 3, "min_tokens": 4},
     ]
     for more in forcing:
-        asked = ASKED | {"prompt": "Once", "temperature": temperature, "seed": 1, "max_tokens": 12}
-        asked |= {"logprobs_mode": mode, "logprobs": 5} | more
-        found = post(live_server, TEXT, **asked)["choices"][0]["logprobs"]
-        values = found["token_logprobs"]
+        body = ASKED | {"prompt": "Once", "temperature": temperature, "seed": 1, "max_tokens": 12}
+        body |= {"logprobs_mode": mode, "logprobs": 5} | more
+        logprobs = post(live_server, TEXT, **body)["choices"][0]["logprobs"]
+        values = logprobs["token_logprobs"]
         assert values
         assert all(math.isfinite(value) and value <= 0 for value in values)
-        assert all(math.isfinite(value) for top in found["top_logprobs"] for value in top.values())
+        assert all(
+            math.isfinite(value) for top in logprobs["top_logprobs"] for value in top.values()
+        )
         if mode == "processed_logprobs" and "allowed_token_ids" in more:
             assert values == [0.0] * 12
         if mode == "raw_logprobs" and "allowed_token_ids" in more:
@@ -150,11 +152,11 @@ def test_every_token_id_of_the_vocabulary_passes_as_it_is(live_server: ServerPro
     info = httpx2.get(f"{live_server.url}/server_info").json()["models"][0]
     size = info["vocab_size"]
     parts = [list(range(first, min(first + 1000, size))) for first in range(0, size, 1000)]
-    asked = ASKED | {"prompt": parts, "max_tokens": 1}
-    choices = post(live_server, TEXT, **asked)["choices"]
+    body = ASKED | {"prompt": parts, "max_tokens": 1}
+    choices = post(live_server, TEXT, **body)["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == parts
     for ids in ([size], [0, -1], [2**40]):
-        refused = httpx2.post(live_server.url + TEXT, json=asked | {"prompt": ids})
+        refused = httpx2.post(live_server.url + TEXT, json=body | {"prompt": ids})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "prompt"
 
@@ -163,8 +165,8 @@ def test_a_salt_keeps_cached_prefixes_apart(live_server: ServerProcess) -> None:
     prompt = encode(live_server, "A text that nobody else has sent so far, of some length. " * 3)
 
     def cached(salt: str | None) -> int:
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
-        return post(live_server, TEXT, **asked)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+        return post(live_server, TEXT, **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert [cached(salt) > 0 for salt in ("1", "2", None, "1", "2", None)] == [False] * 3 + [
         True

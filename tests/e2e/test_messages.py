@@ -50,18 +50,18 @@ def client(live_server: ServerProcess) -> Iterator[anthropic.Anthropic]:
 
 
 def ask(client: anthropic.Anthropic, messages: Any, **more: Any) -> anthropic.types.Message:
-    """The same answer whole and streamed, greedily."""
-    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": messages} | more
-    asked["extra_body"] = {"temperature": 0} | more.get("extra_body", {})
-    with client.messages.stream(**asked) as stream:
+    """Return a greedy answer, which is the same whole and streamed."""
+    fields: Any = {"model": MODEL, "max_tokens": 200, "messages": messages} | more
+    fields["extra_body"] = {"temperature": 0} | more.get("extra_body", {})
+    with client.messages.stream(**fields) as stream:
         streamed = stream.get_final_message()
-    whole = client.messages.create(**asked)
-    assert told(streamed) == told(whole)
+    whole = client.messages.create(**fields)
+    assert without_ids(streamed) == without_ids(whole)
     return whole
 
 
-def told(message: Any) -> Any:
-    """What a message says, but for the ids."""
+def without_ids(message: Any) -> Any:
+    """Return a message without its ids."""
     blocks = [block.to_dict() for block in message.content]
     for block in blocks:
         block.pop("id", None)
@@ -97,8 +97,8 @@ def test_a_call_its_result_and_the_answer(client: anthropic.Anthropic) -> None:
 )
 def test_a_forced_call_is_valid(client: anthropic.Anthropic, choice: Any) -> None:
     for seed in range(2):
-        asked: Any = {"tools": [ROLL], "tool_choice": choice}
-        message = ask(client, SUM, **asked, extra_body={"temperature": 1, "seed": seed})
+        fields: Any = {"tools": [ROLL], "tool_choice": choice}
+        message = ask(client, SUM, **fields, extra_body={"temperature": 1, "seed": seed})
         calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
         assert calls
         assert message.stop_reason == "tool_use"
@@ -129,7 +129,7 @@ def test_thinking_has_a_budget(client: anthropic.Anthropic) -> None:
 
 
 class Dice(BaseModel):
-    """What the answer must be; the client asks for no bounds of numbers and texts."""
+    """The answer's form; the client sends no bounds of numbers and texts."""
 
     kind: Literal["fair", "loaded"]
     is_lucky: bool
@@ -174,7 +174,7 @@ def test_more_tokens_than_the_context_has_may_be_asked_for(client: anthropic.Ant
 
 @pytest.mark.parametrize(("messages", "kind"), [(SUM, "thinking"), (PARIS, "tool_use")])
 def test_the_events_of_a_stream(live_server: ServerProcess, messages: Any, kind: str) -> None:
-    asked = {
+    body = {
         "model": MODEL,
         "max_tokens": 200,
         "stream": True,
@@ -183,7 +183,7 @@ def test_the_events_of_a_stream(live_server: ServerProcess, messages: Any, kind:
         "messages": messages,
         "tools": [WEATHER] if kind == "tool_use" else [],
     }
-    response = httpx2.post(f"{live_server.url}/v1/messages", json=asked)
+    response = httpx2.post(f"{live_server.url}/v1/messages", json=body)
     message = fold_message(read_events(response.text))
     assert message["content"][0]["type"] == kind
     if kind == "tool_use":
@@ -212,6 +212,6 @@ def test_errors_become_the_clients_exceptions(
     cls: type[anthropic.APIStatusError],
     word: str,
 ) -> None:
-    asked: Any = {"model": MODEL, "max_tokens": 1, "messages": SUM} | more
+    body: Any = {"model": MODEL, "max_tokens": 1, "messages": SUM} | more
     with pytest.raises(cls, match=word):
-        client.messages.create(**asked)
+        client.messages.create(**body)

@@ -68,22 +68,22 @@ def check(server: ServerProcess, client: openai.OpenAI) -> None:
 
     def embed(model: str) -> np.ndarray:
         answer = client.embeddings.create(model=model, input=texts, encoding_format="float")
-        return np.array([one.embedding for one in answer.data])
+        return np.array([entry.embedding for entry in answer.data])
 
     stream = client.completions.create(
         model="demo", prompt="1, 2, 3,", max_tokens=40, stream=True, extra_body={"ignore_eos": True}
     )
     with ThreadPoolExecutor(4) as pool:
-        asked = pool.map(embed, ["whole", "q8", "q4"])
+        embedded = pool.map(embed, ["whole", "q8", "q4"])
         labels = pool.submit(classify, server, texts)
-        whole, q8, q4 = asked
+        whole, q8, q4 = embedded
     assert sum(1 for _ in stream) > 30
     # Rounding to 8 bits changes little, to 4 bits more.
-    close, far = ((whole * one).sum(axis=1).min() for one in (q8, q4))
+    close, far = ((whole * quantised).sum(axis=1).min() for quantised in (q8, q4))
     assert close > 0.999
     assert close > far > 0.8
     assert len(labels.result()["data"]) == len(texts)
-    memory = {one["id"]: one["memory"]["weights_bytes"] for one in models_of(server)}
+    memory = {card["id"]: card["memory"]["weights_bytes"] for card in models_of(server)}
     assert memory["q4"] < memory["q8"] < memory["whole"]
 
 

@@ -42,46 +42,50 @@ def ask(server: ServerProcess, **body: Any) -> dict[str, Any]:
 
 
 def predictions(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
-    """Of the only text."""
-    (one,) = ask(server, **body)["data"]
-    return one["predictions"]
+    """Return the predictions for the only text."""
+    (entry,) = ask(server, **body)["data"]
+    return entry["predictions"]
 
 
 def test_each_mask_has_its_likeliest_tokens(server: ServerProcess) -> None:
     texts = [TEXT, "the [MASK] is [MASK]"]
-    found = ask(server, texts=texts, return_top_k=2, request_ids=["a", "b"])
-    assert [one["request_id"] for one in found["data"]] == ["a", "b"]
-    assert [len(one["predictions"]) for one in found["data"]] == [1, 2]
-    assert [one["position"] for one in found["data"][1]["predictions"]] == [2, 4]
-    assert found["usage"]["prompt_tokens"] == 9 + 6
-    assert found["model"] == "mlm"
+    answer = ask(server, texts=texts, return_top_k=2, request_ids=["a", "b"])
+    assert [entry["request_id"] for entry in answer["data"]] == ["a", "b"]
+    assert [len(entry["predictions"]) for entry in answer["data"]] == [1, 2]
+    assert [prediction["position"] for prediction in answer["data"][1]["predictions"]] == [2, 4]
+    assert answer["usage"]["prompt_tokens"] == 9 + 6
+    assert answer["model"] == "mlm"
     body = {"inputs": TEXT, "parameters": {"top_k": 2}}
     pipeline = post(server, "/models/mlm", **body).json()
-    assert found["data"][0]["predictions"][0]["top_k"] == pipeline
+    assert answer["data"][0]["predictions"][0]["top_k"] == pipeline
     alone = predictions(server, texts=texts[1], return_top_k=2)
-    for one, other in zip(alone, found["data"][1]["predictions"], strict=True):
-        assert [token["token"] for token in one["top_k"]] == [t["token"] for t in other["top_k"]]
+    for prediction, other in zip(alone, answer["data"][1]["predictions"], strict=True):
+        assert [token["token"] for token in prediction["top_k"]] == [
+            t["token"] for t in other["top_k"]
+        ]
 
 
 def test_what_was_asked_before_is_told_as_a_hit(server: ServerProcess) -> None:
     texts = ["my name is [MASK]", "my name was [MASK]"]
     first = ask(server, texts=texts[0])["data"][0]
     second = ask(server, texts=texts)["data"]
-    assert [first["cache_hit"], *(one["cache_hit"] for one in second)] == [False, True, False]
+    assert [first["cache_hit"], *(entry["cache_hit"] for entry in second)] == [False, True, False]
     assert second[0]["predictions"] == first["predictions"]
     # What is kept of a mask answers what wants fewer tokens of it, or some more.
     (fewer,) = ask(server, texts=texts[0], return_top_k=2)["data"]
     assert fewer["cache_hit"]
     assert fewer["predictions"][0]["top_k"] == first["predictions"][0]["top_k"][:2]
     scored = [ask(server, texts="a goal", pseudo_log_likelihood=True)["data"][0] for _ in "12"]
-    assert [one["cache_hit"] for one in scored] == [False, True]
+    assert [entry["cache_hit"] for entry in scored] == [False, True]
 
 
 def test_token_ids_are_the_same_as_their_text(server: ServerProcess) -> None:
     ids = [2, 5, 6, 41, 4, 21, 31, 59, 3]
     (by_ids,) = predictions(server, token_ids=ids)
     (by_text,) = predictions(server, texts=TEXT)
-    assert [one["token"] for one in by_ids["top_k"]] == [one["token"] for one in by_text["top_k"]]
+    assert [candidate["token"] for candidate in by_ids["top_k"]] == [
+        candidate["token"] for candidate in by_text["top_k"]
+    ]
 
 
 def test_targets_are_shares_of_the_vocabulary_and_label_words_of_each_other(
@@ -93,61 +97,63 @@ def test_targets_are_shares_of_the_vocabulary_and_label_words_of_each_other(
     assert logits.shape == (VOCAB_SIZE,)
     shares = np.exp(logits) / np.exp(logits).sum()
     (targets,) = predictions(server, texts=TEXT, targets=words, return_top_k=2)
-    ids = [one["token"] for one in targets["words"]]
-    assert [one["label"] for one in targets["words"]] == words
-    np.testing.assert_allclose([one["score"] for one in targets["words"]], shares[ids], atol=1e-4)
+    ids = [word["token"] for word in targets["words"]]
+    assert [word["label"] for word in targets["words"]] == words
+    np.testing.assert_allclose([word["score"] for word in targets["words"]], shares[ids], atol=1e-4)
     assert len(targets["top_k"]) == 2
     (labels,) = predictions(server, texts=TEXT, label_words=words, return_logits=True)
     np.testing.assert_allclose(labels["logits"], logits[ids], atol=1e-4)
     among = shares[ids] / shares[ids].sum()
-    np.testing.assert_allclose([one["score"] for one in labels["words"]], among, atol=1e-4)
+    np.testing.assert_allclose([word["score"] for word in labels["words"]], among, atol=1e-4)
     assert labels["label"] == words[int(among.argmax())]
     (both,) = predictions(server, texts=TEXT, targets=words, return_logits=True)
     np.testing.assert_allclose(both["logits"], logits[ids], atol=1e-4)
-    np.testing.assert_allclose([one["score"] for one in both["words"]], shares[ids], atol=1e-4)
+    np.testing.assert_allclose([word["score"] for word in both["words"]], shares[ids], atol=1e-4)
 
 
 def test_label_words_may_have_labels(server: ServerProcess) -> None:
     words = {"negative": "bad", "positive": 34}
-    (found,) = predictions(server, texts=TEXT, label_words=words)
-    assert [(one["label"], one["token"]) for one in found["words"]] == [
+    (prediction,) = predictions(server, texts=TEXT, label_words=words)
+    assert [(word["label"], word["token"]) for word in prediction["words"]] == [
         ("negative", 39),
         ("positive", 34),
     ]
-    assert found["label"] in words
+    assert prediction["label"] in words
 
 
 def test_words_that_are_no_tokens_are_read_as_their_first_one_with_a_warning(
     server: ServerProcess,
 ) -> None:
-    found = ask(server, texts=TEXT, targets=["walking", "cat"])
-    assert found["warnings"] == [
+    answer = ask(server, texts=TEXT, targets=["walking", "cat"])
+    assert answer["warnings"] == [
         "'walking' is not in the vocabulary; its first token 'walk' is used."
     ]
-    assert [one["label"] for one in found["data"][0]["predictions"][0]["words"]] == [
+    assert [word["label"] for word in answer["data"][0]["predictions"][0]["words"]] == [
         "walking",
         "cat",
     ]
 
 
 def test_labels_of_the_same_word_are_told_as_one_with_a_warning(server: ServerProcess) -> None:
-    found = ask(server, texts=TEXT, label_words={"a": "good", "b": "good", "c": "bad"})
-    assert found["warnings"] == ["'b' and 'a' are the same token; it is told once."]
-    words = found["data"][0]["predictions"][0]["words"]
-    assert [one["label"] for one in words] == ["a", "c"]
+    answer = ask(server, texts=TEXT, label_words={"a": "good", "b": "good", "c": "bad"})
+    assert answer["warnings"] == ["'b' and 'a' are the same token; it is told once."]
+    words = answer["data"][0]["predictions"][0]["words"]
+    assert [word["label"] for word in words] == ["a", "c"]
 
 
 def test_whole_texts_are_scored_token_by_token(server: ServerProcess) -> None:
     texts = ["the cat is good", "", "bad !"]
-    found = ask(server, texts=texts, pseudo_log_likelihood=True)["data"]
-    assert [len(one["logprobs"]) for one in found] == [4, 0, 2]
-    assert found[1]["pseudo_log_likelihood"] == 0
-    for place, logprob in enumerate(found[0]["logprobs"]):
+    entries = ask(server, texts=texts, pseudo_log_likelihood=True)["data"]
+    assert [len(entry["logprobs"]) for entry in entries] == [4, 0, 2]
+    assert entries[1]["pseudo_log_likelihood"] == 0
+    for place, logprob in enumerate(entries[0]["logprobs"]):
         words = texts[0].split()
         words[place], word = "[MASK]", words[place]
         (alone,) = predictions(server, texts=" ".join(words), targets=word)
         assert math.isclose(alone["words"][0]["logprob"], logprob, abs_tol=1e-4)
-    assert math.isclose(found[0]["pseudo_log_likelihood"], sum(found[0]["logprobs"]), abs_tol=1e-5)
+    assert math.isclose(
+        entries[0]["pseudo_log_likelihood"], sum(entries[0]["logprobs"]), abs_tol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,16 @@ def test_a_small_encoder_beside_a_generator(
     tmp_path: Path, flags: list[str], lengths: dict[str, int]
 ) -> None:
     folder = str(write_embedder(tmp_path / "small"))
-    given = [flag.replace("small=", f"{folder}=") for flag in flags]
+    limits = [flag.replace("small=", f"{folder}=") for flag in flags]
     server = ServerProcess(
         *("--model", DEMO, folder, "--served-model-name", f"{folder}=small"),
-        *(part for one in given for part in ("--max-model-len", one)),
+        *(part for limit in limits for part in ("--max-model-len", limit)),
     )
     try:
         server.wait_until_ready()
         cards = httpx2.get(f"{server.url}/v1/models").json()["data"]
-        assert {one["id"]: one["max_model_len"] for one in cards} | lengths == {
-            one["id"]: one["max_model_len"] for one in cards
+        assert {card["id"]: card["max_model_len"] for card in cards} | lengths == {
+            card["id"]: card["max_model_len"] for card in cards
         }
         body = {"model": "small", "input": "hello"}
         assert httpx2.post(f"{server.url}/v1/embeddings", json=body).status_code == 200

@@ -54,7 +54,7 @@ def embed(server: ServerProcess, model: str | None, text: str = "w5 w6") -> np.n
 
 def served(server: ServerProcess) -> dict[str, dict[str, Any]]:
     answer = httpx2.get(f"{server.url}/v1/models", headers=ADMIN).json()
-    return {one["id"]: one for one in answer["data"]}
+    return {card["id"]: card for card in answer["data"]}
 
 
 def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
@@ -76,7 +76,7 @@ def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
     assert min(demo["weights_bytes"], demo["kv_bytes"]) > size
     assert served(server)["mine"]["memory"]["cache_bytes"] > 0
     known = httpx2.get(f"{server.url}/server_info", headers=ADMIN).json()["models"]
-    assert {one["names"][0]: one["memory"]["weights"] for one in known}["mine"] == size
+    assert {model["names"][0]: model["memory"]["weights"] for model in known}["mine"] == size
     # Another one beside it has its own vectors.
     assert post(server, "/models/load", model="two").status_code == 200
     assert np.abs(embed(server, "two") - embed(server, "mine")).max() > 1e-3
@@ -152,7 +152,7 @@ def test_encoders_make_way_and_come_back(root: Path) -> None:
         states = []
         vectors = []
         for name in ("two", "one", "one", "two"):
-            states.append({one: card["status"] for one, card in served(small).items()})
+            states.append({name: card["status"] for name, card in served(small).items()})
             vectors.append(embed(small, name))
         check_that_adapters_come_back(small)
     finally:
@@ -165,7 +165,7 @@ def test_encoders_make_way_and_come_back(root: Path) -> None:
 
 
 def check_that_adapters_come_back(small: ServerProcess) -> None:
-    """``two`` is in memory, ``one`` made way for it."""
+    """Check the adapters while ``two`` is in memory, for which ``one`` was unloaded."""
     golden = read_golden_adapter("bert_features")
     answer = httpx2.post(
         f"{small.url}/v1/update_adapter_weights",
@@ -176,7 +176,7 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
     # Its model came back for it.
     assert answer.status_code == 200, answer.text
     cards = served(small)
-    assert [cards[one]["status"] for one in ("one", "two", "mine")] == [
+    assert [cards[name]["status"] for name in ("one", "two", "mine")] == [
         "loaded",
         "evicted",
         "loaded",
@@ -185,7 +185,7 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
     before = embed(small, "mine")
     embed(small, "two")
     cards = served(small)
-    assert [cards[one]["status"] for one in ("one", "two", "mine")] == [
+    assert [cards[name]["status"] for name in ("one", "two", "mine")] == [
         "evicted",
         "loaded",
         "evicted",
@@ -202,4 +202,4 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
 
 
 def states_of(cards: dict[str, dict[str, Any]]) -> list[str]:
-    return [cards[one]["status"] for one in ("one", "two", "mine")]
+    return [cards[name]["status"] for name in ("one", "two", "mine")]

@@ -50,9 +50,9 @@ def test_a_failing_cell_is_named_and_ends_the_run():
 def test_outputs_are_what_is_printed_and_the_value_of_the_last_line():
     notebook = notebook_of("a = 1\nprint(a)\nprint('b')", "a + 1", "print(a)\n'x\\ny'", "a = None")
     run(notebook)
-    found = [cell["outputs"] for cell in code_cells(notebook)]
-    assert found[0] == [{"name": "stdout", "output_type": "stream", "text": ["1\n", "b\n"]}]
-    assert found[1][0]["data"] == {"text/plain": ["2"]}
-    assert [one["output_type"] for one in found[2]] == ["stream", "execute_result"]
-    assert found[3] == []
+    outputs = [cell["outputs"] for cell in code_cells(notebook)]
+    assert outputs[0] == [{"name": "stdout", "output_type": "stream", "text": ["1\n", "b\n"]}]
+    assert outputs[1][0]["data"] == {"text/plain": ["2"]}
+    assert [output["output_type"] for output in outputs[2]] == ["stream", "execute_result"]
+    assert outputs[3] == []
     assert [cell["execution_count"] for cell in code_cells(notebook)] == [1, 2, 3, 4]

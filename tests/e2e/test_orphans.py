@@ -33,16 +33,16 @@ server._process.wait()
 
 
 def processes_below(root: int) -> set[int]:
-    """A process and those that it has started, those that they have started, and so on."""
+    """Return the ids of a process and of all its descendants."""
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
     )
     rows = [[int(word) for word in line.split()] for line in listed.stdout.splitlines()]
-    found, more = set[int](), {root}
+    pids, more = set[int](), {root}
     while more:
-        found |= more
+        pids |= more
         more = {pid for pid, parent in rows if parent in more}
-    return found
+    return pids
 
 
 def is_running(pid: int) -> bool:

@@ -86,10 +86,10 @@ def complete(client: openai.OpenAI, prompt: Any = "", **fields: Any) -> Completi
 def test_rows_give_the_text_of_ids(client: openai.OpenAI, rows: Rows, as_npy: bool) -> None:
     for text in rows.texts:
         wanted = complete(client, rows.ids(text))
-        found = complete(client, prompt_embeds=rows.base64(text, as_npy=as_npy))
-        assert found.choices[0].text == wanted.choices[0].text != ""
-        assert found.usage is not None
-        assert found.usage.prompt_tokens == len(rows.ids(text))
+        answer = complete(client, prompt_embeds=rows.base64(text, as_npy=as_npy))
+        assert answer.choices[0].text == wanted.choices[0].text != ""
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(rows.ids(text))
 
 
 def test_many_at_once_beside_texts_longer_than_a_step(client: openai.OpenAI, rows: Rows) -> None:
@@ -103,8 +103,8 @@ def test_many_at_once_beside_texts_longer_than_a_step(client: openai.OpenAI, row
         return complete(client, prompt_embeds=rows.base64(long[place])).choices[0].text
 
     with ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(ask, range(12)))
-    assert found == [wanted[number % len(long)] for number in range(12)]
+        texts = list(pool.map(ask, range(12)))
+    assert texts == [wanted[number % len(long)] for number in range(12)]
 
 
 def test_rows_are_found_in_the_prefix_cache(client: openai.OpenAI, rows: Rows) -> None:
@@ -190,8 +190,8 @@ def test_batch_files_take_rows_and_name_bad_ones(client: openai.OpenAI, rows: Ro
     assert batch.output_file_id is not None
     assert batch.error_file_id is not None
     (line,) = client.files.content(batch.output_file_id).text.splitlines()
-    found = json.loads(line)["response"]["body"]["choices"][0]["text"]
-    assert found == complete(client, rows.texts[0]).choices[0].text
+    text = json.loads(line)["response"]["body"]["choices"][0]["text"]
+    assert text == complete(client, rows.texts[0]).choices[0].text
     errors = [
         json.loads(each) for each in client.files.content(batch.error_file_id).text.splitlines()
     ]

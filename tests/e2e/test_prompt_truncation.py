@@ -62,23 +62,23 @@ def test_a_text_keeps_its_special_tokens(
     engine: FakeEngine, url: str, side: Any, kept: bytes
 ) -> None:
     more = {"truncation_side": side} if isinstance(side, str) else side
-    asked = {"prompt": "abcdefgh", "truncate_prompt_tokens": 3} | more
-    assert prompt_of(engine, url, TEXT, **asked) == (BOS, *kept)
-    asked["add_special_tokens"] = False
-    assert len(prompt_of(engine, url, TEXT, **asked)) == 3
+    body = {"prompt": "abcdefgh", "truncate_prompt_tokens": 3} | more
+    assert prompt_of(engine, url, TEXT, **body) == (BOS, *kept)
+    body["add_special_tokens"] = False
+    assert len(prompt_of(engine, url, TEXT, **body)) == 3
 
 
 def test_token_ids_are_cut_as_they_are(engine: FakeEngine, url: str) -> None:
-    asked: dict[str, Any] = {"prompt": [BOS, 1, 2, 3, 4], "truncate_prompt_tokens": 2}
-    assert prompt_of(engine, url, TEXT, **asked) == (3, 4)
-    assert prompt_of(engine, url, TEXT, **asked, truncation_side="right") == (BOS, 1)
-    asked["truncate_prompt_tokens"] = 5
-    assert prompt_of(engine, url, TEXT, **asked) == (BOS, 1, 2, 3, 4)
+    body: dict[str, Any] = {"prompt": [BOS, 1, 2, 3, 4], "truncate_prompt_tokens": 2}
+    assert prompt_of(engine, url, TEXT, **body) == (3, 4)
+    assert prompt_of(engine, url, TEXT, **body, truncation_side="right") == (BOS, 1)
+    body["truncate_prompt_tokens"] = 5
+    assert prompt_of(engine, url, TEXT, **body) == (BOS, 1, 2, 3, 4)
 
 
 def test_minus_one_leaves_room_for_max_tokens(engine: FakeEngine, url: str) -> None:
-    asked: dict[str, Any] = {"prompt": [7] * 1000, "truncate_prompt_tokens": -1}
-    assert len(prompt_of(engine, url, TEXT, **asked, max_tokens=40)) == CONTEXT - 40
+    body: dict[str, Any] = {"prompt": [7] * 1000, "truncate_prompt_tokens": -1}
+    assert len(prompt_of(engine, url, TEXT, **body, max_tokens=40)) == CONTEXT - 40
     body = {"messages": [{"role": "user", "content": "x" * 1000}], "truncate_prompt_tokens": -1}
     assert len(prompt_of(engine, url, "/v1/chat/completions", **body)) == CONTEXT - 1
 
@@ -93,9 +93,9 @@ def test_an_echo_is_what_the_model_read(url: str) -> None:
 @pytest.mark.parametrize("path", TURNS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_conversations_are_cut_too(engine: FakeEngine, url: str, path: str, side: str) -> None:
-    asked = TURNS[path] | {"truncate_prompt_tokens": 5, "truncation_side": side}
+    body = TURNS[path] | {"truncate_prompt_tokens": 5, "truncation_side": side}
     kept = TURN[-5:] if side == "left" else TURN[:5]
-    assert prompt_of(engine, url, path, **asked) == tuple(kept)
+    assert prompt_of(engine, url, path, **body) == tuple(kept)
 
 
 @pytest.mark.parametrize("number", [0, -2, CONTEXT - 15])

@@ -1,4 +1,4 @@
-"""What would be run, told without running it, is what is run."""
+"""Rendered requests are those that the model would run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def post(server: ServerProcess, path: str, **body: Any) -> Any:
 
 
 def test_a_rendered_chat_has_the_prompt_that_a_chat_has(live_server: ServerProcess) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "seed": 5}
-    rendered = post(live_server, "/v1/chat/completions/render", **asked, request_id="mine")
-    chat = post(live_server, "/v1/chat/completions", **asked, return_token_ids=True)
+    body: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "seed": 5}
+    rendered = post(live_server, "/v1/chat/completions/render", **body, request_id="mine")
+    chat = post(live_server, "/v1/chat/completions", **body, return_token_ids=True)
     assert rendered["token_ids"] == chat["prompt_token_ids"]
     assert rendered["request_id"] == "chatcmpl-mine"
     assert rendered["sampling_params"]["max_tokens"] == 3
@@ -34,12 +34,12 @@ def test_a_rendered_chat_has_the_prompt_that_a_chat_has(live_server: ServerProce
 
 
 def test_a_rendered_completion_has_every_prompt(live_server: ServerProcess) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "prompt": ["a b", "c"], "max_tokens": 1}
-    rendered = post(live_server, "/v1/completions/render", **asked)
-    done = post(live_server, "/v1/completions", **asked, return_token_ids=True)
-    assert [one["prompt"] for one in rendered] == ["a b", "c"]
-    expected = [one["prompt_token_ids"] for one in done["choices"]]
-    assert [one["token_ids"] for one in rendered] == expected
+    body: dict[str, Any] = {"model": MODEL, "prompt": ["a b", "c"], "max_tokens": 1}
+    rendered = post(live_server, "/v1/completions/render", **body)
+    done = post(live_server, "/v1/completions", **body, return_token_ids=True)
+    assert [request["prompt"] for request in rendered] == ["a b", "c"]
+    expected = [choice["prompt_token_ids"] for choice in done["choices"]]
+    assert [request["token_ids"] for request in rendered] == expected
 
 
 @pytest.mark.parametrize(

@@ -25,61 +25,61 @@ def test_scores_are_those_of_sentence_transformers(server: ServerProcess, path: 
     assert answer["id"].startswith("rerank-")
     results = answer["results"]
     assert scores(results) == pytest.approx(read_cross_encoder()["scores"][:3], abs=1e-4)
-    assert [one["index"] for one in results] == [0, 2, 1]
-    assert [one["document"] for one in results] == [{"text": DOCUMENTS[i]} for i in (0, 2, 1)]
+    assert [result["index"] for result in results] == [0, 2, 1]
+    assert [result["document"] for result in results] == [{"text": DOCUMENTS[i]} for i in (0, 2, 1)]
     # [CLS] query [SEP] document [SEP].
     assert answer["usage"] == {"prompt_tokens": 8 + 14 + 7, "total_tokens": 29}
 
 
 def test_logits_where_the_body_or_the_model_asks_for_them(server: ServerProcess) -> None:
     golden = read_cross_encoder()["logits"][:3]
-    asked = {"query": QUERY, "documents": DOCUMENTS}
-    raw = post(server, "/rerank", {**asked, "model": "cross", "use_activation": False})
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    raw = post(server, "/rerank", {**body, "model": "cross", "use_activation": False})
     assert scores(raw["results"]) == pytest.approx(golden, abs=1e-4)
-    own = post(server, "/rerank", {**asked, "model": "logits"})
+    own = post(server, "/rerank", {**body, "model": "logits"})
     assert scores(own["results"]) == pytest.approx(golden, abs=1e-4)
 
 
 def test_an_embedder_ranks_by_cosine(server: ServerProcess) -> None:
-    asked = {"query": "w10 w11", "documents": ["w50 w51 w52", "w10 w11"], "model": "embedder"}
-    answer = post(server, "/v1/rerank", {**asked, "top_n": 1, "return_documents": False})
+    body = {"query": "w10 w11", "documents": ["w50 w51 w52", "w10 w11"], "model": "embedder"}
+    answer = post(server, "/v1/rerank", {**body, "top_n": 1, "return_documents": False})
     assert answer["results"] == [{"index": 1, "relevance_score": pytest.approx(1, abs=1e-5)}]
     assert answer["usage"]["prompt_tokens"] == 4 + 5 + 4
     vectors = post(
         server, "/v1/embeddings", {"input": ["w10 w11", "w50 w51 w52"], "model": "embedder"}
     )["data"]
-    first, second = (one["embedding"] for one in vectors)
+    first, second = (vector["embedding"] for vector in vectors)
     cosine = sum(a * b for a, b in zip(first, second, strict=True))
-    found = scores(post(server, "/v1/rerank", asked)["results"])
-    assert found[0] == pytest.approx(cosine, abs=1e-4)
+    ranked = scores(post(server, "/v1/rerank", body)["results"])
+    assert ranked[0] == pytest.approx(cosine, abs=1e-4)
 
 
 def test_equal_documents_keep_their_order(server: ServerProcess) -> None:
-    asked = {"query": QUERY, "documents": ["w44", "w20 w21", "w44", "w20 w21"]}
-    results = post(server, "/v1/rerank", asked)["results"]
-    assert [one["index"] for one in results] == [1, 3, 0, 2]
+    body = {"query": QUERY, "documents": ["w44", "w20 w21", "w44", "w20 w21"]}
+    results = post(server, "/v1/rerank", body)["results"]
+    assert [result["index"] for result in results] == [1, 3, 0, 2]
 
 
 def test_teis_form(server: ServerProcess) -> None:
     golden = read_cross_encoder()
-    asked = {"query": QUERY, "texts": DOCUMENTS}
-    found = post(server, "/rerank", asked)
-    assert [sorted(one) for one in found] == [["index", "score"]] * 3
-    assert [one["index"] for one in found] == [0, 2, 1]
-    assert scores(found, "score") == pytest.approx(golden["scores"][:3], abs=1e-4)
-    raw = post(server, "/rerank", {**asked, "raw_scores": True, "return_text": True})
+    body = {"query": QUERY, "texts": DOCUMENTS}
+    ranked = post(server, "/rerank", body)
+    assert [sorted(entry) for entry in ranked] == [["index", "score"]] * 3
+    assert [entry["index"] for entry in ranked] == [0, 2, 1]
+    assert scores(ranked, "score") == pytest.approx(golden["scores"][:3], abs=1e-4)
+    raw = post(server, "/rerank", {**body, "raw_scores": True, "return_text": True})
     assert scores(raw, "score") == pytest.approx(golden["logits"][:3], abs=1e-4)
-    assert [one["text"] for one in raw] == [DOCUMENTS[i] for i in (0, 2, 1)]
+    assert [entry["text"] for entry in raw] == [DOCUMENTS[i] for i in (0, 2, 1)]
 
 
 def test_the_document_of_a_long_pair_is_cut_where_that_is_asked(server: ServerProcess) -> None:
     long = "w20 w21" + " w30" * 60
-    asked = {"query": QUERY, "documents": ["w7", long], "model": "cross"}
-    error = refusal(server, "/rerank", asked)
+    body = {"query": QUERY, "documents": ["w7", long], "model": "cross"}
+    error = refusal(server, "/rerank", body)
     assert error["code"] == "context_length_exceeded"
     assert "documents 1 has 68" in error["message"]
-    cut = post(server, "/rerank", {**asked, "truncate_prompt_tokens": 8})
-    short = post(server, "/rerank", {**asked, "documents": ["w7", "w20 w21"]})
+    cut = post(server, "/rerank", {**body, "truncate_prompt_tokens": 8})
+    short = post(server, "/rerank", {**body, "documents": ["w7", "w20 w21"]})
     assert scores(cut["results"]) == pytest.approx(scores(short["results"]), abs=1e-4)
     tei = post(server, "/rerank", {"query": QUERY, "texts": [long], "truncate": True})
     whole = post(server, "/rerank", {"query": QUERY, "documents": ["w20 w21" + " w30" * 32]})
@@ -89,12 +89,12 @@ def test_the_document_of_a_long_pair_is_cut_where_that_is_asked(server: ServerPr
 @pytest.mark.parametrize("model", ["cross", "embedder"])
 def test_documents_are_cut_one_by_one(server: ServerProcess, model: str) -> None:
     long = ["w20 w21 w22" + " w30" * 60, "w7 w8", "w9"]
-    asked = {"query": QUERY, "model": model}
-    cut = post(server, "/v2/rerank", {**asked, "documents": long, "max_tokens_per_doc": 2})
-    short = post(server, "/v2/rerank", {**asked, "documents": ["w20 w21", "w7 w8", "w9"]})
+    body = {"query": QUERY, "model": model}
+    cut = post(server, "/v2/rerank", {**body, "documents": long, "max_tokens_per_doc": 2})
+    short = post(server, "/v2/rerank", {**body, "documents": ["w20 w21", "w7 w8", "w9"]})
     assert scores(cut["results"]) == pytest.approx(scores(short["results"]), abs=1e-4)
     # The documents come back as they were sent.
-    assert {one["document"]["text"] for one in cut["results"]} == set(long)
+    assert {result["document"]["text"] for result in cut["results"]} == set(long)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_bad_rankings_name_the_field(
 
 
 def test_unknown_models_and_fields(server: ServerProcess) -> None:
-    asked = {"query": QUERY, "documents": ["w5"]}
-    assert httpx2.post(f"{server.url}/rerank", json={**asked, "model": "no"}).status_code == 404
-    answer = httpx2.post(f"{server.url}/rerank", json={**asked, "max_chunks_per_doc": 10})
+    body = {"query": QUERY, "documents": ["w5"]}
+    assert httpx2.post(f"{server.url}/rerank", json={**body, "model": "no"}).status_code == 404
+    answer = httpx2.post(f"{server.url}/rerank", json={**body, "max_chunks_per_doc": 10})
     assert answer.status_code == 200
     assert answer.headers["x-ignored-fields"] == "max_chunks_per_doc"

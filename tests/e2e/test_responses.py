@@ -105,7 +105,7 @@ def stream(url: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What is the same whenever the same is asked."""
+    """Return the parts of a response that equal requests have in common."""
     output = [{k: v for k, v in item.items() if "id" not in k} for item in response["output"]]
     return response | {"output": output, "id": "", "created_at": 0, "completed_at": 0}
 
@@ -117,12 +117,12 @@ def test_a_stream_is_legal_and_ends_as_the_whole(
 ) -> None:
     text, kinds = SCRIPTS[name]
     engine.script = write(text)
-    asked = {"tools": [TOOL, CUSTOM], "reasoning": {"summary": summary}, "top_logprobs": 1}
-    whole = post(url, **asked)
+    fields = {"tools": [TOOL, CUSTOM], "reasoning": {"summary": summary}, "top_logprobs": 1}
+    whole = post(url, **fields)
     check_response(whole)
     expected = kinds if isinstance(kinds, list) else kinds.split()
     assert [item["type"] for item in whole["output"]] == expected
-    last = check_events(stream(url, **asked))
+    last = check_events(stream(url, **fields))
     assert without_ids(last) == without_ids(whole)
     assert last["usage"]["output_tokens"] == len(text.encode()) + 1
 
@@ -155,8 +155,8 @@ def test_a_call_at_the_limit_is_incomplete_and_shows_no_wrapper(
     engine.script = write(text)
     arguments = text.index('"arguments": ') + len('"arguments": ')
     for limit in range(arguments, text.index("}\n<")):
-        asked = {"tools": [TOOL, CUSTOM], "max_output_tokens": limit}
-        whole = post(url, **asked)
+        fields = {"tools": [TOOL, CUSTOM], "max_output_tokens": limit}
+        whole = post(url, **fields)
         check_response(whole)
         assert responses.Response.model_validate(whole).status == "incomplete"
         (item,) = whole["output"]
@@ -168,11 +168,11 @@ def test_a_call_at_the_limit_is_incomplete_and_shows_no_wrapper(
         assert item["status"] == ("completed" if is_whole else "incomplete")
         if "input" in item:
             assert 'a\n"b"'.startswith(item["input"])
-        assert without_ids(check_events(stream(url, **asked))) == without_ids(whole)
+        assert without_ids(check_events(stream(url, **fields))) == without_ids(whole)
 
 
 def test_what_was_asked_is_echoed(engine: FakeEngine, url: str) -> None:
-    asked: dict[str, Any] = {
+    body: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 9,
         "max_tool_calls": 3,
@@ -190,15 +190,15 @@ def test_what_was_asked_is_echoed(engine: FakeEngine, url: str) -> None:
         "presence_penalty": 0.1,
         "reasoning": {"effort": "low", "summary": "auto"},
     }
-    answer = post(url, **asked)
-    assert {key: answer[key] for key in asked} == asked
+    answer = post(url, **body)
+    assert {key: answer[key] for key in body} == body
     request = engine.submitted.get_nowait()
     assert (request.params.max_tokens, request.params.temperature) == (9, 0.5)
     assert bytes(request.prompt_ids).decode() == "system: Be brief.\nuser: hi\n"
 
 
 def test_what_an_agent_sends_passes(engine: FakeEngine, url: str) -> None:
-    """The body that the Codex command line sends: unknown keys and tools among them."""
+    """Send the body of the Codex command line, which has unknown keys and tools."""
     body: dict[str, Any] = {
         "instructions": "You are an agent.",
         "input": [
@@ -240,8 +240,8 @@ def test_what_an_agent_sends_passes(engine: FakeEngine, url: str) -> None:
 
 def test_log_probabilities_are_those_of_the_text(engine: FakeEngine, url: str) -> None:
     engine.script = write("<think>\nso\n</think>\n\nhe")
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    _, message = post(url, **asked)["output"]
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    _, message = post(url, **fields)["output"]
     entries = message["content"][0]["logprobs"]
     assert bytes(b for entry in entries for b in entry["bytes"]).decode() == "he"
     assert entries[0] == {
@@ -250,7 +250,7 @@ def test_log_probabilities_are_those_of_the_text(engine: FakeEngine, url: str) -
         "bytes": [104],
         "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": [104]}],
     }
-    deltas = [e for e in stream(url, **asked) if e["type"] == "response.output_text.delta"]
+    deltas = [e for e in stream(url, **fields) if e["type"] == "response.output_text.delta"]
     assert [len(event["logprobs"]) for event in deltas] == [1, 1]
     assert engine.submitted.get_nowait().params.logprobs == 1
     assert post(url)["output"][1]["content"][0]["logprobs"] == []
@@ -271,12 +271,12 @@ def test_log_probabilities_are_the_same_for_a_reader_that_is_behind(
             yield event
 
     engine.script = script
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    _, message = post(url, **asked)["output"]
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    _, message = post(url, **fields)["output"]
     spelled = [entry["bytes"] for entry in message["content"][0]["logprobs"]]
     assert spelled == [[ord("h")], [ord("e")]]
-    told = [e for e in stream(url, **asked) if e["type"] == "response.output_text.delta"]
-    assert [entry["token"] for event in told for entry in event["logprobs"]] == ["h", "e"]
+    deltas = [e for e in stream(url, **fields) if e["type"] == "response.output_text.delta"]
+    assert [entry["token"] for event in deltas for entry in event["logprobs"]] == ["h", "e"]
 
 
 def test_an_error_before_the_first_token_is_plain(engine: FakeEngine, url: str) -> None:
@@ -371,8 +371,8 @@ def test_what_is_not_stored_is_gone(url: str) -> None:
 
 
 def test_pages_of_input_items(client: openai.OpenAI) -> None:
-    given: Any = [{"role": "user", "content": str(number)} for number in range(5)]
-    answer = client.responses.create(model="alias", input=given)
+    items: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    answer = client.responses.create(model="alias", input=items)
     for order, texts in (("desc", "43210"), ("asc", "01234")):
         page = client.responses.input_items.list(answer.id, limit=2, order=order)  # type: ignore[arg-type]
         assert page.has_more

@@ -34,8 +34,8 @@ def client(live_server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, input_: Any, **asked: Any) -> Any:
-    return client.responses.create(model=MODEL, input=input_, temperature=0, **asked)
+def ask(client: openai.OpenAI, input_: Any, **fields: Any) -> Any:
+    return client.responses.create(model=MODEL, input=input_, temperature=0, **fields)
 
 
 def test_an_answer_with_reasoning(client: openai.OpenAI) -> None:
@@ -88,11 +88,11 @@ def test_an_answer_in_a_models_form(client: openai.OpenAI) -> None:
 def test_a_tool_is_called_and_its_result_told(
     client: openai.OpenAI, stored: bool, streams: bool
 ) -> None:
-    def turn(items: Any, **asked: Any) -> Any:
+    def turn(items: Any, **fields: Any) -> Any:
         if not streams:
-            return ask(client, items, tools=[WEATHER], store=stored, **asked)
+            return ask(client, items, tools=[WEATHER], store=stored, **fields)
         with client.responses.stream(
-            model=MODEL, input=items, tools=[WEATHER], store=stored, temperature=0, **asked
+            model=MODEL, input=items, tools=[WEATHER], store=stored, temperature=0, **fields
         ) as stream:
             return stream.get_final_response()
 
@@ -107,11 +107,11 @@ def test_a_tool_is_called_and_its_result_told(
         "output": '{"temperature": 21, "sky": "sunny"}',
     }
     if stored:
-        told = turn([result], previous_response_id=answer.id)
+        answer_after = turn([result], previous_response_id=answer.id)
     else:
-        told = turn([QUESTION, *[item.to_dict() for item in answer.output], result])
-    assert "21" in told.output_text
-    assert "sunny" in told.output_text
+        answer_after = turn([QUESTION, *[item.to_dict() for item in answer.output], result])
+    assert "21" in answer_after.output_text
+    assert "sunny" in answer_after.output_text
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_a_forced_call_is_made(client: openai.OpenAI, choice: Any) -> None:
         {"type": "namespace", "name": "far", "description": "", "tools": [WEATHER]},
         {"type": "web_search"},
     ]
-    asked = {"tools": tools, "tool_choice": choice, "max_output_tokens": 300}
-    events = ask(client, "Hello", stream=True, parallel_tool_calls=False, **asked)
+    fields = {"tools": tools, "tool_choice": choice, "max_output_tokens": 300}
+    events = ask(client, "Hello", stream=True, parallel_tool_calls=False, **fields)
     last = check_events(event.to_dict(mode="json") for event in events)
     called = last["output"][-1]
     assert called["type"] in ("function_call", "custom_tool_call")
@@ -187,9 +187,9 @@ def test_a_response_in_the_background_is_cancelled(
 
 
 def test_tokens_are_counted(client: openai.OpenAI) -> None:
-    asked: Any = {"input": "hello", "instructions": "Be brief.", "tools": [WEATHER]}
-    count = client.responses.input_tokens.count(model=MODEL, **asked)
-    answer = ask(client, asked.pop("input"), max_output_tokens=1, **asked)
+    body: Any = {"input": "hello", "instructions": "Be brief.", "tools": [WEATHER]}
+    count = client.responses.input_tokens.count(model=MODEL, **body)
+    answer = ask(client, body.pop("input"), max_output_tokens=1, **body)
     assert count.input_tokens == answer.usage.input_tokens
     assert count.input_tokens > client.responses.input_tokens.count(input="hello").input_tokens
 

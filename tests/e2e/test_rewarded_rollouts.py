@@ -27,7 +27,7 @@ def server(scoring_server: ServerProcess) -> ServerProcess:
 
 
 def what_was_read(prompt: Any, text: str, token_text: str) -> dict[str, Any]:
-    """The fields of a request for the reward of a sample."""
+    """Return the fields of a request for the reward of a sample."""
     before: Any = prompt["reward_prompt"] if isinstance(prompt, dict) else prompt
     if isinstance(before, str):
         return {"texts": [before + text]}
@@ -38,9 +38,9 @@ def what_was_read(prompt: Any, text: str, token_text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_rollouts_come_with_their_rewards(server: ServerProcess, streams: bool) -> None:
-    asked: dict[str, Any] = {"prompts": PROMPTS, "n": 2, "max_tokens": 6, "seed": 1}
-    asked |= {"model": "demo", "reward_model": {"model": "reward", "sigmoid": True}}
-    samples = rollout_samples(server, asked, streams=streams)
+    body: dict[str, Any] = {"prompts": PROMPTS, "n": 2, "max_tokens": 6, "seed": 1}
+    body |= {"model": "demo", "reward_model": {"model": "reward", "sigmoid": True}}
+    samples = rollout_samples(server, body, streams=streams)
     assert len(samples) == 2 * len(PROMPTS)
     ids = {"tokens": PROMPTS[2], "model": "demo"}
     token_text = post(server, "/detokenize", ids)["prompt"]
@@ -54,17 +54,17 @@ def test_rollouts_come_with_their_rewards(server: ServerProcess, streams: bool) 
 
 
 def rollout_samples(
-    server: ServerProcess, asked: dict[str, Any], *, streams: bool
+    server: ServerProcess, body: dict[str, Any], *, streams: bool
 ) -> list[tuple[int, dict[str, Any]]]:
     """Each with the number of its prompt."""
     if not streams:
-        groups = post(server, "/v1/rl/rollout", asked)["groups"]
-        return [(group["index"], one) for group in groups for one in group["samples"]]
-    answer = httpx2.post(f"{server.url}/v1/rl/rollout", json={**asked, "stream": True})
-    lines = [one for one in answer.text.splitlines() if one.startswith("data: ")]
-    told = [json.loads(one.removeprefix("data: ")) for one in lines]
-    assert told[-1]["type"] == "usage"
-    return [(one["prompt_index"], one) for one in told if one["type"] == "sample"]
+        groups = post(server, "/v1/rl/rollout", body)["groups"]
+        return [(group["index"], sample) for group in groups for sample in group["samples"]]
+    answer = httpx2.post(f"{server.url}/v1/rl/rollout", json={**body, "stream": True})
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert events[-1]["type"] == "usage"
+    return [(event["prompt_index"], event) for event in events if event["type"] == "sample"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -73,8 +73,8 @@ def test_samples_outlive_their_reward_model(
     server: ServerProcess, model: str, why: str, streams: bool
 ) -> None:
     prompts = [{"text": "1, 2,", "reward_prompt": "w20 " * (50 if model == "cross" else 1)}, "1,"]
-    asked: dict[str, Any] = {"prompts": prompts, "n": 2, "max_tokens": 4, "model": "demo"}
-    samples = rollout_samples(server, {**asked, "reward_model": {"model": model}}, streams=streams)
+    body: dict[str, Any] = {"prompts": prompts, "n": 2, "max_tokens": 4, "model": "demo"}
+    samples = rollout_samples(server, {**body, "reward_model": {"model": model}}, streams=streams)
     assert len(samples) == 4
     for number, sample in samples:
         assert sample["token_ids"]
@@ -108,6 +108,6 @@ def test_samples_outlive_their_reward_model(
 def test_bad_reward_models_are_refused_before_anything_is_sampled(
     server: ServerProcess, body: dict[str, Any], param: str
 ) -> None:
-    asked = {"prompts": ["1, 2,"], "max_tokens": 4, "model": "demo", **body}
+    request = {"prompts": ["1, 2,"], "max_tokens": 4, "model": "demo", **body}
     status = 404 if body["reward_model"] == {"model": "no"} else 400
-    assert refusal(server, "/v1/rl/rollout", asked, status)["param"] == param
+    assert refusal(server, "/v1/rl/rollout", request, status)["param"] == param

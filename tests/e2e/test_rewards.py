@@ -19,9 +19,9 @@ def server(scoring_server: ServerProcess) -> ServerProcess:
 
 
 def logits_of(server: ServerProcess, ids: list[list[int]]) -> list[float]:
-    """Of the reward model."""
+    """Return the reward model's logits."""
     body = {"input": ids, "model": "reward", "use_activation": False}
-    return [one["probs"][0] for one in post(server, "/classify", body)["data"]]
+    return [entry["probs"][0] for entry in post(server, "/classify", body)["data"]]
 
 
 def test_rewards_of_texts_and_conversations(server: ServerProcess) -> None:
@@ -33,43 +33,47 @@ def test_rewards_of_texts_and_conversations(server: ServerProcess) -> None:
         [{"role": "user", "content": "w20"}, {"role": "assistant", "content": "w21 w22"}],
         [{"role": "user", "content": "w30"}],
     ]
-    asked = {"chats": chats, "model": "reward"}
+    body = {"chats": chats, "model": "reward"}
     wanted = logits_of(server, [[90, 20, 91, 21, 22], [90, 30]])
-    found = post(server, "/v1/rewards/score", asked)["data"]
-    assert scores(found, "reward") == pytest.approx(wanted, abs=1e-4)
-    shares = post(server, "/rewards/score", {**asked, "sigmoid": True})["data"]
-    logistic = [1 / (1 + math.exp(-one)) for one in wanted]
+    entries = post(server, "/v1/rewards/score", body)["data"]
+    assert scores(entries, "reward") == pytest.approx(wanted, abs=1e-4)
+    shares = post(server, "/rewards/score", {**body, "sigmoid": True})["data"]
+    logistic = [1 / (1 + math.exp(-logit)) for logit in wanted]
     assert scores(shares, "reward") == pytest.approx(logistic, abs=1e-4)
 
 
 def test_rewards_of_completions(server: ServerProcess) -> None:
-    asked = {"prompt": "w20 ", "completions": ["w21", "w22 w23"], "model": "reward"}
-    found = post(server, "/v1/rewards/score", asked)["data"]
+    body = {"prompt": "w20 ", "completions": ["w21", "w22 w23"], "model": "reward"}
+    entries = post(server, "/v1/rewards/score", body)["data"]
     wanted = logits_of(server, [[2, 20, 21, 3], [2, 20, 22, 23, 3]])
-    assert scores(found, "reward") == pytest.approx(wanted, abs=1e-4)
+    assert scores(entries, "reward") == pytest.approx(wanted, abs=1e-4)
     chat = [{"role": "user", "content": "w20"}]
     turns = [{"role": "assistant", "content": "w23"}]
     several = [
         {"prompt": chat, "completions": ["w21", turns]},
         {"prompt": "w20 ", "completions": ["w21"]},
     ]
-    found = post(server, "/v1/rewards/score", {"prompts": several, "model": "reward"})["data"]
-    assert [(one["prompt_index"], one["index"]) for one in found] == [(0, 0), (0, 1), (1, 0)]
+    entries = post(server, "/v1/rewards/score", {"prompts": several, "model": "reward"})["data"]
+    assert [(entry["prompt_index"], entry["index"]) for entry in entries] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+    ]
     wanted = logits_of(server, [[90, 20, 91, 21], [90, 20, 91, 23], [2, 20, 21, 3]])
-    assert [one["reward"] for one in found] == pytest.approx(wanted, abs=1e-4)
+    assert [entry["reward"] for entry in entries] == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("token", ["w50", 50])
 def test_rewards_of_steps(server: ServerProcess, token: str | int) -> None:
     texts = ["w20 w50 w21 w50", "w50"]
-    asked = {"texts": texts, "step_token": token, "sigmoid": True}
-    found = post(server, "/v1/rewards/score", asked)
-    assert found["model"] == "steps"
-    first, second = (one["steps"] for one in found["data"])
+    body = {"texts": texts, "step_token": token, "sigmoid": True}
+    answer = post(server, "/v1/rewards/score", body)
+    assert answer["model"] == "steps"
+    first, second = (entry["steps"] for entry in answer["data"])
     assert (len(first), len(second)) == (2, 1)
-    alone = post(server, "/v1/rewards/score", {**asked, "texts": texts[:1], "sigmoid": False})
+    alone = post(server, "/v1/rewards/score", {**body, "texts": texts[:1], "sigmoid": False})
     (raw,) = alone["data"]
-    assert [1 / (1 + math.exp(-one)) for one in raw["steps"]] == pytest.approx(first, abs=1e-4)
+    assert [1 / (1 + math.exp(-logit)) for logit in raw["steps"]] == pytest.approx(first, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +114,8 @@ def test_bad_rewards_name_the_field(
 
 
 def test_reward_models_are_told(server: ServerProcess) -> None:
-    told = httpx2.get(f"{server.url}/v1/rl/capabilities").json()["reward_models"]
-    assert told == ["cross", "logits", "broken", "reward"]
+    models = httpx2.get(f"{server.url}/v1/rl/capabilities").json()["reward_models"]
+    assert models == ["cross", "logits", "broken", "reward"]
 
 
 async def test_the_clients_rewards(server: ServerProcess) -> None:
@@ -131,6 +135,6 @@ async def test_the_clients_rewards(server: ServerProcess) -> None:
         streamed = client.stream_rollout(
             ["1, 2,"], model="demo", max_tokens=4, reward_model={"model": "broken"}
         )
-        (sample,) = [one async for one in streamed]
+        (sample,) = [streamed_sample async for streamed_sample in streamed]
         assert sample.reward is None
         assert "numbers" in (sample.reward_error or "")

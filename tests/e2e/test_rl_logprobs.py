@@ -11,7 +11,7 @@ import pytest
 from tests.server_process import ServerProcess
 
 PATH = "/v1/rl/logprobs"
-# Of decode-time and prefill log-probabilities in float32.
+# TOLERANCE: between log-probabilities of decode and of prefill, in float32.
 TOLERANCE = 1e-4
 
 
@@ -54,7 +54,7 @@ def test_scores_are_what_sampling_said(live_server: ServerProcess, rollout: Any)
     answer = post(
         live_server, items=items_of(rollout), top_logprobs=2, entropy=True, cache_salt="fresh"
     )
-    assert [one["index"] for one in answer["items"]] == list(range(8))
+    assert [item["index"] for item in answer["items"]] == list(range(8))
     for item, sample in zip(answer["items"], samples, strict=True):
         assert item["logprobs"] == pytest.approx(sample["logprobs"], abs=TOLERANCE)
         assert item["entropy"] == pytest.approx(sample["entropy"], abs=TOLERANCE)
@@ -63,7 +63,7 @@ def test_scores_are_what_sampling_said(live_server: ServerProcess, rollout: Any)
         for ours, theirs in zip(item["top_logprobs"], sample["top_logprobs"], strict=True):
             values = [value for _, value in theirs]
             assert [value for _, value in ours] == pytest.approx(values, abs=TOLERANCE)
-    # Of every group the first computes the prompt; 45 tokens are two blocks and a part.
+    # The first sample of each group computes the prompt; 45 tokens are two blocks and a part.
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3 * 32
 
 
@@ -71,8 +71,8 @@ def test_scores_do_not_depend_on_the_batch(live_server: ServerProcess, rollout: 
     items = items_of(rollout)
     together = post(live_server, items=items)["items"]
     alone = [post(live_server, items=[item], cache_salt="alone")["items"][0] for item in items[:2]]
-    for one, other in zip(alone, together, strict=False):
-        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
+    for lone, other in zip(alone, together, strict=False):
+        assert lone["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
 
 
 def test_a_trainer_learns_what_to_expect(live_server: ServerProcess) -> None:

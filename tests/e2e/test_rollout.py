@@ -33,13 +33,13 @@ def post(url: str, status: int = 200, **body: Any) -> Any:
 def events(url: str, **body: Any) -> list[dict[str, Any]]:
     response = httpx2.post(url + PATH, json=body | {"stream": True})
     assert response.status_code == 200, response.text
-    told = []
+    parsed = []
     for part in response.text.split("\n\n"):
         name, _, data = part.partition("\n")
         if name.startswith("event: "):
-            told.append(json.loads(data.removeprefix("data: ")))
-            assert name == f"event: {told[-1]['type']}"
-    return told
+            parsed.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {parsed[-1]['type']}"
+    return parsed
 
 
 class Scorer(BaseHTTPRequestHandler):
@@ -95,9 +95,9 @@ def url(served: tuple[FakeEngine, str]) -> str:
 
 def test_a_verifier_rewards_every_sample(engine: FakeEngine, url: str, scorer: str) -> None:
     answer = post(url, prompts=["ab", "abcd"], n=2, verifier={"url": scorer})
-    rewards = [[one["reward"] for one in group["samples"]] for group in answer["groups"]]
+    rewards = [[sample["reward"] for sample in group["samples"]] for group in answer["groups"]]
     assert rewards == [[2, 2], [4, 4]]
-    sample = next(one for one in Scorer.seen if one["prompt_index"] == 1 and one["index"] == 1)
+    sample = next(seen for seen in Scorer.seen if seen["prompt_index"] == 1 and seen["index"] == 1)
     assert sample["id"] == answer["id"]
     assert sample["text"] == "hello"
     assert sample["token_ids"] == answer["groups"][1]["samples"][1]["token_ids"]
@@ -109,8 +109,8 @@ def test_a_verifiers_failure_is_told_in_its_sample(
     prompts = [{"text": "a", "metadata": {"status": status}} for status in (200, 500, 307)]
     answer = post(url, prompts=prompts, verifier={"url": scorer})
     samples = [group["samples"][0] for group in answer["groups"]]
-    assert [one["reward"] for one in samples] == [1, None, None]
-    assert [one["verifier_error"] for one in samples] == [
+    assert [sample["reward"] for sample in samples] == [1, None, None]
+    assert [sample["verifier_error"] for sample in samples] == [
         None,
         "The verifier answered 500.",
         "The verifier answered 307.",
@@ -135,7 +135,9 @@ def test_one_group_that_fails_does_not_lose_the_others(engine: FakeEngine, url: 
     first, second = post(url, prompts=["a", "b"])["groups"]
     assert (first["error"], len(first["samples"])) == (None, 1)
     assert (second["error"]["message"], second["samples"]) == ("no", [])
-    kinds = {(one["type"], one.get("prompt_index")) for one in events(url, prompts=["a", "b"])}
+    kinds = {
+        (event["type"], event.get("prompt_index")) for event in events(url, prompts=["a", "b"])
+    }
     assert kinds == {("sample", 0), ("error", 1), ("usage", None)}
     assert post(url, 500, prompts=["b"])["error"]["message"] == "no"
 
@@ -230,30 +232,32 @@ def test_what_a_trainer_gets(live_server: ServerProcess) -> None:
     assert answer["groups"][2]["prompt_token_ids"] == [264, 75, 419]
     assert answer["groups"][3]["metadata"] == {"id": 4}
     for group in answer["groups"]:
-        assert [one["index"] for one in group["samples"]] == [0, 1, 2]
+        assert [sample["index"] for sample in group["samples"]] == [0, 1, 2]
         first, *scores = group["prompt_logprobs"]
         assert first is None
-        assert all(math.isfinite(one) and one <= 0 for one in scores)
+        assert all(math.isfinite(score) and score <= 0 for score in scores)
         assert len(group["prompt_top_logprobs"]) == len(group["prompt_token_ids"])
         for sample in group["samples"]:
             count = len(sample["token_ids"])
             assert count == len(sample["logprobs"]) == len(sample["entropy"])
-            assert all(-9999 < one <= 1e-5 for one in sample["logprobs"])
-            assert all(len(one) <= 2 for one in sample["top_logprobs"])
-            assert all(one >= -1e-5 for one in sample["entropy"])
+            assert all(-9999 < logprob <= 1e-5 for logprob in sample["logprobs"])
+            assert all(len(logprob) <= 2 for logprob in sample["top_logprobs"])
+            assert all(entropy >= -1e-5 for entropy in sample["entropy"])
             spans = [{"version": "default", "start": 0, "end": count}]
             assert sample["weight_versions"] == spans
-    made = sum(len(one["token_ids"]) for group in answer["groups"] for one in group["samples"])
+    made = sum(
+        len(sample["token_ids"]) for group in answer["groups"] for sample in group["samples"]
+    )
     assert answer["usage"]["completion_tokens"] == made
     again = {
-        (one["prompt_index"], one["index"]): one["token_ids"]
-        for one in events(live_server.url, **body)
-        if one["type"] == "sample"
+        (event["prompt_index"], event["index"]): event["token_ids"]
+        for event in events(live_server.url, **body)
+        if event["type"] == "sample"
     }
     assert again == {
-        (group["index"], one["index"]): one["token_ids"]
+        (group["index"], sample["index"]): sample["token_ids"]
         for group in answer["groups"]
-        for one in group["samples"]
+        for sample in group["samples"]
     }
 
 
@@ -286,9 +290,9 @@ def test_a_conversation_goes_on_from_its_exact_tokens(live_server: ServerProcess
 def test_an_abort_returns_partial_samples(live_server: ServerProcess) -> None:
     body = {"prompts": ["a", "b"], "n": 2, "ignore_eos": True, "timeout_s": 0.3, "seed": 1}
     answer = post(live_server.url, **body)
-    samples = [one for group in answer["groups"] for one in group["samples"]]
-    assert [one["finish_reason"] for one in samples] == ["abort"] * 4
-    assert all(len(one["token_ids"]) == len(one["logprobs"]) for one in samples)
+    samples = [sample for group in answer["groups"] for sample in group["samples"]]
+    assert [sample["finish_reason"] for sample in samples] == ["abort"] * 4
+    assert all(len(sample["token_ids"]) == len(sample["logprobs"]) for sample in samples)
     assert httpx2.get(f"{live_server.url}/load").json()["server_load"] == 0
 
 
@@ -304,7 +308,7 @@ def test_a_rollout_is_aborted_by_its_id(live_server: ServerProcess) -> None:
 
     thread = threading.Thread(target=abort)
     thread.start()
-    told = events(live_server.url, **body)
+    streamed = events(live_server.url, **body)
     thread.join()
-    assert [one["type"] for one in told] == ["sample"] * 4 + ["usage"]
-    assert "abort" in {one.get("finish_reason") for one in told}
+    assert [event["type"] for event in streamed] == ["sample"] * 4 + ["usage"]
+    assert "abort" in {event.get("finish_reason") for event in streamed}

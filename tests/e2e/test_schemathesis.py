@@ -17,9 +17,9 @@ MAX_TOKENS = 4
 
 def bound_samples(params: Any) -> None:
     """Keep what vLLM and SGLang nest in a field of its own short too."""
-    for one in params if isinstance(params, list) else [params]:
-        if isinstance(one, dict):
-            one["max_tokens"] = one["max_new_tokens"] = MAX_TOKENS
+    for options in params if isinstance(params, list) else [params]:
+        if isinstance(options, dict):
+            options["max_tokens"] = options["max_new_tokens"] = MAX_TOKENS
 
 
 def call_at_random(operation: Any) -> None:

@@ -26,8 +26,8 @@ def server(scoring_server: ServerProcess) -> ServerProcess:
 )
 def test_pairs_under_all_their_names(server: ServerProcess, first: str, second: str) -> None:
     golden = read_cross_encoder()
-    one = {first: QUERY, second: DOCUMENTS, "model": "cross"}
-    answer = post(server, "/score", one)
+    pair = {first: QUERY, second: DOCUMENTS, "model": "cross"}
+    answer = post(server, "/score", pair)
     assert answer["object"] == "list"
     assert answer["model"] == "cross"
     assert [(each["index"], each["object"]) for each in answer["data"]] == [
@@ -43,57 +43,57 @@ def test_pairs_under_all_their_names(server: ServerProcess, first: str, second: 
 
 
 def test_an_embedders_score_is_the_cosine(server: ServerProcess) -> None:
-    asked = {"text_1": ["w10 w11", "w50"], "text_2": ["w10 w11", "w51 w52"], "model": "embedder"}
-    one, other = scores(post(server, "/score", asked)["data"], "score")
-    assert one == pytest.approx(1, abs=1e-5)
+    body = {"text_1": ["w10 w11", "w50"], "text_2": ["w10 w11", "w51 w52"], "model": "embedder"}
+    alike, other = scores(post(server, "/score", body)["data"], "score")
+    assert alike == pytest.approx(1, abs=1e-5)
     assert abs(other) < 0.999
 
 
 def next_probabilities(server: ServerProcess, prompt: Any, labels: list[int]) -> list[float]:
-    """As completions tell them."""
+    """Return the labels' probabilities after a prompt, from a completion."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0}
     body |= {"logprob_token_ids": labels, "return_tokens_as_token_ids": True}
-    told = post(server, "/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"][0]
-    return [math.exp(told[f"token_id:{one}"]) for one in labels]
+    top = post(server, "/v1/completions", body)["choices"][0]["logprobs"]["top_logprobs"][0]
+    return [math.exp(top[f"token_id:{label}"]) for label in labels]
 
 
 def test_labels_after_a_query_and_items(server: ServerProcess) -> None:
     labels = [70, 80, 90]
     items = ["1, 2, 3,", " what?"]
-    asked = {"query": "Go on: ", "items": items, "label_token_ids": labels, "model": "demo"}
-    answer = post(server, "/v1/score", asked)
+    body = {"query": "Go on: ", "items": items, "label_token_ids": labels, "model": "demo"}
+    answer = post(server, "/v1/score", body)
     assert (answer["object"], answer["model"]) == ("scoring", "demo")
-    wanted = [next_probabilities(server, f"Go on: {one}", labels) for one in items]
-    for found, want in zip(answer["scores"], wanted, strict=True):
-        assert found == pytest.approx(want, rel=1e-3)
-    among = post(server, "/v1/score", {**asked, "apply_softmax": True})["scores"]
-    for found, want in zip(among, wanted, strict=True):
-        assert found == pytest.approx([one / sum(want) for one in want], rel=1e-3)
-    turned = post(server, "/v1/score", {**asked, "item_first": True})["scores"][0]
+    wanted = [next_probabilities(server, f"Go on: {item}", labels) for item in items]
+    for score, want in zip(answer["scores"], wanted, strict=True):
+        assert score == pytest.approx(want, rel=1e-3)
+    among = post(server, "/v1/score", {**body, "apply_softmax": True})["scores"]
+    for score, want in zip(among, wanted, strict=True):
+        assert score == pytest.approx([probability / sum(want) for probability in want], rel=1e-3)
+    turned = post(server, "/v1/score", {**body, "item_first": True})["scores"][0]
     assert turned == pytest.approx(next_probabilities(server, "1, 2, 3,Go on: ", labels), rel=1e-3)
     ids = {"query": [1, 40, 41], "items": [[42], [43, 44]]}
-    found = post(server, "/v1/score", {**asked, **ids})
-    assert found["usage"]["prompt_tokens"] == 9
-    assert found["scores"][1] == pytest.approx(
+    score = post(server, "/v1/score", {**body, **ids})
+    assert score["usage"]["prompt_tokens"] == 9
+    assert score["scores"][1] == pytest.approx(
         next_probabilities(server, [1, 40, 41, 43, 44], labels), rel=1e-3
     )
     # vLLM's name for it tells the first label's share of all labels.
-    answer = post(server, "/generative_scoring", {**asked, **ids})
+    answer = post(server, "/generative_scoring", {**body, **ids})
     assert answer["object"] == "list"
-    first = [one[0] / sum(one) for one in found["scores"]]
+    first = [row[0] / sum(row) for row in score["scores"]]
     assert scores(answer["data"], "score") == pytest.approx(first, rel=1e-3)
 
 
 def test_a_classifiers_labels_are_its_own(server: ServerProcess) -> None:
-    asked = {"query": "w10 w11 ", "items": ["w20", "w30"], "model": "three"}
-    logits = post(server, "/v1/score", asked)["scores"]
+    body = {"query": "w10 w11 ", "items": ["w20", "w30"], "model": "three"}
+    logits = post(server, "/v1/score", body)["scores"]
     whole = {"input": ["w10 w11 w20", "w10 w11 w30"], "model": "three"}
     plain = post(server, "/classify", {**whole, "use_activation": False})["data"]
-    for found, want in zip(logits, plain, strict=True):
-        assert found == pytest.approx(want["probs"], abs=1e-4)
-    shares = post(server, "/v1/score", {**asked, "apply_softmax": True})["scores"]
-    for found, want in zip(shares, post(server, "/classify", whole)["data"], strict=True):
-        assert found == pytest.approx(want["probs"], abs=1e-4)
+    for row, want in zip(logits, plain, strict=True):
+        assert row == pytest.approx(want["probs"], abs=1e-4)
+    shares = post(server, "/v1/score", {**body, "apply_softmax": True})["scores"]
+    for row, want in zip(shares, post(server, "/classify", whole)["data"], strict=True):
+        assert row == pytest.approx(want["probs"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_batches_of_scores(server: ServerProcess, endpoint: str, body: dict[str,
     line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         content = json.dumps(line).encode()
-        given = client.files.create(file=("lines.jsonl", content), purpose="batch")
-        asked: Any = {"input_file_id": given.id, "endpoint": endpoint}
-        batch = client.batches.create(completion_window="24h", **asked)
+        uploaded = client.files.create(file=("lines.jsonl", content), purpose="batch")
+        batch_fields: Any = {"input_file_id": uploaded.id, "endpoint": endpoint}
+        batch = client.batches.create(completion_window="24h", **batch_fields)
         while batch.status not in ("completed", "failed", "expired", "cancelled"):
             batch = client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None, batch
-        told = json.loads(client.files.content(batch.output_file_id).text)
+        answered = json.loads(client.files.content(batch.output_file_id).text)
     wanted = post(server, endpoint, body)
     field = "results" if endpoint == "/v1/rerank" else "data"
-    assert told["response"]["body"][field] == wanted[field]
+    assert answered["response"]["body"][field] == wanted[field]

@@ -68,7 +68,7 @@ def test_n_samples_of_a_seed_are_the_requests_of_the_seeds_that_follow(
     options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 16, "temperature": 1.0}
     together = client.completions.create(**options, n=4, seed=7)
     alone = [client.completions.create(**options, seed=7 + i) for i in range(4)]
-    assert [c.text for c in together.choices] == [one.choices[0].text for one in alone]
+    assert [c.text for c in together.choices] == [answer.choices[0].text for answer in alone]
 
 
 def test_a_batch_of_streams_gets_what_each_gets_alone(live_server: ServerProcess) -> None:
@@ -127,7 +127,7 @@ def test_every_prompt_token_is_ranked(client: openai.OpenAI) -> None:
     for entry in rest:
         own, *likelier = entry.values()
         assert own["rank"] == 1 if not likelier else own["rank"] > 1
-        assert all(one["rank"] == 1 and one["logprob"] > own["logprob"] for one in likelier)
+        assert all(other["rank"] == 1 and other["logprob"] > own["logprob"] for other in likelier)
 
 
 def test_a_dropped_stream_frees_its_blocks(live_server: ServerProcess) -> None:

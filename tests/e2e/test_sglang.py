@@ -65,15 +65,15 @@ def test_prompt_logprobs_begin_with_a_null(live_server: ServerProcess) -> None:
     later = send(live_server, **body, logprob_start_len=4)["meta_info"]
     assert whole["input_token_logprobs"][0][:2] == [None, IDS[0]]
     assert later["input_token_logprobs"][0][:2] == [None, IDS[1]]
-    assert [one[1:] for one in later["input_token_logprobs"]] == [
-        one[1:] for one in whole["input_token_logprobs"][4:]
+    assert [entry[1:] for entry in later["input_token_logprobs"]] == [
+        entry[1:] for entry in whole["input_token_logprobs"][4:]
     ]
-    for one, other in zip(
+    for entry, other in zip(
         later["input_token_logprobs"][1:], whole["input_token_logprobs"][5:], strict=True
     ):
-        assert one[0] == pytest.approx(other[0], abs=1e-4)
+        assert entry[0] == pytest.approx(other[0], abs=1e-4)
     assert later["input_top_logprobs"][0] is None
-    assert [len(one) for one in later["input_top_logprobs"][1:]] == [2] * 4
+    assert [len(entry) for entry in later["input_top_logprobs"][1:]] == [2] * 4
     assert whole["output_token_logprobs"] == []
 
 
@@ -85,8 +85,8 @@ def test_batches_and_samples_are_prompt_major(live_server: ServerProcess) -> Non
         sampling_params=[params, params | {"max_new_tokens": 5}],
         rid="many",
     )
-    assert [one["meta_info"]["completion_tokens"] for one in answer] == [4, 4, 5, 5]
-    ids = [one["meta_info"]["id"] for one in answer]
+    assert [sample["meta_info"]["completion_tokens"] for sample in answer] == [4, 4, 5, 5]
+    ids = [sample["meta_info"]["id"] for sample in answer]
     assert ids == ["many_0-0", "many_0-1", "many_1-0", "many_1-1"]
     assert answer[0]["output_ids"] == answer[1]["output_ids"]
     (alone,) = send(live_server, input_ids=[IDS], sampling_params={"max_new_tokens": 1})
@@ -103,16 +103,17 @@ def test_a_stream_is_cumulative(live_server: ServerProcess) -> None:
     whole = send(live_server, **body)
     response = httpx2.post(f"{live_server.url}/generate", json=body | {"stream": True})
     chunks = chunks_of(response.text)
-    for index, one in enumerate(whole):
+    for index, sample in enumerate(whole):
         mine = [chunk for chunk in chunks if chunk["index"] == index]
         lengths = [len(chunk["output_ids"]) for chunk in mine]
         assert lengths == sorted(set(lengths))
         assert lengths[-1] == 8
         assert all(
-            chunk["output_ids"] == one["output_ids"][: len(chunk["output_ids"])] for chunk in mine
+            chunk["output_ids"] == sample["output_ids"][: len(chunk["output_ids"])]
+            for chunk in mine
         )
         assert not any(chunk["meta_info"]["finish_reason"] for chunk in mine[:-1])
-        assert mine[-1]["text"] == one["text"]
+        assert mine[-1]["text"] == sample["text"]
         meta = mine[-1]["meta_info"]
         assert len(meta["output_token_logprobs"]) == len(meta["output_token_entropy"]) == 8
 
@@ -134,7 +135,7 @@ def test_structure_stops_and_named_tokens(live_server: ServerProcess) -> None:
         token_ids_logprob=[5, 6],
     )
     named = answer["meta_info"]["output_token_ids_logprobs"]
-    assert [[one[1] for one in row] for row in named] == [[5, 6], [5, 6]]
+    assert [[entry[1] for entry in row] for row in named] == [[5, 6], [5, 6]]
 
 
 def test_the_body_of_atropos_for_vllm(live_server: ServerProcess) -> None:
@@ -155,7 +156,8 @@ def test_the_body_of_atropos_for_vllm(live_server: ServerProcess) -> None:
     scored = send(live_server, prompt={"prompt_token_ids": IDS}, prompt_logprobs=1, max_tokens=1)
     assert scored["prompt_logprobs"][0] is None
     assert [
-        str(one) in row for one, row in zip(IDS[1:], scored["prompt_logprobs"][1:], strict=True)
+        str(token_id) in row
+        for token_id, row in zip(IDS[1:], scored["prompt_logprobs"][1:], strict=True)
     ]
 
 
@@ -176,10 +178,10 @@ def test_an_abort_returns_partial_tokens(live_server: ServerProcess, how: dict[s
         rid="abort-me",
     )
     thread.join()
-    for one in answer:
-        meta = one["meta_info"]
+    for sample in answer:
+        meta = sample["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
-        assert len(one["output_ids"]) == len(meta["output_token_logprobs"]) < 1900
+        assert len(sample["output_ids"]) == len(meta["output_token_logprobs"]) < 1900
     assert httpx2.get(f"{live_server.url}/load").json()["server_load"] == 0
 
 

@@ -50,9 +50,9 @@ def test_the_client_parses_a_model(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_is_the_same_text(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = PLACE | {"seed": 2}
-    whole = client.chat.completions.parse(**asked)
-    with client.chat.completions.stream(**asked) as stream:
+    body: dict[str, Any] = PLACE | {"seed": 2}
+    whole = client.chat.completions.parse(**body)
+    with client.chat.completions.stream(**body) as stream:
         streamed = stream.get_final_completion()
     assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
     assert streamed.choices[0].message.content == whole.choices[0].message.content
@@ -164,11 +164,11 @@ def test_strict_is_refused_where_it_cannot_be_kept(client: openai.OpenAI) -> Non
         "name": "x",
         "schema": {"type": "string", "not": {"const": "a"}, "maxLength": 3},
     }
-    asked: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 20, "seed": 1}
+    body: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 20, "seed": 1}
     strict: Any = {"type": "json_schema", "json_schema": schema | {"strict": True}}
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(**asked, response_format=strict)
+        client.chat.completions.create(**body, response_format=strict)
     assert refusal.value.param == "response_format"
     loose: Any = {"type": "json_schema", "json_schema": schema}
-    answer = client.chat.completions.create(**asked, response_format=loose)
+    answer = client.chat.completions.create(**body, response_format=loose)
     assert isinstance(json.loads(answer.choices[0].message.content or ""), str)

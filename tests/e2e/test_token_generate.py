@@ -34,7 +34,7 @@ def stream(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
 
 
 def test_what_the_train_client_of_verifiers_reads(live_server: ServerProcess) -> None:
-    """The checks of renderers 0.1.12 on an answer, and the body that it sends."""
+    """Send the body of renderers 0.1.12, and check the answer as it does."""
     prompt = ids_of(
         live_server, "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -91,7 +91,10 @@ def test_a_stream_says_what_the_whole_answer_says(live_server: ServerProcess, n:
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 9 * n
     for choice in whole["choices"]:
         pieces = [
-            piece for one in chunks for piece in one["choices"] if piece["index"] == choice["index"]
+            piece
+            for chunk in chunks
+            for piece in chunk["choices"]
+            if piece["index"] == choice["index"]
         ]
         made = [token_id for piece in pieces for token_id in piece["token_ids"]]
         content = [entry for piece in pieces for entry in piece["logprobs"]["content"]]
@@ -110,14 +113,14 @@ def test_without_a_limit_it_is_not_the_sixteen_tokens_of_others(live_server: Ser
 
 
 def test_scoring_and_the_text_mode(live_server: ServerProcess) -> None:
-    """What prime-rl's scorer sends, with the text on top."""
+    """Send what prime-rl's scorer sends, and fields of the text mode."""
     prompt = ids_of(live_server, "What is 17 + 25?")
     params = {"prompt_logprobs": 1, "max_tokens": 1, "logprobs": 0, "temperature": 0}
     params |= {"skip_special_tokens": False, "ignore_eos": True}
     answer = post(live_server, token_ids=prompt, sampling_params=params, output_mode="text")
     first, *entries = answer["prompt_logprobs"]
     assert first is None
-    assert [str(one) in entry for one, entry in zip(prompt[1:], entries, strict=True)]
+    assert [str(token_id) in entry for token_id, entry in zip(prompt[1:], entries, strict=True)]
     (choice,) = answer["choices"]
     (entry,) = choice["logprobs"]["content"]
     assert choice["text"] == entry["token"]
@@ -167,6 +170,6 @@ def test_an_aborted_request_returns_what_it_has(live_server: ServerProcess) -> N
                     json={"request_ids": ["run-7"]},
                 )
     assert seen[-1]["finish_reason"] == "abort"
-    made = sum(len(one["token_ids"]) for one in seen)
-    assert sum(len(one["logprobs"]["content"]) for one in seen) == made
+    made = sum(len(part["token_ids"]) for part in seen)
+    assert sum(len(part["logprobs"]["content"]) for part in seen) == made
     assert seen[-1]["weight_versions"] == [{"version": "default", "start": 0, "end": made}]

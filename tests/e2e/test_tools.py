@@ -49,21 +49,21 @@ def client(live_server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, messages: Any, *tools: Any, **more: Any) -> Any:
-    asked = {"temperature": 0, "max_tokens": 200, "tools": list(tools) or openai.omit} | more
-    with client.chat.completions.stream(model=MODEL, messages=messages, **asked) as stream:
+    fields = {"temperature": 0, "max_tokens": 200, "tools": list(tools) or openai.omit} | more
+    with client.chat.completions.stream(model=MODEL, messages=messages, **fields) as stream:
         streamed = stream.get_final_completion().choices[0]
-    whole = client.chat.completions.create(model=MODEL, messages=messages, **asked).choices[0]
-    if asked["temperature"] == 0:
-        assert told(streamed) == told(whole)
+    whole = client.chat.completions.create(model=MODEL, messages=messages, **fields).choices[0]
+    if fields["temperature"] == 0:
+        assert without_call_ids(streamed) == without_call_ids(whole)
     return whole
 
 
-def told(choice: Any) -> Any:
-    """What a choice says, but for the ids of its calls and for empty or absent content."""
+def without_call_ids(choice: Any) -> Any:
+    """Return a choice without the ids of its calls and without empty content."""
     message = choice.message.to_dict()
-    calls = [one["function"] for one in message.get("tool_calls") or ()]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
     return (
-        [(one["name"], one["arguments"]) for one in calls],
+        [(call["name"], call["arguments"]) for call in calls],
         message.get("content") or "",
         message.get("reasoning"),
         choice.finish_reason,
@@ -72,7 +72,7 @@ def told(choice: Any) -> Any:
 
 def arguments(choice: Any) -> list[tuple[str, Any]]:
     calls = choice.message.tool_calls or ()
-    return [(one.function.name, json.loads(one.function.arguments)) for one in calls]
+    return [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
 def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
@@ -107,10 +107,10 @@ def test_required_calls_whatever_was_said(client: openai.OpenAI, temperature: in
     more = {"temperature": temperature, "seed": 4, "parallel_tool_calls": not temperature}
     choice = ask(client, HI, ROLL, tool_choice="required", **more)
     assert choice.finish_reason == "tool_calls"
-    for name, given in arguments(choice):
+    for name, named in arguments(choice):
         assert name == "roll_dice"
-        assert 2 <= given["sides"] <= 20
-        assert given["kind"] in ("fair", "loaded")
+        assert 2 <= named["sides"] <= 20
+        assert named["kind"] in ("fair", "loaded")
 
 
 def test_a_named_tool_is_called_once(client: openai.OpenAI) -> None:
@@ -148,9 +148,9 @@ def test_several_calls_or_one(client: openai.OpenAI) -> None:
 def test_a_strict_tool_is_called_as_its_schema_says(client: openai.OpenAI) -> None:
     roll: Any = [{"role": "user", "content": "Roll a die with 6 sides."}]
     choice = ask(client, roll, ROLL, temperature=1, seed=1, n=1)
-    for name, given in arguments(choice):
+    for name, named in arguments(choice):
         assert name == "roll_dice"
-        assert set(given) == {"sides", "kind"}
+        assert set(named) == {"sides", "kind"}
     assert arguments(ask(client, PARIS, WEATHER | {}, ROLL)) == [("get_weather", {"city": "Paris"})]
 
 
@@ -221,7 +221,7 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI, budget: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "param"),
+    ("fields", "param"),
     [
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         (
@@ -251,8 +251,8 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI, budget: int) -> None
     ],
 )
 def test_what_cannot_be_served_is_refused(
-    client: openai.OpenAI, asked: dict[str, Any], param: str
+    client: openai.OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
-        client.chat.completions.create(**({"model": MODEL, "messages": HI} | asked))
+        client.chat.completions.create(**({"model": MODEL, "messages": HI} | fields))
     assert refusal.value.param == param

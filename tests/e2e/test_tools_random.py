@@ -43,7 +43,7 @@ def save_random(folder: Path) -> None:
     config = json.loads((DEMO_FOLDER / "config.json").read_text()) | SMALL
     config.pop("quantization")
     config.pop("quantization_config")
-    # Of these weights all 8 samples make several calls: no rounding leaves none that does.
+    # With these weights all 8 samples make several calls, so rounding cannot leave none that does.
     mx.random.seed(8)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
@@ -83,17 +83,17 @@ def test_forced_calls_are_valid(
         seed=1,
         n=8,
     )
-    for one in answer.choices:
-        assert (one.finish_reason, one.message.content) == (finish, None)
-        (call,) = one.message.tool_calls or []
+    for sample in answer.choices:
+        assert (sample.finish_reason, sample.message.content) == (finish, None)
+        (call,) = sample.message.tool_calls or []
         assert call.type == "function"
         assert call.function.name in names
-        given = json.loads(call.function.arguments)
-        assert set(given) == {"count", "tags", "text"}
-        assert 0 <= given["count"] <= 99
-        assert set(given["tags"]) <= {"a", "b"}
-        assert len(given["tags"]) <= 3
-        assert len(given["text"]) <= 8
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"count", "tags", "text"}
+        assert 0 <= arguments["count"] <= 99
+        assert set(arguments["tags"]) <= {"a", "b"}
+        assert len(arguments["tags"]) <= 3
+        assert len(arguments["text"]) <= 8
 
 
 def test_of_parallel_calls_all_but_a_cut_one_are_valid(client: openai.OpenAI) -> None:
@@ -107,9 +107,9 @@ def test_of_parallel_calls_all_but_a_cut_one_are_valid(client: openai.OpenAI) ->
         n=8,
         max_tokens=300,
     )
-    found = [one.message.tool_calls or [] for one in answer.choices]
-    assert any(len(calls) > 1 for calls in found)
-    for one, calls in zip(answer.choices, found, strict=True):
-        for call in calls[:-1] if one.finish_reason == "length" else calls:
+    calls_of_choices = [choice.message.tool_calls or [] for choice in answer.choices]
+    assert any(len(calls) > 1 for calls in calls_of_choices)
+    for choice, calls in zip(answer.choices, calls_of_choices, strict=True):
+        for call in calls[:-1] if choice.finish_reason == "length" else calls:
             assert call.type == "function"
             assert set(json.loads(call.function.arguments)) == {"count", "tags", "text"}
