@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.types.step import SampleSpec
-from mlx_parallm.worker.lora.adapter_check import INNER, NUM_ADAPTERS, _stack, _wanted
+from mlx_parallm.worker.lora.adapter_check import INNER, NUM_ADAPTERS, _expected, _stack
 from mlx_parallm.worker.sampling import check as sampling_check
 from mlx_parallm.worker.sampling.logprobs import target_logprobs
 from mlx_parallm.worker.sampling.truncation import truncate
@@ -61,4 +61,4 @@ def test_changes_are_those_of_stock_operations(dtype: mx.Dtype) -> None:
     x, y = (mx.random.normal((9, 1, size), dtype, key=mx.random.key(size)) for size in (INNER, 24))
     a, b = (array.astype(mx.float32)[mx.array(owners)] for array in (stack.a, stack.b))
     stock = y.astype(mx.float32) + (x.astype(mx.float32) @ a.swapaxes(-1, -2)) @ b
-    assert mx.allclose(_wanted(x, y, stack, owners), stock, atol=1e-4)
+    assert mx.allclose(_expected(x, y, stack, owners), stock, atol=1e-4)
