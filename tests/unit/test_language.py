@@ -46,6 +46,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/units.py",
     "mlx_parallm/worker/attention",
     "mlx_parallm/worker/device",
+    "mlx_parallm/worker/generation",
     "mlx_parallm/worker/layers",
     "mlx_parallm/worker/lora",
     "mlx_parallm/worker/model_errors.py",

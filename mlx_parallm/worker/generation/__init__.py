@@ -1,1 +1,1 @@
-"""Runs scheduled batches of generating models, by the path chosen at load."""
+"""Runs scheduled batches of generation models, by the path chosen at load."""

@@ -1,14 +1,14 @@
-"""Attention modules of mlx_lm that compute attention by hand, and what runs in their place.
+"""Replacements for attention modules of mlx_lm that multiply queries and keys themselves.
 
 Most models call ``scaled_dot_product_attention``, which ``seam.py`` replaces. A module that
-multiplies queries and keys itself would have to see dense caches of each group of rows (path
-"split"). With an entry here it runs packed: while a packed forward is in progress, its ``__call__``
-is the function named here.
+multiplies queries and keys itself would need dense caches of each group of rows (path "split").
+With an entry here it runs packed: while a packed forward is in progress, the function named here
+runs in place of the module's ``__call__``.
 
 A function takes the forward in progress, the module, and the module's own arguments. It returns
-what the module would, or None to have the module's own code run: when the cache is none of the
-forward's. The self-check at load compares the whole model with mlx_lm; if an entry is wrong, the
-packed path is refused and the module's own code runs on the next.
+what the module would return. If the cache does not belong to the forward, it returns None, and the
+module's own code runs. The self-check at load compares the whole model with mlx_lm: if an entry is
+wrong, the packed path is refused, and the next path runs the module's own code.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Override = Callable[..., mx.array | None]
 def soft_capped_attention(
     step: PackedStep, module: Any, x: mx.array, mask: Any = None, cache: Any = None
 ) -> mx.array | None:
-    """gemma2's attention, whose scores pass through ``cap * tanh(score / cap)``.
+    """Return the output of gemma2's attention, whose scores become ``cap * tanh(score / cap)``.
 
     Args:
         step: the forward in progress.
         module: ``mlx_lm.models.gemma2.Attention``.
         x: hidden states of the rows, ``[T, 1, hidden]``.
-        mask: None, or what the forward's caches gave the model.
-        cache: the layer's.
+        mask: the mask that the forward's caches made for the model, or None.
+        cache: the layer's cache.
 
     Returns:
-        ``[T, 1, hidden]``, or None for a cache that is not of a packed forward.
+        ``[T, 1, hidden]``, or None if the cache does not belong to a packed forward.
     """
     if not isinstance(cache, PagedLayerCache):
         return None
@@ -63,7 +63,7 @@ def soft_capped_attention(
     return module.o_proj(output.swapaxes(1, 2).reshape(rows, 1, -1))
 
 
-#: By module and class of mlx_lm.
+#: The replacements, by module and class name of mlx_lm.
 ATTENTION_OVERRIDES: Mapping[tuple[str, str], Override] = {
     ("mlx_lm.models.gemma2", "Attention"): soft_capped_attention,
 }

@@ -1,4 +1,4 @@
-"""What a model keeps between tokens, read off its own caches after one probe token."""
+"""The state that a model keeps between tokens, as its own caches show after one probe token."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from mlx_parallm.worker.attention.base import LayerShape
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """An attention layer's cache: KV that can live in a paged pool.
+    """An attention layer's cache, whose KV can be in a paged pool.
 
-    ``window`` is the size of a rotating cache, None for one that keeps everything. ``shape`` is
-    None for a cache the model never writes.
+    Attributes:
+        shape: the shape of the layer's KV; None if the model never writes the cache.
+        window: the size of a rotating cache, in tokens; None for a cache that keeps all of them.
     """
 
     shape: LayerShape | None
@@ -32,21 +33,21 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A cache of another kind (recurrent or convolution state); ``num_entries`` arrays."""
+    """A cache of ``num_entries`` arrays with recurrent or convolution state."""
 
     num_entries: int
 
 
 @dataclass(frozen=True, slots=True)
 class ListLayout:
-    """Several caches in one layer."""
+    """A layer with several caches."""
 
     parts: tuple[CacheLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueLayout:
-    """A cache this project does not know; the model must run with its own."""
+    """A cache of an unknown class; its model must run with its own caches."""
 
     name: str
 
@@ -55,26 +56,26 @@ CacheLayout = KVLayout | StateLayout | ListLayout | OpaqueLayout
 
 
 def probe_layout(model: Any) -> tuple[CacheLayout, ...]:
-    """Run one token through the model with its own caches and describe them, one per layer."""
+    """Run one token with the model's own caches; return their layouts, one per layer."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
     return tuple(_describe(cache) for cache in caches)
 
 
 def leaves(layouts: tuple[CacheLayout, ...]) -> list[KVLayout | StateLayout | OpaqueLayout]:
-    """Every cache, with lists opened."""
-    found: list[KVLayout | StateLayout | OpaqueLayout] = []
+    """Return the layouts of all caches, with lists replaced by their parts."""
+    flat: list[KVLayout | StateLayout | OpaqueLayout] = []
     for layout in layouts:
         if isinstance(layout, ListLayout):
-            found += leaves(layout.parts)
+            flat += leaves(layout.parts)
         else:
-            found.append(layout)
-    return found
+            flat.append(layout)
+    return flat
 
 
 def kv_shapes(layouts: tuple[CacheLayout, ...]) -> list[LayerShape]:
-    """Shapes of the layers that write KV, in order."""
-    shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
+    """Return the shapes of the layers that write KV, in order."""
+    shapes = [layout.shape for layout in leaves(layouts) if isinstance(layout, KVLayout)]
     return [shape for shape in shapes if shape is not None]
 
 

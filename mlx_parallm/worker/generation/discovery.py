@@ -1,4 +1,4 @@
-"""Finds the modules that read or write caches, by watching one stock forward."""
+"""Finds the modules that read or write caches, by tracing stock forwards."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
-# Reading a position or asking for a mask is no use of a cache: the packed ones answer that.
+# USES are the attributes whose access counts as a use of a cache. Positions and masks are not
+# among them, because packed caches provide these.
 USES = frozenset({"update_and_fetch", "keys_and_values", "keys", "values", "state", "cache"})
 PROBE_TOKENS = 3
 
 
 @dataclass(slots=True)
 class CacheUsers:
-    """Modules that use caches; none lies inside another.
+    """The outermost modules that use caches; no module here is part of another.
 
     Attributes:
-        modules: all of them.
-        stateful: those that use something other than keys and values.
+        modules: all modules that use a cache.
+        stateful: those that use a state besides keys and values.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -31,20 +32,20 @@ class CacheUsers:
 
 
 def find_cache_users(model: Any) -> CacheUsers:
-    """Run a prompt and a decode step with stock caches and note who uses them."""
+    """Run a prompt and a decode step with stock caches; return the modules that use them."""
     trace = _Trace()
     caches = make_prompt_cache(model)
-    watched = [module for module in model.modules() if not _is_plain(module)]
+    traced = [module for module in model.modules() if not _is_plain(module)]
     for cache in caches:
-        _watch_cache(cache, trace)
-    with WrappedCalls(watched, partial(_tracing_module, trace=trace)):
+        _trace_cache(cache, trace)
+    with WrappedCalls(traced, partial(_tracing_module, trace=trace)):
         for tokens in ([0] * PROBE_TOKENS, [0]):
             mx.eval(model(mx.array([tokens]), cache=caches))
     return _outermost(trace)
 
 
 class _Trace:
-    """The modules being called, and which of them used a cache."""
+    """The modules whose calls are in progress, and those that have used a cache."""
 
     def __init__(self) -> None:
         self.stack: list[nn.Module] = []
@@ -52,6 +53,7 @@ class _Trace:
         self.stateful: set[int] = set()
 
     def note(self, *, is_state: bool) -> None:
+        """Record that the innermost module uses a cache; ``is_state`` if it is not KV."""
         if not self.stack:
             return
         module = self.stack[-1]
@@ -61,6 +63,7 @@ class _Trace:
 
 
 def _is_plain(module: nn.Module) -> bool:
+    """True if a module cannot use a cache: it is one of MLX's own layers, or only a container."""
     return type(module).__module__.startswith("mlx.nn") or not callable(module)
 
 
@@ -75,10 +78,10 @@ def _tracing_module(original: Any, *, trace: _Trace) -> Methods:
     return {"__call__": call}
 
 
-def _watch_cache(cache: Any, trace: _Trace) -> None:
+def _trace_cache(cache: Any, trace: _Trace) -> None:
     if isinstance(cache, CacheList):
         for part in cache.caches:
-            _watch_cache(part, trace)
+            _trace_cache(part, trace)
         return
     WrappedCalls([cache], partial(_tracing_cache, trace=trace))
 

@@ -1,6 +1,7 @@
-"""A smaller model that proposes tokens, over pools addressed by the same block tables.
+"""A smaller model that proposes tokens, with KV pools that use the same block tables.
 
-A block id means the same tokens in both models: prefix reuse, forks and preemption carry over.
+A block id means the same tokens in both models, so prefix reuse, forks and preemption work for the
+draft model too.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from mlx_parallm.worker.sampling.check import choose_sampling
 from mlx_parallm.worker.sampling.sampler import Sampler
 from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
-# Up to so many known tokens of each sequence run as decode rows: two follow a draft that was right.
+# FEW_TOKENS: if no sequence has more known tokens, they run as decode rows. After a draft that was
+# right there are two.
 FEW_TOKENS = 4
 
 
 class DraftModel:
-    """Runs what the scheduler asks of the draft model, within the steps of the model it serves."""
+    """Computes a step's proposals, as part of the steps of the target model.
+
+    The target model is the served model, for which the draft model proposes tokens.
+    """
 
     def __init__(
         self,
@@ -41,16 +46,16 @@ class DraftModel:
         block_size: int,
         choices: DecoderChoices | None = None,
     ) -> None:
-        """Choose the draft model's path, as far as ``choices`` of an earlier load do not say it.
+        """Choose how the draft model runs; ``choices`` of an earlier load are taken over.
 
         Raises:
-            ConfigError: it keeps a state, which cannot be taken back.
-            ModelLoadError: it has no embedding.
+            ConfigError: the model keeps a state, which cannot be rolled back.
+            ModelLoadError: the model has no embedding.
         """
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
-        made = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+        chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         choice = choose_path(
             loaded.model,
             layouts,
@@ -59,26 +64,26 @@ class DraftModel:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=loaded.dtype,
-            chosen=made.path,
+            chosen=chosen.path,
         )
         self._path = choice.path
         if self._path.has_state:
             raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
         dtype = DTYPES.get(loaded.dtype, mx.float32)
-        kernels, _ = choose_sampling(vocab_size, dtype, made.samples_by_kernel)
+        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
         self._sampler = Sampler(kernels)
-        #: What was chosen, here or by the load whose ``choices`` these are.
-        self.choices = replace(made, path=choice.name, samples_by_kernel=kernels is not None)
+        #: All choices for this model, made here or taken over.
+        self.choices = replace(chosen, path=choice.name, samples_by_kernel=kernels is not None)
         self._vocab_size = vocab_size
         self._runs_ahead = backend.runs_ahead
         self.weight_bytes = loaded.weight_bytes
 
     def arrays(self) -> list[mx.array]:
-        """What the latest step wrote; to be evaluated with its outputs."""
+        """Return the arrays that the step wrote; they must be evaluated with its outputs."""
         return self._path.arrays()
 
     def forget_writes(self) -> None:
-        """Depend no more on KV writes of a step that failed; nothing may be in flight."""
+        """See ``ForwardPath.forget_writes``."""
         self._path.forget_writes()
 
     def release_kv(self) -> None:
@@ -92,23 +97,23 @@ class DraftModel:
     def propose(self, batch: ScheduledBatch, vocab_size: int) -> mx.array | None:
         """Compute known tokens, then the proposals that the batch leaves to a draft model.
 
-        Each is drawn as the model that is served will draw the token in its place: by the same
-        parameters and random key, so that they agree as often as the two models do.
+        Each proposal is drawn with the parameters and the random key with which the target model
+        will draw the token in its place. So the two agree as often as the two models do.
 
         Args:
-            batch: block copies included.
-            vocab_size: of the model that is served.
+            batch: the step; its block copies are performed here too.
+            vocab_size: the vocabulary size of the target model.
 
         Returns:
             The proposals in the order of the batch, int32 ``[proposals]``; None if there are none.
         """
         self._path.copy_blocks(batch.block_copies)
-        inputs = [one for one in batch.sequences if one.draft is not None]
+        inputs = [sequence for sequence in batch.sequences if sequence.draft is not None]
         if not inputs:
             return None
         logits = self._compute_known(inputs)
-        # Those with most proposals first: who goes on is a leading part.
-        drafting = [i for i, one in enumerate(inputs) if PENDING_TOKEN in one.proposals]
+        # Sort by the number of proposals: those with more to come are then always the first rows.
+        drafting = [i for i, sequence in enumerate(inputs) if PENDING_TOKEN in sequence.proposals]
         drafting.sort(key=lambda i: -len(inputs[i].verify))
         if not drafting:
             return None
@@ -117,14 +122,14 @@ class DraftModel:
         return _in_order(columns, [len(inputs[i].verify) for i in drafting], drafting)
 
     def _compute_known(self, inputs: Sequence[ScheduledSequence]) -> mx.array:
-        """Run the known tokens; logits after the last of each sequence, ``[inputs, vocab]``."""
-        known = [_known_tokens(one) for one in inputs]
-        lengths = np.array([len(one.token_ids) for one in known])
-        # The served model may have ids beyond this table, for padding.
+        """Run the known tokens; return each sequence's last logits, ``[inputs, vocab]``."""
+        known = [_known_tokens(sequence) for sequence in inputs]
+        lengths = np.array([len(sequence.token_ids) for sequence in known])
+        # The target model may have ids beyond this model's table, for padding.
         token_ids = mx.minimum(token_array(known), self._vocab_size - 1)
         last = np.cumsum(lengths) - 1
         if lengths.max() <= FEW_TOKENS:
-            rows = [row for one in known for row in single_rows(one)]
+            rows = [row for sequence in known for row in single_rows(sequence)]
             logits = self._path.logits(rows, token_ids, range(len(rows)))[mx.array(last)]
         else:
             logits = self._path.logits(known, token_ids, last.tolist())
@@ -134,56 +139,64 @@ class DraftModel:
     def _draft(
         self, sequences: Sequence[ScheduledSequence], logits: mx.array, vocab_size: int
     ) -> list[mx.array]:
-        """The first proposals of all sequences, then the second of those that have one, ..."""
+        """Return the proposals by column: all first ones, then the second ones, and so on.
+
+        The sequences are sorted by their number of proposals, descending.
+        """
         columns: list[mx.array] = []
         active = list(sequences)
         while True:
-            place = len(columns)
-            specs = [_spec(one, place) for one in active]
+            index = len(columns)
+            specs = [_spec(sequence, index) for sequence in active]
             tokens = self._sampler.choose(_resized(logits, vocab_size), specs).astype(mx.int32)
             columns.append(tokens)
-            active = [one for one in active if len(one.verify) > place + 1]
+            active = [sequence for sequence in active if len(sequence.verify) > index + 1]
             if not active:
                 return columns
             self._finish(tokens)
-            rows = [_single_row(one, one.start + 1 + place) for one in active]
+            rows = [_single_row(sequence, sequence.start + 1 + index) for sequence in active]
             logits = self._path.logits(rows, tokens[: len(active)], range(len(active)))
 
     def _finish(self, output: mx.array) -> None:
-        """Evaluate a forward before the next is built, where a pool is else copied by a write."""
+        """Evaluate a forward before the next is built, unless the backend runs ahead.
+
+        MLX would otherwise copy the pool for the next write.
+        """
         if not self._runs_ahead:
             mx.eval(self._path.arrays(), output)
 
 
-def _known_tokens(one: ScheduledSequence) -> ScheduledSequence:
-    assert one.draft is not None
+def _known_tokens(sequence: ScheduledSequence) -> ScheduledSequence:
+    """Return a sequence's known tokens as a chunk for the draft model."""
+    assert sequence.draft is not None
     return ScheduledSequence(
-        seq_id=one.seq_id,
-        slot=one.slot,
-        start=one.draft.start,
-        token_ids=one.draft.token_ids,
-        block_table=one.block_table,
+        seq_id=sequence.seq_id,
+        slot=sequence.slot,
+        start=sequence.draft.start,
+        token_ids=sequence.draft.token_ids,
+        block_table=sequence.block_table,
     )
 
 
-def _single_row(one: ScheduledSequence, position: int) -> ScheduledSequence:
+def _single_row(sequence: ScheduledSequence, position: int) -> ScheduledSequence:
+    """Return a decode row for a proposal at this position, whose token is on the device."""
     return ScheduledSequence(
-        seq_id=one.seq_id,
-        slot=one.slot,
+        seq_id=sequence.seq_id,
+        slot=sequence.slot,
         start=position,
         token_ids=(PENDING_TOKEN,),
-        block_table=one.block_table,
+        block_table=sequence.block_table,
     )
 
 
-def _spec(one: ScheduledSequence, place: int) -> SampleSpec:
-    """What chooses the token that the proposal at this place stands for."""
-    assert one.sample is not None
-    return (one.sample, *one.verify)[place]
+def _spec(sequence: ScheduledSequence, index: int) -> SampleSpec:
+    """Return how the target model chooses the token that the proposal with this index guesses."""
+    assert sequence.sample is not None
+    return (sequence.sample, *sequence.verify)[index]
 
 
 def _resized(logits: mx.array, vocab_size: int) -> mx.array:
-    """Logits of as many tokens as the served model has: padding differs among models."""
+    """Return logits of the target model's vocabulary size, because models' padding differs."""
     missing = vocab_size - logits.shape[-1]
     if missing > 0:
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
@@ -193,17 +206,17 @@ def _resized(logits: mx.array, vocab_size: int) -> mx.array:
 def _in_order(
     columns: Sequence[mx.array], counts: Sequence[int], owners: Sequence[int]
 ) -> mx.array:
-    """Columns of proposals as one array, sequence by sequence.
+    """Return columns of proposals as one array, sequence by sequence.
 
     Args:
-        columns: column j has the j-th proposal of the leading sequences that have one.
-        counts: proposals of each sequence, descending.
-        owners: where each sequence comes in the result.
+        columns: column j has the j-th proposals of the first sequences, which have so many.
+        counts: the number of proposals of each sequence, descending.
+        owners: the index in the batch of each sequence, by which the result is ordered.
     """
     firsts = np.cumsum([0, *(column.shape[0] for column in columns)])
-    places = [
+    order = [
         int(firsts[j]) + row
         for row in sorted(range(len(counts)), key=lambda row: owners[row])
         for j in range(counts[row])
     ]
-    return mx.concatenate(list(columns))[mx.array(places)]
+    return mx.concatenate(list(columns))[mx.array(order)]

@@ -1,4 +1,4 @@
-"""Masks of a step's constrained rows, computed while the model runs."""
+"""Token masks of a step's constrained rows, computed while the model runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mlx_parallm.worker.sampling.sampler import TokenMasks
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What grammars make of a step.
+    """The effect of grammars on a step.
 
     Attributes:
-        masks: of constrained rows; None if there is none to apply.
+        masks: the masks of constrained rows; None if there are none to apply.
         failed: by sequence, why no token can be chosen for it.
     """
 
@@ -27,14 +27,14 @@ class Constraints:
 
 
 class GrammarRows:
-    """Applies grammars to steps; without constrained rows it does nothing."""
+    """Computes the token masks of steps; without constrained rows it does nothing."""
 
     def __init__(self, masks: GrammarMasks | None) -> None:
-        """``masks``: None if this model's tokens can have no grammar."""
+        """``masks`` is None if grammars cannot be compiled for the model's tokens."""
         self._masks = masks
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """Drop what belongs to sequences that have ended."""
+        """Drop the matchers of sequences that have ended."""
         if batch.ended and self._masks is not None:
             self._masks.forget(batch.ended)
 
@@ -44,42 +44,47 @@ class GrammarRows:
         begin_forward: Callable[[], None],
         read_pending: Callable[[], Mapping[int, int]],
     ) -> Constraints:
-        """The masks of a step whose forward was built.
+        """Return the masks of a step whose forward was built.
 
         Args:
-            rows: of the step; tokens that masks take care of are no longer banned in them.
-            begin_forward: lets the device begin; on the CPU it returns when that is done.
-            read_pending: the tokens that the step before chose, by sequence; waits for them, and is
-                called only if a row depends on one, by another thread.
+            rows: the step's rows. Where a mask forbids the banned tokens, ``banned_ids`` is
+                cleared.
+            begin_forward: starts the forward on the device; on a CPU it returns when it has ended.
+            read_pending: waits for the previous step and returns the tokens it chose, by sequence.
+                It is called by another thread, and only if a row depends on such a token.
         """
-        found = [
+        constrained = [
             ConstrainedRow(row, seq_id, spec)
             for row, (seq_id, spec) in enumerate(zip(rows.sampled_ids, rows.specs, strict=True))
             if spec.params.grammar is not None
         ]
-        if not found:
+        if not constrained:
             return Constraints()
         if self._masks is None:
-            return Constraints(None, {one.seq_id: "This model has no grammars." for one in found})
-        is_pending = any(one.spec.has_pending for one in found)
+            seq_ids = [row.seq_id for row in constrained]
+            return Constraints(None, dict.fromkeys(seq_ids, "This model has no grammars."))
+        is_pending = any(row.spec.has_pending for row in constrained)
         masks = self._compute(
-            self._masks, found, begin_forward, read_pending if is_pending else dict
+            self._masks, constrained, begin_forward, read_pending if is_pending else dict
         )
-        for one in found:
-            if one.spec.banned_ids:
-                rows.specs[one.row] = replace(one.spec, banned_ids=())
+        for row in constrained:
+            if row.spec.banned_ids:
+                rows.specs[row.row] = replace(row.spec, banned_ids=())
         tokens = TokenMasks(masks.rows, masks.words) if masks.rows else None
         return Constraints(tokens, masks.failed)
 
     def _compute(
         self,
         masks: GrammarMasks,
-        found: list[ConstrainedRow],
+        constrained: list[ConstrainedRow],
         begin_forward: Callable[[], None],
         read_pending: Callable[[], Mapping[int, int]],
     ) -> RowMasks:
-        # Beside the forward's beginning: neither side holds the interpreter long.
-        future = self._worker.submit(lambda: masks.compute(found, read_pending()))
+        """Return the masks, computed by another thread while this thread starts the forward.
+
+        Neither thread holds the interpreter lock for long.
+        """
+        future = self._worker.submit(lambda: masks.compute(constrained, read_pending()))
         try:
             begin_forward()
         finally:

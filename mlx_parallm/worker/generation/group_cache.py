@@ -1,4 +1,7 @@
-"""What a split module sees instead of the step's packed caches: one group's own."""
+"""The caches of a step for the packed forward, and the dense views of them for each group.
+
+A split module runs once per group, and gets a group's views in place of the packed caches.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from mlx_parallm.worker.generation.cache_layout import (
     KVLayout,
     ListLayout,
     StateLayout,
+    leaves,
 )
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paged_cache import (
@@ -28,7 +32,7 @@ from mlx_parallm.worker.generation.state_store import GroupStateCache, States, S
 
 
 class PackedStateCache(ArraysCache):
-    """Stands for a state cache outside split modules, where no state may be read."""
+    """A placeholder for a state cache, outside split modules, where no state may be used."""
 
     def __init__(self, index: int) -> None:
         super().__init__(0)
@@ -42,7 +46,7 @@ class PackedStateCache(ArraysCache):
 
 
 class SplitLayerCache(PagedLayerCache):
-    """A layer's pool in a packed forward some modules of which are split."""
+    """A layer's pool in a packed forward with split modules."""
 
     def __init__(self, index: int, pool: LayerPool, window: int | None, step: PackedStep) -> None:
         super().__init__(pool, window, step)
@@ -52,13 +56,13 @@ class SplitLayerCache(PagedLayerCache):
     def make_mask(
         self, _length: int, return_array: bool = False, window_size: int | None = None
     ) -> WindowMask:
-        """A mask that each group makes real."""
+        """Return a placeholder, in whose place each group puts its own mask."""
         window = self._window if window_size is None else window_size
         return WindowMask(window, as_array=return_array)
 
 
 class CacheParts:
-    """Several caches of one layer; indexed as mlx_lm's CacheList is."""
+    """Several caches of one layer, indexed as mlx_lm's ``CacheList``."""
 
     def __init__(self, caches: Sequence[Any]) -> None:
         self.caches = list(caches)
@@ -67,12 +71,12 @@ class CacheParts:
         return self.caches[index]
 
     def is_trimmable(self) -> bool:
-        """Not by the model."""
+        """Return False: models may not trim the caches."""
         return False
 
 
 class GroupKVCache:
-    """One layer's pool as a dense cache of one group of sequences."""
+    """One layer's pool as a dense cache of one group's sequences."""
 
     start_position = 0
 
@@ -86,21 +90,21 @@ class GroupKVCache:
 
     @property
     def offset(self) -> Any:
-        """Position of the first token, the same throughout the step: an int or int32 ``[B]``."""
+        """The position of the first token throughout the step: an int or int32 ``[B]``."""
         return self._group.offset
 
     @property
     def keys(self) -> mx.array:
-        """Keys so far, ``[B, K, S, D]``."""
+        """The keys so far, ``[B, K, S, D]``. Assignments are ignored: the pool has the keys."""
         return self.keys_and_values()[0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
-        del value  # models that assign it are ignored: the pool is the truth
+        del value
 
     @property
     def values(self) -> mx.array:
-        """Values so far, ``[B, K, S, V]``."""
+        """The values so far, ``[B, K, S, V]``. Assignments are ignored, as those of ``keys``."""
         return self.keys_and_values()[1]
 
     @values.setter
@@ -109,25 +113,25 @@ class GroupKVCache:
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
-        """Keys and values so far."""
+        """The keys and values so far."""
         return self.keys_and_values()
 
     def make_mask(
         self, _length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """As mlx_lm's caches: None, "causal" or a bool array."""
+        """Return the mask as mlx_lm's caches do: None, "causal" or a bool array."""
         window = self._window if window_size is None else window_size
         return self._group.mask(window, as_array=return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write ``[B, K, 1, D]`` or ``[1, K, L, D]`` and return all positions."""
+        """Write keys ``[B, K, 1, D]`` or ``[1, K, L, D]`` and values; return all positions' KV."""
         if self._group.length > 1:
             keys, values = keys.swapaxes(0, 2), values.swapaxes(0, 2)
         self._backend.write(self._pool, self._group.plan, keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All positions, ``[B, K, S, D]`` and ``[B, K, S, V]``."""
+        """Return the KV of all positions, ``[B, K, S, D]`` and ``[B, K, S, V]``."""
         table = self._group.table
         if table is None:
             raise UnsupportedAttentionError("keys are read in a step that has no block tables")
@@ -136,19 +140,19 @@ class GroupKVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def maybe_trim_front(self) -> None:
-        """Nothing is trimmed; windows are masks."""
+        """Do nothing: windows are masks here, so nothing is trimmed."""
 
     def is_trimmable(self) -> bool:
-        """Not by the model."""
+        """Return False: models may not trim the caches."""
         return False
 
     def empty(self) -> bool:
-        """Whether nothing was computed yet."""
+        """True if no token of the sequence was computed yet."""
         return self._group.is_fresh
 
 
 class CacheViews:
-    """Makes the caches of a step: packed ones, and every group's own."""
+    """Makes the caches of a step: the packed ones, and each group's views of them."""
 
     def __init__(
         self,
@@ -159,13 +163,13 @@ class CacheViews:
         self._layouts = layouts
         self._pools = pools
         self._backend = backend
-        #: Of all sequences.
-        self.states = StateStore([one.num_entries for one in _states(layouts)])
-        #: Whether a group has seen keys and values so far.
+        #: The states of all sequences.
+        self.states = StateStore([layout.num_entries for layout in _states(layouts)])
+        #: True once a group has got a view of keys and values.
         self.has_gathered = False
 
     def packed(self, step: PackedStep) -> list[Any]:
-        """One cache per layer for the packed forward."""
+        """Return one cache per layer for the packed forward."""
         kv, state = count(), count()
 
         def make(layout: CacheLayout) -> Any:
@@ -179,22 +183,25 @@ class CacheViews:
         return [make(layout) for layout in self._layouts]
 
     def begin(self, group: RowGroup) -> States:
-        """What a group's sequences bring to a step."""
+        """Return the states with which a group's sequences begin a step."""
         if group.is_fresh:
             return self.states.reset(group.slots[0])
         return self.states.fetch(group.slots)
 
     def grouped(
-        self, packed: Any, group: Group, states: States, made: dict[int, GroupStateCache]
+        self, packed: Any, group: Group, states: States, state_caches: dict[int, GroupStateCache]
     ) -> Any:
-        """A group's view of one packed cache; ``made`` remembers those of ``states``."""
+        """Return a group's view of one packed cache.
+
+        ``state_caches`` collects the views of ``states``, by the index of their cache.
+        """
         if isinstance(packed, CacheParts):
-            parts = [self.grouped(part, group, states, made) for part in packed.caches]
+            parts = [self.grouped(part, group, states, state_caches) for part in packed.caches]
             return CacheParts(parts)
         if isinstance(packed, PackedStateCache):
-            if packed.index not in made:
-                made[packed.index] = GroupStateCache(states, packed.index)
-            return made[packed.index]
+            if packed.index not in state_caches:
+                state_caches[packed.index] = GroupStateCache(states, packed.index)
+            return state_caches[packed.index]
         self.has_gathered = True
         window = packed.window
         pool = self._pools.layers[packed.index]
@@ -202,18 +209,12 @@ class CacheViews:
 
 
 def is_packed_cache(value: Any) -> bool:
-    """Whether a value is one of ``CacheViews.packed``'s."""
+    """True if a value is a cache made by ``CacheViews.packed``."""
     return isinstance(value, CacheParts | PackedStateCache | SplitLayerCache)
 
 
 def _states(layouts: tuple[CacheLayout, ...]) -> list[StateLayout]:
-    found: list[StateLayout] = []
-    for layout in layouts:
-        if isinstance(layout, ListLayout):
-            found += _states(layout.parts)
-        elif isinstance(layout, StateLayout):
-            found.append(layout)
-    return found
+    return [layout for layout in leaves(layouts) if isinstance(layout, StateLayout)]
 
 
 def _window(layout: CacheLayout) -> int | None:

@@ -1,4 +1,4 @@
-"""Rows of inputs in place of the embeddings of tokens."""
+"""Puts the rows of inputs besides tokens in place of token embeddings."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 
 class EmbeddingSeam:
-    """Gives a model rows of its own choice where token ids lie beyond its vocabulary.
+    """Replaces the embeddings of token ids beyond the vocabulary by rows of a step's features.
 
-    Id ``first_id + k`` stands for row ``k`` of the step's features. Such ids go wherever token ids
-    go in a forward, so that every path (packed, split, one sequence after another) stays as it is.
+    Id ``first_id + k`` stands for row ``k``. These ids pass through a forward as token ids do, so
+    that no path (packed, split, sequential, alone) needs to know of them.
 
     Attributes:
-        width: numbers per row.
+        width: the number of numbers in a row.
         first_id: the first id that the embedding table does not have.
     """
 
     def __init__(self, table: Any, width: int) -> None:
-        """``table`` is the ``nn.Embedding``, or the quantised one, whose output is replaced."""
+        """``table`` is the model's ``nn.Embedding`` or ``nn.QuantizedEmbedding``."""
         self._table = table
         self.width = width
         self.first_id = int(table.weight.shape[0])
 
     @contextmanager
     def during(self, features: mx.array) -> Iterator[None]:
-        """Let ids beyond the table mean rows of ``features``, ``[rows, width]``."""
+        """Replace ids beyond the table by rows of ``features``, ``[rows, width]``, for a while."""
         first_id = self.first_id
 
         def wrap(original: Any) -> Methods:
             def replaced(self: Any, token_ids: mx.array) -> mx.array:
                 is_row = token_ids >= first_id
                 embedded = original.__call__(self, mx.where(is_row, 0, token_ids))
-                places = mx.where(is_row, token_ids - first_id, 0)
-                rows = features.astype(embedded.dtype)[places]
+                indices = mx.where(is_row, token_ids - first_id, 0)
+                rows = features.astype(embedded.dtype)[indices]
                 return mx.where(is_row[..., None], rows, embedded)
 
             return {"__call__": replaced}
@@ -52,9 +52,9 @@ class EmbeddingSeam:
             yield
 
     def place(self, token_ids: mx.array, sequences: Sequence[ScheduledSequence]) -> mx.array:
-        """Return the step's ids, int32 ``[T]``, with those of its input rows in their places.
+        """Return the step's ids, int32 ``[T]``, with the ids of input rows put in.
 
-        Row ``k`` is the k-th row of all inputs of the sequences, in order.
+        The k-th row of all inputs of the sequences, in order, has id ``first_id + k``.
         """
         is_row = np.zeros(token_ids.size, bool)
         first = 0
@@ -68,26 +68,26 @@ class EmbeddingSeam:
 
 
 class InputFeatures:
-    """The products of inputs on the device, by slot."""
+    """The features of inputs on the device, by slot."""
 
     def __init__(self) -> None:
         self._rows: dict[int, mx.array] = {}
 
     def put(self, slot: int, rows: mx.array) -> None:
-        """Keep a product, ``[rows, width]``."""
+        """Keep an input's features, ``[rows, width]``."""
         self._rows[slot] = rows
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Forget products; unknown slots are ignored."""
+        """Drop the features in some slots; empty slots are ignored."""
         for slot in slots:
             self._rows.pop(slot, None)
 
     def clear(self) -> None:
-        """Forget all products."""
+        """Drop all features."""
         self._rows.clear()
 
     def gather(self, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
-        """Return the rows that a step runs, in order, ``[rows, width]``; None if it has none."""
+        """Return the rows of inputs in a step, in order, ``[rows, width]``; None if it has none."""
         parts = [
             self._rows[rows.slot][rows.first_row : rows.first_row + rows.num_rows]
             for sequence in sequences
@@ -97,10 +97,10 @@ class InputFeatures:
 
 
 def find_embedding(model: nn.Module, vocab_size: int, dtype: mx.Dtype) -> EmbeddingSeam | None:
-    """Return the seam of the model's token embedding; None if rows cannot stand for tokens.
+    """Return the seam of the model's token embedding; None if rows cannot replace tokens.
 
-    Each table is tried: two tokens must give the same logits as ids and as their rows. Models that
-    look ids up in further tables (as Gemma 3n does in each layer) give others.
+    Each table is tried: two tokens must give the same logits by their ids and by their embeddings.
+    They do not in models that look ids up in further tables, as Gemma 3n does in each layer.
     """
     for table in embedding_tables(model, vocab_size):
         tokens = mx.array([[1, 2]])
@@ -115,14 +115,12 @@ def find_embedding(model: nn.Module, vocab_size: int, dtype: mx.Dtype) -> Embedd
 
 
 def _replaces(model: Any, seam: EmbeddingSeam, rows: mx.array, tokens: mx.array) -> bool:
+    """True if the tokens' own rows give their logits, and swapped rows give other logits."""
     expected = model(tokens)
-    places = mx.arange(tokens.size).reshape(tokens.shape)
-    with seam.during(rows):
-        got = model(places + seam.first_id)
-        mx.eval(got)
-    changed = rows[::-1]
-    with seam.during(changed):
-        other = model(places + seam.first_id)
-        mx.eval(other)
-    same = bool(mx.allclose(got, expected, rtol=1e-3, atol=1e-3))
-    return same and not bool(mx.allclose(other, expected, rtol=1e-3, atol=1e-3))
+    ids = mx.arange(tokens.size).reshape(tokens.shape) + seam.first_id
+
+    def is_expected(features: mx.array) -> bool:
+        with seam.during(features):
+            return bool(mx.allclose(model(ids), expected, rtol=1e-3, atol=1e-3))
+
+    return is_expected(rows) and not is_expected(rows[::-1])

@@ -17,22 +17,22 @@ class KVPools:
     def __init__(
         self, backend: AttentionBackend, shapes: Sequence[LayerShape | None], num_blocks: int
     ) -> None:
-        # A cache the model never writes still needs a pool to hand out.
-        nothing = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
+        # A cache that the model never writes still has a pool, but a tiny one.
+        tiny = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
         self._backend = backend
-        self._shapes = [shape or nothing for shape in shapes]
+        self._shapes = [shape or tiny for shape in shapes]
         self._num_blocks = num_blocks
         self._written = [index for index, shape in enumerate(shapes) if shape is not None]
         self.layers: list[LayerPool] = []
         self.restore()
 
     def restore(self) -> None:
-        """Have empty pools.
+        """Allocate empty pools.
 
         Raises:
-            OutOfMemoryError: there is not so much memory; there are no pools then.
+            OutOfMemoryError: there is not enough memory; then no pools remain.
         """
-        self.layers[:] = [self._backend.new_pool(one, self._num_blocks) for one in self._shapes]
+        self.layers[:] = [self._backend.new_pool(shape, self._num_blocks) for shape in self._shapes]
         try:
             allocate(self.arrays())
         except OutOfMemoryError:
@@ -40,11 +40,11 @@ class KVPools:
             raise
 
     def release(self) -> None:
-        """Have no pools until ``restore``; nothing may run meanwhile."""
+        """Free the pools until ``restore``; no step may run in between."""
         self.layers.clear()
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for every layer's pool to be up to date."""
+        """Return the arrays to evaluate so that all pools are up to date."""
         return [array for pool in self.layers for array in pool.arrays()]
 
     def forget_writes(self) -> None:

@@ -1,4 +1,4 @@
-"""A loaded model whose weights change, and which can free its memory for a while."""
+"""A loaded model whose weights can be replaced, and which can free its memory for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_parallm.worker.weights.model_weights import Arrays, ModelWeights
 
 
 class LiveModel:
-    """Changes what is in memory of a model. No step may be in flight in any call."""
+    """Replaces, frees and restores a model's weights and KV; no step may be in flight meanwhile."""
 
     def __init__(
         self,
@@ -36,28 +36,27 @@ class LiveModel:
         """Read all weights of a checkpoint, for ``commit``.
 
         Raises:
-            InvalidRequestError: it cannot be read, or does not fit.
+            InvalidRequestError: the checkpoint cannot be read, or does not fit the model.
         """
         self._prepared = self._weights.read_folder(folder), folder
 
     def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Have some weights ready for ``commit``.
+        """Check some weights and keep them for ``commit``.
 
         Raises:
-            InvalidRequestError: the model has none of these names and shapes, or numbers are not
-                finite.
+            InvalidRequestError: a name or shape does not fit the model, or numbers are not finite.
         """
         self._prepared = self._weights.read_tensors(tensors), None
 
     def commit(self) -> None:
-        """Compute with what was prepared."""
+        """Replace the weights by the prepared ones."""
         assert self._prepared is not None, "nothing was prepared"
         (arrays, folder), self._prepared = self._prepared, None
         self._weights.put(arrays, folder)
         self._refresh()
 
     def drop_prepared(self) -> None:
-        """Forget what was prepared, if anything was."""
+        """Drop the prepared weights, if there are any."""
         self._prepared = None
 
     def checksums(self) -> dict[str, str]:
@@ -73,7 +72,7 @@ class LiveModel:
             self._adapters.release()
             self._has_kv = False
         _free()
-        self._weights.put_away(keeps=level == 1)
+        self._weights.offload(keeps=level == 1)
         self._path.forget_weights()
         _free()
 
@@ -90,12 +89,13 @@ class LiveModel:
         return is_from_folder
 
     def _refresh(self) -> None:
+        """Update what depends on the weights, after these were replaced."""
         self._path.forget_weights()
         self._adapters.refresh()
         _free()
 
 
 def _free() -> None:
-    """Return the memory of arrays that nobody holds to the system."""
+    """Return the memory of unused arrays to the system."""
     gc.collect()
     give_back_memory()

@@ -1,4 +1,4 @@
-"""Loads models that generate, and runs ops on them."""
+"""Loads generation models, and runs ops on them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from mlx_parallm.worker.worker import Device, Tensors
 
 
 class GenerationLoader:
-    """Loads what a ``GenerationSpec`` says. Implements ``Loader``."""
+    """Loads the models of ``GenerationSpec``. Implements ``Loader``."""
 
     def __init__(self, choose_attention: Callable[..., BackendChoice] = choose_backend) -> None:
-        """``choose_attention`` takes what ``choose_backend`` takes."""
+        """``choose_attention`` has the parameters of ``choose_backend``."""
         self.choose_attention = choose_attention
 
     def begin(self, op: Load, device: Device) -> PendingGenerator:
@@ -53,10 +53,10 @@ class GenerationLoader:
 
 
 class PendingGenerator:
-    """Implements ``PendingLoad``: the weights are read in one stage.
+    """A load in one stage. Implements ``PendingLoad``.
 
     Attributes:
-        num_bytes: 0: they are not known before they are read.
+        num_bytes: 0, because the size is not known before the weights are read.
         model: the model, once ``wait`` has returned.
     """
 
@@ -78,7 +78,7 @@ class PendingGenerator:
 
         Raises:
             ConfigError: a setting does not suit the model.
-            ModelLoadError: it cannot be loaded.
+            ModelLoadError: the model cannot be loaded.
         """
         spec: GenerationSpec = self._op.spec
         with load_failures(spec.path):
@@ -89,32 +89,41 @@ class PendingGenerator:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """A model in memory, before it has any KV."""
+    """A model in memory that has no KV pool yet.
+
+    Attributes:
+        spec: what was to be loaded.
+        loaded: the model and its weights.
+        layouts: the layouts of its caches.
+        attention: the attention backend.
+        plan: the choices so far, and what the model needs.
+        earlier: the plan of an earlier load of the same spec, whose choices are taken over; None
+            for a first load.
+    """
 
     spec: GenerationSpec
     loaded: LoadedModel
     layouts: tuple[CacheLayout, ...]
     attention: BackendChoice
     plan: GenerationPlan
-    #: Of another worker's load.
-    given: GenerationPlan | None
+    earlier: GenerationPlan | None
 
 
 def _read(
-    spec: GenerationSpec, given: GenerationPlan | None, choose: Callable[..., BackendChoice]
+    spec: GenerationSpec, earlier: GenerationPlan | None, choose: Callable[..., BackendChoice]
 ) -> _Weights:
-    """Load a model; ``given`` is the plan of another worker's load."""
-    known = None if given is None else given.choices
-    trials = KernelTrials(None if known is None else known.kernels)
-    rule = CastRule(None if known is None else known.is_cast, spec.free_bytes)
+    """Load a model; the choices of an ``earlier`` load, maybe in another worker, are taken over."""
+    chosen = None if earlier is None else earlier.choices
+    trials = KernelTrials(None if chosen is None else chosen.kernels)
+    rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes)
     loaded = load_model(spec.config, spec.path, cast=rule, trials=trials)
     vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
     if vocab_size is None:
         raise ModelLoadError(f"{loaded.path} has no embedding table.")
     layouts = probe_layout(loaded.model)
-    attention = _attention(spec, loaded, layouts, known, choose)
+    attention = _attention(spec, loaded, layouts, chosen, choose)
     kv = _kv_plan(spec, loaded, layouts, attention.backend)
-    choices = known or DecoderChoices(
+    choices = chosen or DecoderChoices(
         is_cast=loaded.is_cast, attention=attention.backend.name, kernels=dict(trials.found)
     )
     plan = GenerationPlan(
@@ -124,7 +133,7 @@ def _read(
         weight_bytes=loaded.weight_bytes,
         choices=choices,
     )
-    return _Weights(spec, loaded, layouts, attention, plan, given)
+    return _Weights(spec, loaded, layouts, attention, plan, earlier)
 
 
 def _kv_plan(
@@ -133,10 +142,10 @@ def _kv_plan(
     layouts: tuple[CacheLayout, ...],
     backend: AttentionBackend,
 ) -> KVPlan:
-    """Return what KV a model could use.
+    """Return the KV memory that a model could use.
 
     Raises:
-        ConfigError: the context asked for exceeds the model's; names the model.
+        ConfigError: ``max_model_len`` exceeds the model's own; the message names the model.
     """
     settings = spec.settings
     max_len = settings.max_len_of(spec.config, context_length(loaded.config))
@@ -150,21 +159,22 @@ def _attention(
     spec: GenerationSpec,
     loaded: LoadedModel,
     layouts: tuple[CacheLayout, ...],
-    known: DecoderChoices | None,
+    chosen: DecoderChoices | None,
     choose: Callable[..., BackendChoice],
 ) -> BackendChoice:
+    """Return the attention backend of a model; ``chosen`` are the choices of an earlier load."""
     cache, settings = spec.settings.cache, spec.settings.scheduler
     return choose(
         replace(cache, kv_cache_dtype=spec.config.kv_cache_dtype or cache.kv_cache_dtype),
         kv_shapes(layouts),
         query_heads(loaded.config),
         is_bounded=settings.max_decode_stall_ms is not None,
-        chosen=None if known is None else known.attention,
+        chosen=None if chosen is None else chosen.attention,
     )
 
 
 class GeneratorModel:
-    """A model that generates. Implements ``WorkerModel``."""
+    """A generation model. Implements ``WorkerModel``."""
 
     def __init__(self, weights: _Weights, device: Device) -> None:
         self._weights: _Weights | None = weights
@@ -173,6 +183,7 @@ class GeneratorModel:
 
     @property
     def _runner(self) -> ModelRunner:
+        """The runner, which exists after ``Allocate``."""
         assert self._allocated is not None, "the model has no KV pool yet"
         return self._allocated
 
@@ -197,8 +208,8 @@ class GeneratorModel:
     def release(self) -> None:
         """See ``WorkerModel``; arrays are freed with this object."""
 
-    def give_weights(self) -> _Weights:
-        """Return the weights, for the model that this one proposes tokens for."""
+    def take_weights(self) -> _Weights:
+        """Return the weights, for the target model of which this model becomes the draft model."""
         assert self._weights is not None
         return self._weights
 
@@ -216,9 +227,10 @@ class GeneratorModel:
                 return live.wake(op.tag)
             case Checksums():
                 return live.checksums()
-        raise AssertionError(f"a model that generates does not know {op}")
+        raise AssertionError(f"a generation model does not know {op}")
 
     def _prepare(self, op: PrepareWeights, tensors: Mapping[str, Tensors]) -> str | None:
+        """Prepare weights; return why they were refused, None if they were not."""
         live = self._runner.live
         try:
             if op.folder is not None:
@@ -231,16 +243,17 @@ class GeneratorModel:
         return None
 
     def _allocate(self, op: Allocate) -> GenerationPlan:
+        """Allocate the KV pool, choose how the model runs, and return the complete plan."""
         weights, self._weights = self._weights, None
         assert weights is not None, "the model has a KV pool already"
-        given, kv, draft = weights.given, weights.plan.kv, None
+        earlier, kv, draft = weights.earlier, weights.plan.kv, None
         if op.draft is not None:
             model: Any = self._device.take(op.draft)
-            known = None if given is None else given.draft
-            own: _Weights = model.give_weights()
-            draft = _draft_of(own, known, weights, op.num_blocks)
-            # A block has KV of both models, of equally many tokens.
-            kv = replace(kv, block_bytes=kv.block_bytes + own.plan.kv.block_bytes)
+            chosen = None if earlier is None else earlier.draft
+            draft_weights: _Weights = model.take_weights()
+            draft = _draft_of(draft_weights, chosen, kv.block_size, op.num_blocks)
+            # A block has KV of both models, for the same number of tokens.
+            kv = replace(kv, block_bytes=kv.block_bytes + draft_weights.plan.kv.block_bytes)
         runner = self._allocated = ModelRunner(
             weights.loaded,
             weights.layouts,
@@ -265,13 +278,14 @@ class GeneratorModel:
 
 
 def _draft_of(
-    own: _Weights, known: DecoderChoices | None, target: _Weights, num_blocks: int
+    weights: _Weights, chosen: DecoderChoices | None, block_size: int, num_blocks: int
 ) -> DraftModel:
+    """Return a draft model whose pools have the target model's blocks."""
     return DraftModel(
-        own.loaded,
-        own.layouts,
-        own.attention.backend,
+        weights.loaded,
+        weights.layouts,
+        weights.attention.backend,
         num_blocks=num_blocks,
-        block_size=target.plan.kv.block_size,
-        choices=known or own.plan.choices,
+        block_size=block_size,
+        choices=chosen or weights.plan.choices,
     )

@@ -1,4 +1,4 @@
-"""What a model could use of the KV memory: the size of its blocks, and how many."""
+"""The KV memory that a model could use: the size of its blocks, and how many."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
 
-# Where a config names its longest sequence, in order of preference.
+# LENGTH_KEYS and HEAD_KEYS are fields of config.json for the longest sequence and the number of
+# attention heads, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 DEFAULT_MAX_MODEL_LEN = 4096
-# A model that keeps no KV at all still needs block tables: a nominal size bounds their number.
+# A model without KV still has block tables. NOMINAL_BYTES_PER_TOKEN bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
 
 
@@ -26,10 +27,10 @@ def plan_kv(
     max_model_len: int | None,
     backend: AttentionBackend,
 ) -> KVPlan:
-    """A model's KV needs, in blocks of the backend's.
+    """Return the KV memory that a model needs for sequences of full length, in blocks.
 
     Raises:
-        ConfigError: ``max_model_len`` exceeds what the model was made for.
+        ConfigError: ``max_model_len`` exceeds the longest sequence that config.json allows.
     """
     longest = context_length(config)
     if max_model_len is not None and longest is not None and max_model_len > longest:
@@ -47,7 +48,7 @@ def plan_kv(
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """Return the longest sequence, in tokens, that a config.json says the model was made for.
+    """Return the longest sequence, in tokens, that a config.json allows.
 
     It is None if no key has a number of tokens; 0 and -1 stand for no limit in some configs.
     """
@@ -56,13 +57,13 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def query_heads(config: dict[str, Any]) -> int:
-    """Attention heads of a layer; 1 where a config.json does not say."""
+    """Return the number of attention heads of a layer; 1 if a config.json does not say."""
     heads = (config_value(config, key) for key in HEAD_KEYS)
     return next((count for count in heads if count is not None), 1)
 
 
 def config_value(config: dict[str, Any], key: str) -> int | None:
-    """An integer of a config.json, or of its ``text_config``."""
+    """Return an integer field of a config.json, or of its ``text_config``; None if it has none."""
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get(key), int):
             return part[key]

@@ -1,4 +1,4 @@
-"""Runs scheduled batches of one model: forward, LM head, sampling, one evaluation a step."""
+"""Runs the scheduled batches of one model: forward, LM head, sampling, one evaluation a step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Implements ``batch.Runner``. Every call must come from the thread that loaded the model."""
+    """Runs the steps of one model. Implements ``Runner``.
+
+    Every call must come from the thread that loaded the model.
+    """
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
@@ -77,12 +80,20 @@ class ModelRunner:
     ) -> None:
         """Choose how the model runs.
 
-        ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
-        ``grammars`` are those of constrained samples; ``logprobs_mode`` is for requests that name
-        none; ``choices`` of an earlier load, as far as they go, are not made anew;
-        ``takes_inputs``: rows may stand in place of embeddings, if the model allows that.
+        Args:
+            loaded: the model.
+            layouts: the layouts of its caches.
+            plan: its KV: the block size and the longest sequence.
+            num_blocks: the number of KV blocks in the pool.
+            backend: the attention backend.
+            draft: the draft model, with as many blocks of the same size; None if there is none.
+            grammars: compiles the grammars of constrained samples; None if there can be none.
+            logprobs_mode: the mode of requests that name none.
+            tracer: records the phases of every step; None records nothing.
+            choices: the choices of an earlier load, which are taken over; None to make them.
+            takes_inputs: True if rows of inputs may replace embeddings, if the model allows it.
         """
-        made = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+        chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         self._tracer = tracer or NoTracer()
         self._draft = draft
         self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
@@ -92,9 +103,9 @@ class ModelRunner:
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
         dtype = DTYPES.get(loaded.dtype, mx.float32)
-        kernels, _ = choose_sampling(vocab_size, dtype, made.samples_by_kernel)
+        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
         self._dtype = dtype
-        #: The products of inputs besides tokens.
+        #: The features of inputs besides tokens.
         self.features = InputFeatures()
         self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_inputs else None
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
@@ -106,17 +117,17 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=plan.block_size,
             dtype=loaded.dtype,
-            chosen=made.path,
+            chosen=chosen.path,
         )
         self._path = choice.path
-        #: Whether the first step of each shape takes longer than others: see ``warm_up``.
+        #: True if the first step of each shape takes longer than others: see ``warm_up``.
         self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
-        change_kernels, _ = choose_change_kernels(products, made.adapts_by_kernel)
+        change_kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel)
         self._path.adapters.kernels = change_kernels
-        #: What was chosen, here or by the load whose ``choices`` these are.
+        #: All choices for this model, made here or taken over.
         self.choices = replace(
-            made,
+            chosen,
             path=choice.name,
             samples_by_kernel=kernels is not None,
             adapts_by_kernel=change_kernels is not None,
@@ -124,7 +135,7 @@ class ModelRunner:
         layers = AdaptedLayers(loaded.model, products, self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
-        #: The model's own weights and the memory it takes.
+        #: Replaces and frees the model's weights and KV.
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
@@ -152,14 +163,14 @@ class ModelRunner:
         return self._info
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step and wait for what it produces."""
+        """Run one step and wait for its results."""
         return self.submit(batch).wait()
 
     def submit(self, batch: ScheduledBatch) -> ModelStep:
         """See ``Runner.submit``.
 
-        A backend that writes its pools by MLX's assignment may not run ahead: MLX writes in place
-        only while no step in flight holds the pool, and copies it otherwise.
+        Backends that write pools by MLX's assignment cannot run ahead: while a step in flight holds
+        a pool, MLX would copy it instead of writing in place.
         """
         runs_ahead = self._info.runs_ahead
         try:
@@ -174,7 +185,10 @@ class ModelRunner:
         return step
 
     def _recover(self) -> None:
-        """After a step that failed, mostly for want of memory: let the next one stand alone."""
+        """Drop what a failed step left, so that the next one does not depend on it.
+
+        Most such steps fail because memory runs out.
+        """
         self._latest = None
         mx.synchronize()
         mx.clear_cache()
@@ -183,16 +197,17 @@ class ModelRunner:
             self._draft.forget_writes()
 
     def _build(self, batch: ScheduledBatch) -> ModelStep:
-        # First: a step that fails must not leave them behind, for no later one names them.
+        # Ended matchers are dropped before anything can fail, because no later step names them.
         self._grammars.forget(batch)
         self.adapters.place(batch.adapters)
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
         if self._latest is not None and not rows.has_pending:
-            # Nothing else orders what that step reads of blocks before this step writes to them:
-            # one that was preempted meanwhile may have lost its blocks to this step.
-            # Forgotten first: one that cannot end must not fail every step from now on.
+            # The step in flight may read blocks that this step writes: those of a sequence that
+            # was preempted in between. Without a pending token nothing else orders the two, so
+            # wait. It is forgotten before that, because if it cannot end, it must fail no step but
+            # this one.
             latest, self._latest = self._latest, None
             with self._tracer.span(Phase.WAIT):
                 latest.end()
@@ -200,30 +215,31 @@ class ModelRunner:
         drafts = self._propose(batch)
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
-        logits = self._logits(batch.sequences, token_ids, rows.wanted)
+        logits = self._logits(batch.sequences, token_ids, rows.logit_rows)
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
         if self._info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
-            # For the masks of the next step.
+            # The masks of the next step may depend on these tokens.
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
 
     def compute_input(self, slot: int, rows: HostTensor) -> None:
-        """Keep rows, ``[n, input_width]``, that steps name by their slot."""
+        """Keep an input's rows, ``[rows, input_width]``; steps name them by their slot."""
         self.features.put(slot, rows.to_mlx().astype(self._dtype))
 
     def _logits(
-        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, wanted: list[int]
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]
     ) -> mx.array:
-        rows = spread_proposals(sequences)
+        """Return the logits of some of the step's rows, ``[len(rows), vocab]``."""
+        spread = spread_proposals(sequences)
         features = self.features.gather(sequences)
         if features is None:
-            return self._path.logits(rows, token_ids, wanted)
+            return self._path.logits(spread, token_ids, rows)
         assert self._embedding is not None, "an input was admitted that the model does not take"
         with self._embedding.during(features):
-            return self._path.logits(rows, self._embedding.place(token_ids, sequences), wanted)
+            return self._path.logits(spread, self._embedding.place(token_ids, sequences), rows)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:
         if self._draft is None:
@@ -243,29 +259,29 @@ class ModelRunner:
     ) -> SampleResult | None:
         if not rows.sampled:
             return None
-        if len(rows.sampled) < len(rows.wanted):
+        if len(rows.sampled) < len(rows.logit_rows):
             logits = logits[mx.array(rows.sampled)]
         return self._sampler(logits, rows.specs, rows.pending(token_ids), constraints.masks)
 
     def _score(self, logits: mx.array, rows: StepRows) -> dict[int, TargetLogprobs]:
         return {
-            one.seq_id: target_logprobs(
-                logits[first : first + len(one.target_ids)],
-                one.target_ids,
-                self._info.vocab_size if one.prompt_logprobs == ALL_TOKENS else one.prompt_logprobs,
-                entropy=one.prompt_entropy,
+            sequence.seq_id: target_logprobs(
+                logits[first : first + len(sequence.target_ids)],
+                sequence.target_ids,
+                self._info.vocab_size if top == ALL_TOKENS else top,
+                entropy=sequence.prompt_entropy,
             )
-            for one, first in rows.scored
-            if one.prompt_logprobs is not None
+            for sequence, first in rows.scored
+            if (top := sequence.prompt_logprobs) is not None
         }
 
 
 class ModelStep:
-    """A step's lazy results. Implements ``batch.StepInFlight``.
+    """A step's lazy results. Implements ``StepInFlight`` and ``Pending``.
 
     Attributes:
-        tokens: chosen by this step, ``[rows]``; None if it samples nothing.
-        token_copy: the same in an array that no other is computed from; None if there is none.
+        tokens: the tokens that the step chooses, ``[rows]``; None if it samples nothing.
+        token_copy: a copy of ``tokens`` from which no array is computed; None if there is none.
     """
 
     def __init__(
@@ -286,15 +302,15 @@ class ModelStep:
         self._written: list[mx.array] = []
 
     def copy_tokens(self) -> None:
-        """Have a ``token_copy``."""
+        """Make ``token_copy``."""
         if self.tokens is not None:
             self.token_copy = self.tokens.astype(mx.int32)
 
     def start(self, written: list[mx.array], *, wait: bool) -> None:
         """Begin to compute the results and ``written``.
 
-        Nothing of ``written`` is kept when waiting: a pool is written in place only if nobody else
-        holds it.
+        With ``wait``, no reference to ``written`` is kept: MLX writes a pool in place only if
+        nothing else refers to it.
         """
         (mx.eval if wait else mx.async_eval)(self._outputs(), written)
         if not wait:
@@ -302,7 +318,7 @@ class ModelStep:
 
     @property
     def num_stages(self) -> int:
-        """See ``Pending``: the device computes on its own."""
+        """See ``Pending``; the device needs no help after the first stage."""
         return 1
 
     def advance(self) -> None:
@@ -316,7 +332,7 @@ class ModelStep:
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
-        outputs += [one for one in (self._drafts, self.token_copy) if one is not None]
+        outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
     def wait(self) -> StepOutput:
@@ -329,19 +345,21 @@ class ModelStep:
         failed = {**_not_numbers(tokens, scored), **self._failed}
         if failed:
             tokens = tuple(token for token in tokens if token.seq_id not in failed)
-            scored = {seq_id: one for seq_id, one in scored.items() if seq_id not in failed}
+            scored = {seq_id: entries for seq_id, entries in scored.items() if seq_id not in failed}
         return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed)
 
 
 def _not_numbers(
     tokens: Sequence[SampledToken], scored: Mapping[int, Sequence[TokenLogprob]]
 ) -> dict[int, str]:
-    """Sequences with a log-probability that is NaN, and why they fail."""
+    """Return the sequences that have a log-probability of NaN, each with why it fails."""
     why = "The model's logits are not numbers, so there are no log-probabilities."
-    wrong = [one.seq_id for one in tokens if one.logprob and math.isnan(one.logprob.logprob)]
-    wrong += [
+    seq_ids = [
+        token.seq_id for token in tokens if token.logprob and math.isnan(token.logprob.logprob)
+    ]
+    seq_ids += [
         seq_id
         for seq_id, entries in scored.items()
         if any(math.isnan(entry.logprob) for entry in entries)
     ]
-    return dict.fromkeys(wrong, why)
+    return dict.fromkeys(seq_ids, why)

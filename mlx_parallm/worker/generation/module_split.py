@@ -19,7 +19,7 @@ from mlx_parallm.worker.lora.context import AdapterContext
 
 
 class ModuleSplit:
-    """Splits the calls of modules while a step is in progress."""
+    """Splits the calls of some modules into one call per group, while a step is in progress."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._step: SplitStep | None = None
@@ -27,7 +27,7 @@ class ModuleSplit:
 
     @contextmanager
     def during(self, step: SplitStep) -> Iterator[None]:
-        """Split calls while the block runs."""
+        """Split the modules' calls by the groups of ``step`` in the context."""
         self._step = step
         try:
             yield
@@ -35,7 +35,7 @@ class ModuleSplit:
             self._step = None
 
     def remove(self) -> None:
-        """Let the modules run as they would without this object."""
+        """Stop wrapping the modules' calls, for good."""
         self._calls.remove()
 
     def _splitting(self, original: Any) -> Methods:
@@ -49,7 +49,7 @@ class ModuleSplit:
 
 
 class SplitStep:
-    """One step's groups, and the states of each, which the modules replace."""
+    """The groups of one step, with the states of each group, which modules replace."""
 
     def __init__(
         self,
@@ -67,22 +67,23 @@ class SplitStep:
         self._num_rows = positions.shape[0]
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Call a module once per group and put its outputs back into packed rows."""
+        """Call a module once per group, and return its outputs as packed rows."""
         outputs = []
         for group, states in zip(self._groups, self._states, strict=True):
-            made: dict[int, GroupStateCache] = {}
-            convert = partial(self._convert, group=group, states=states, made=made)
-            mine = [convert(value) for value in args]
-            named = {name: convert(value) for name, value in options.items()}
+            state_caches: dict[int, GroupStateCache] = {}
+            convert = partial(self._convert, group=group, states=states, state_caches=state_caches)
+            own_args = [convert(value) for value in args]
+            own_options = {name: convert(value) for name, value in options.items()}
             with self._adapters.during(group.adapter_rows):
-                outputs.append(call(*mine, **named))
-            for cache in made.values():
+                outputs.append(call(*own_args, **own_options))
+            for cache in state_caches.values():
                 cache.commit()
         return join_outputs(self._groups, outputs)
 
     def _convert(
-        self, value: Any, *, group: Group, states: States, made: dict[int, GroupStateCache]
+        self, value: Any, *, group: Group, states: States, state_caches: dict[int, GroupStateCache]
     ) -> Any:
+        """Return a group's part or view of an argument; other values are returned as they are."""
         if value is self._positions:
             return group.offset
         if isinstance(value, mx.array):
@@ -90,8 +91,11 @@ class SplitStep:
         if isinstance(value, WindowMask):
             return group.mask(value.window, as_array=value.as_array)
         if is_packed_cache(value):
-            return self._views.grouped(value, group, states, made)
+            return self._views.grouped(value, group, states, state_caches)
         if isinstance(value, list | tuple):
-            parts = (self._convert(one, group=group, states=states, made=made) for one in value)
+            parts = (
+                self._convert(part, group=group, states=states, state_caches=state_caches)
+                for part in value
+            )
             return type(value)(parts)
         return value

@@ -1,4 +1,4 @@
-"""A paged pool behind the cache verbs that mlx_lm's models speak, one row per token."""
+"""A paged pool with the interface of mlx_lm's caches, for forwards with one row per token."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttent
 
 
 class WindowMask(str):
-    """The mask that a model asked for; it reaches the seam, or a split module, unread.
+    """A placeholder for a causal mask, which models pass on to attention or to a split module.
 
-    A string, because models hand strings through where they would index an array. ``window`` is
-    None for a plain causal mask; ``as_array`` says that the model wanted no "causal".
+    It is a string, because models pass strings on as they are, but would index an array.
+
+    Attributes:
+        window: a row attends to its latest ``window`` positions; None: to all.
+        as_array: True if the model asked for an array, not for "causal".
     """
 
     window: int | None
     as_array: bool
 
     def __new__(cls, window: int | None, *, as_array: bool = False) -> WindowMask:
-        """A causal mask over the latest ``window`` positions."""
+        """Return a placeholder for a causal mask over the latest ``window`` positions."""
         mask = super().__new__(cls, "causal")
         mask.window = window
         mask.as_array = as_array
@@ -31,14 +34,18 @@ class WindowMask(str):
 
 
 class UnsupportedAttentionError(RuntimeError):
-    """A model uses its cache or mask in a way the packed forward cannot honour."""
+    """A model uses its cache or mask in a way that the packed forward does not support."""
 
 
 class PackedStep:
-    """One packed forward: positions, the attention plan, and which arrays are pools.
+    """One packed forward: its positions, the attention plan, and which arrays are pools.
 
-    ``positions`` is int32 ``[T]``, ``plan`` the backend's. ``tables`` are the rows' block tables,
-    int32 ``[T, M]``, while a function is traced that gathers keys.
+    Attributes:
+        positions: the positions of the rows, int32 ``[T]``.
+        backend: the attention backend.
+        plan: the backend's plan of the step.
+        tables: the block tables of the rows, int32 ``[T, M]``; None unless a function that gathers
+            keys is being traced.
     """
 
     def __init__(
@@ -56,21 +63,24 @@ class PackedStep:
 
     @classmethod
     def of(cls, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> PackedStep:
-        """The step that runs these sequences' tokens."""
+        """Return the forward of these sequences' tokens."""
         return cls(backend, backend.plan(sequences), mx.array(_positions(sequences)))
 
     @classmethod
     def padded(
         cls, backend: CompilableAttention, sequences: Sequence[ScheduledSequence], num_rows: int
     ) -> PackedStep:
-        """The same with ``num_rows`` rows; those behind the sequences' are at position 0."""
+        """Return the forward of these sequences' tokens, padded to ``num_rows`` rows.
+
+        Padding rows follow those of the sequences, and have position 0.
+        """
         positions = np.zeros(num_rows, dtype=np.int32)
-        known = _positions(sequences)
-        positions[: len(known)] = known
+        real = _positions(sequences)
+        positions[: len(real)] = real
         return cls(backend, backend.padded_plan(sequences, num_rows), mx.array(positions))
 
     def register(self, pool: LayerPool, window: int | None) -> None:
-        """Make a pool known to ``attend``; its keys are recognised by identity."""
+        """Add a pool for ``attend``, which recognises it by the identity of its keys."""
         self._pools[id(pool.keys)] = (pool, window)
 
     def attend(
@@ -88,12 +98,12 @@ class PackedStep:
         Raises:
             UnsupportedAttentionError: the model made a mask of its own.
         """
-        found = self._pools.get(id(keys))
-        if found is None:
+        registered = self._pools.get(id(keys))
+        if registered is None:
             return None
         if isinstance(mask, mx.array):
             raise UnsupportedAttentionError("the model made an attention mask of its own")
-        pool, window = found
+        pool, window = registered
         if isinstance(mask, WindowMask):
             window = mask.window
         return self.backend.attend(
@@ -108,9 +118,9 @@ class PackedStep:
 
 
 def _positions(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
-    """Of all tokens, int32 ``[T]``."""
-    counts = np.array([len(one.token_ids) for one in sequences])
-    starts = np.array([one.start for one in sequences])
+    """Return the positions of all tokens, int32 ``[T]``."""
+    counts = np.array([len(sequence.token_ids) for sequence in sequences])
+    starts = np.array([sequence.start for sequence in sequences])
     firsts = counts.cumsum() - counts
     return ((starts - firsts).repeat(counts) + np.arange(counts.sum())).astype(np.int32)
 
@@ -118,8 +128,8 @@ def _positions(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
 class PagedLayerCache:
     """One layer's cache during one packed forward.
 
-    ``offset`` is an array of positions ``[T]``, which RoPE takes, and stays the same throughout the
-    step: some models read layer 0's in every layer.
+    ``offset`` is an array of positions ``[T]``, which RoPE takes too. It does not change during the
+    step, because some models read that of layer 0 in every layer.
     """
 
     start_position = 0
@@ -131,12 +141,12 @@ class PagedLayerCache:
 
     @property
     def offset(self) -> mx.array:
-        """Positions of the rows, int32 ``[T]``."""
+        """The positions of the rows, int32 ``[T]``."""
         return self._step.positions
 
     @property
     def keys(self) -> mx.array:
-        """The pool. Models that assign it are ignored: the pool is the truth."""
+        """The pool of keys. Assignments by models are ignored: ``update_and_fetch`` writes it."""
         return self._pool.keys
 
     @keys.setter
@@ -145,7 +155,7 @@ class PagedLayerCache:
 
     @property
     def values(self) -> mx.array:
-        """The pool of values; see ``keys``."""
+        """The pool of values. Assignments are ignored, as those of ``keys``."""
         return self._pool.values
 
     @values.setter
@@ -154,33 +164,33 @@ class PagedLayerCache:
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
-        """Both pools."""
+        """The pools of keys and values."""
         return self._pool.keys, self._pool.values
 
     def make_mask(
         self, _length: int, return_array: bool = False, window_size: int | None = None
     ) -> WindowMask | None:
-        """None, or the window asked for; rows see their own sequence in any case."""
+        """Return None, or a placeholder for a window: rows see only their own sequence anyway."""
         del return_array
         return None if window_size is None else WindowMask(window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write ``[T, K, 1, D]`` into the pool and return the pool for the seam to recognise."""
+        """Write keys ``[T, K, 1, D]`` and values; return the pools, which the seam recognises."""
         self._step.backend.write(self._pool, self._step.plan, keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The pool, without a write: for layers that share another's KV."""
+        """Return the pools without a write, for layers that share another layer's KV."""
         self._step.register(self._pool, self._window)
         return self._pool.keys, self._pool.values
 
     def maybe_trim_front(self) -> None:
-        """Nothing is trimmed; windows are masks."""
+        """Do nothing: windows are masks here, so nothing is trimmed."""
 
     def is_trimmable(self) -> bool:
-        """Not by the model."""
+        """Return False: models may not trim the pool."""
         return False
 
     def empty(self) -> bool:
-        """False: it holds what the block tables say."""
+        """Return False: the pool has whatever the block tables say."""
         return False

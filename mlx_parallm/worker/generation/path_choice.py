@@ -1,4 +1,4 @@
-"""Chooses how a model's forward runs: the first path that gives what the stock model gives."""
+"""Chooses how a model's forward runs: by the fastest path that agrees with the stock model."""
 
 from __future__ import annotations
 
@@ -39,28 +39,33 @@ from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
 
-# Longer windows are not tried: the time at load grows with the square of the length.
+# MAX_CHECKED_SLIDE: longer windows are not tried, as the time at load grows with their square.
 MAX_CHECKED_SLIDE = 512
-#: ``ALONE``: the name of the choice of ``AlonePath``.
+#: ALONE is the name of the choice of ``AlonePath``.
 ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
 class PathAttempt:
-    """What came of trying a path: ``difference`` from the stock model, or the error met.
+    """The result of trying a path.
 
-    ``difference`` is the largest absolute one of a log-probability.
+    Attributes:
+        path: the name of the choice.
+        difference: the largest absolute difference of a log-probability from the stock model's, in
+            the units of ``CheckedText``; None if there was an error.
+        error: the error; None if there was none.
+        agrees: True if the difference is within rounding.
     """
 
     path: str
     difference: float | None
     error: str | None
-    exact: bool
+    agrees: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """The path chosen, the name of that choice, and every path tried on the way."""
+    """The chosen path, the name of that choice, and all attempts up to it."""
 
     path: ForwardPath
     name: str
@@ -78,17 +83,26 @@ def choose_path(
     dtype: str,
     chosen: str | None = None,
 ) -> PathChoice:
-    """Try paths from the fastest to the safest.
+    """Return the first path that agrees with the stock model, from the fastest to the safest.
 
-    Each is checked against the stock model on random ragged prompts; ``AlonePath``, which is the
-    stock model, is taken when none agrees. With quantised KV no path agrees with the stock model,
-    so it is the same path with exact KV that is checked. ``chosen``, the name of an earlier choice
-    on an equal device, is taken without a check; it then computes as the checked one does.
+    Each path is checked on random ragged prompts. If none agrees, ``AlonePath`` is taken, which is
+    the stock model. With quantised KV no path agrees, so the same path with exact KV is checked.
+
+    Args:
+        model: the model.
+        layouts: the layouts of its caches.
+        backend: the attention backend.
+        vocab_size: the number of rows of its embedding table.
+        num_blocks: the number of KV blocks in the pool.
+        block_size: the tokens of a block.
+        dtype: the model's dtype, which decides the tolerance.
+        chosen: the name of an earlier choice on an equal device. That path is taken without a
+            check, and computes exactly as the checked path does. None to choose.
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
     """
-    if chosen == ALONE or any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
+    if chosen == ALONE or any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts)):
         return PathChoice(_alone(model, backend), ALONE)
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
@@ -106,16 +120,17 @@ def choose_path(
     texts = stock_texts(model, vocab_size, window)
     for name, make in candidates.in_order():
         path = make()
-        difference, error, exact = check_path(path, texts, block_size, dtype)
-        attempts.append(PathAttempt(name, difference, error, exact))
+        difference, error, agrees = check_path(path, texts, block_size, dtype)
+        attempts.append(PathAttempt(name, difference, error, agrees))
         logger.info("path %s: difference %s, error %s", name, difference, error)
-        if exact and backend.quantisation is None:
+        if agrees and backend.quantisation is None:
             return PathChoice(path, name, tuple(attempts))
         if isinstance(path, SplitPath):
             path.close()
-        if exact:
+        if agrees:
             candidates.use(backend, blocks)
-            return PathChoice(_that_runs(make(), texts, block_size), name, tuple(attempts))
+            path = _runnable(make(), texts, block_size)
+            return PathChoice(path, name, tuple(attempts))
     return PathChoice(_alone(model, backend), ALONE, tuple(attempts))
 
 
@@ -128,8 +143,8 @@ def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
     return AlonePath(model)
 
 
-def _that_runs(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> ForwardPath:
-    """The path, if it runs with quantised KV; how far it is from exact KV is not judged here."""
+def _runnable(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> ForwardPath:
+    """Return the path if it runs with quantised KV; its difference from exact KV is only logged."""
     try:
         difference = largest_difference(path, texts, block_size)
     except MODEL_ERRORS as cause:
@@ -144,10 +159,11 @@ def _that_runs(path: ForwardPath, texts: Sequence[CheckedText], block_size: int)
 
 
 def checked_length(model: Any, layouts: tuple[CacheLayout, ...]) -> int | None:
-    """A length beyond which a model attends to a part of its past only; None if it never does.
+    """Return the length beyond which a model attends to only a part of its past; None if never.
 
-    Sliding windows that are too long to try are known to be right; which keys a sparse attention
-    selects is not, so its limit comes first.
+    The check's prompts are to exceed this length. A sparse attention's limit is preferred to a
+    sliding window: which keys it selects must be tried, while windows too long to try are known to
+    be right.
     """
     selected = max((_num_selected(module) for module in model.modules()), default=0)
     window = largest_window(layouts)
@@ -157,7 +173,7 @@ def checked_length(model: Any, layouts: tuple[CacheLayout, ...]) -> int | None:
 
 
 def _num_selected(module: Any) -> int:
-    """How many keys an attention module selects, by mlx_lm's names for it; 0 for all."""
+    """Return how many keys an attention module selects, by mlx_lm's names; 0 if it takes all."""
     tokens = getattr(module, "index_topk", None)
     blocks, size = (
         getattr(module, name, None) for name in ("index_topk_blocks", "index_block_size")
@@ -168,13 +184,13 @@ def _num_selected(module: Any) -> int:
 
 
 def largest_window(layouts: tuple[CacheLayout, ...]) -> int | None:
-    """The longest sliding window of any layer."""
-    windows = [one.window for one in leaves(layouts) if isinstance(one, KVLayout)]
+    """Return the longest sliding window of any layer, in tokens; None if there is none."""
+    windows = [layout.window for layout in leaves(layouts) if isinstance(layout, KVLayout)]
     return max((window for window in windows if window is not None), default=None)
 
 
 class _Candidates:
-    """The paths that could suit a model."""
+    """Makes the paths that could suit a model."""
 
     def __init__(
         self,
@@ -189,13 +205,14 @@ class _Candidates:
         self._selector: RowSelector = install_row_selection(model, vocab_size)
 
     def use(self, backend: AttentionBackend, num_blocks: int) -> None:
-        """Make paths over new pools of this backend from now on."""
-        shapes = [one.shape for one in leaves(self._layouts) if isinstance(one, KVLayout)]
+        """Make the next paths with new pools of this backend."""
+        shapes = [layout.shape for layout in leaves(self._layouts) if isinstance(layout, KVLayout)]
         self._backend = backend
         self._pools = KVPools(backend, shapes, num_blocks)
 
     def in_order(self) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
-        if self._layouts and all(isinstance(one, KVLayout) for one in self._layouts):
+        """Yield names and makers of paths, from the fastest to the safest."""
+        if self._layouts and all(isinstance(layout, KVLayout) for layout in self._layouts):
             if isinstance(self._backend, CompilableAttention):
                 yield "packed (compiled)", lambda: self._packed(compiles=True)
             yield "packed", lambda: self._packed(compiles=False)
@@ -205,8 +222,8 @@ class _Candidates:
         yield "sequential", self._sequential
 
     def _splits(self, users: CacheUsers) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
-        has_kv = any(isinstance(one, KVLayout) for one in leaves(self._layouts))
-        has_state = any(isinstance(one, StateLayout) for one in leaves(self._layouts))
+        has_kv = any(isinstance(layout, KVLayout) for layout in leaves(self._layouts))
+        has_state = any(isinstance(layout, StateLayout) for layout in leaves(self._layouts))
         compiles = isinstance(self._backend, CompilableAttention)
         if has_kv and has_state:
             if compiles:

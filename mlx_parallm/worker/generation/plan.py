@@ -1,4 +1,4 @@
-"""What the worker is told of a model that generates, and what it has chosen for it."""
+"""The specification of a generation model to load, and the plan that its load returns."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlx_parallm.types.step import RunnerInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
-    """A model that generates, or proposes tokens for one.
+    """A generation model to load, or the draft model of one.
 
     Attributes:
         config: the model's settings.
-        path: its folder.
-        settings: the engine's.
-        free_bytes: memory that was free before; None if unknown. On a CPU it decides whether
+        path: the model's folder.
+        settings: the engine's settings.
+        free_bytes: the free memory before the load; None if unknown. On a CPU it decides whether
             weights are kept as float32.
     """
 
@@ -32,15 +32,16 @@ class GenerationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderChoices:
-    """What was chosen for one decoder at load, by trying it; equal on equal devices.
+    """The choices that a decoder's load made by trying; they are equal on equal devices.
 
     Attributes:
         is_cast: True if ``dtype="auto"`` became float32, see ``load_model``.
-        attention: name of the attention backend.
-        kernels: whether the layers' kernels are used, by kernel and shape.
-        path: name of the forward path; None before ``Allocate``.
+        attention: the name of the attention backend.
+        kernels: True for each of the layers' kernels that is used, by kernel and shape.
+        path: the name of the forward path; None before ``Allocate``.
         samples_by_kernel: True if sampling kernels are used; None before ``Allocate``.
-        adapts_by_kernel: likewise for the kernels of adapters; None for a draft model too.
+        adapts_by_kernel: True if the kernels of adapters are used; None before ``Allocate``, and
+            for a draft model.
     """
 
     is_cast: bool
@@ -53,18 +54,18 @@ class DecoderChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """A loaded model that generates.
+    """The plan of a loaded generation model: its choices, and facts about it.
 
     Attributes:
-        kv: what its KV takes.
+        kv: the memory that its KV takes.
         model_config: the checkpoint's config.json.
-        vocab_size: rows of the embedding table.
-        weight_bytes: of its parameters.
-        choices: see ``DecoderChoices``.
-        draft: likewise of its draft model; None if it has none, or before ``Allocate``.
+        vocab_size: the number of rows of the embedding table.
+        weight_bytes: the size of its weights, in bytes.
+        choices: the choices made by trying.
+        draft: the choices for its draft model; None if it has none, or before ``Allocate``.
         info: facts about the model; None before ``Allocate``.
-        prepares_shapes: True if the first step of each shape takes longer than others, so that
-            they are worth a warm-up.
+        prepares_shapes: True if the first step of each shape takes longer than later ones, so that
+            a warm-up is worth it.
     """
 
     kv: KVPlan

@@ -1,4 +1,4 @@
-"""Sequences of a step that a module runs together when it cannot take one row per token."""
+"""Groups of a step's sequences, for modules that cannot take one row per token."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class RowGroup:
     """Decode rows as ``[B, 1]``, or one prefill chunk as ``[1, L]``.
 
     Attributes:
-        sequences: B of them, or one.
-        rows: their tokens' places among the step's T rows.
-        length: tokens of each sequence.
-        offset: position of the first token: an int for one sequence, otherwise int32 ``[B]``.
-        plan: the attention backend's, for these sequences alone.
-        table: block table, int32 ``[B, blocks]``.
-        padded_len: tokens that ``table`` spans; for one sequence, those that exist.
+        sequences: the B sequences of the decode rows, or the one sequence of the chunk.
+        rows: the indices of their tokens among the step's T rows.
+        length: the number of tokens of each sequence.
+        offset: the position of the first token: an int for one sequence, otherwise int32 ``[B]``.
+        plan: the attention backend's plan for these sequences alone.
+        table: the block tables, int32 ``[B, blocks]``.
+        padded_len: the tokens that ``table`` spans; for one sequence, its tokens so far.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class RowGroup:
         self.sequences = sequences
         self.rows = rows
         self.length = len(sequences[0].token_ids)
-        self._starts = np.array([one.start for one in sequences], dtype=np.int32)
+        self._starts = np.array([sequence.start for sequence in sequences], dtype=np.int32)
         self.offset = int(self._starts[0]) if len(sequences) == 1 else mx.array(self._starts)
         self.plan = backend.plan(sequences)
-        used = [-(-(one.start + self.length) // block_size) for one in sequences]
+        used = [-(-(sequence.start + self.length) // block_size) for sequence in sequences]
         table = np.zeros((len(sequences), max(used)), dtype=np.int32)
-        for row, (one, count) in enumerate(zip(sequences, used, strict=True)):
-            table[row, :count] = one.block_table[:count]
+        for row, (sequence, count) in enumerate(zip(sequences, used, strict=True)):
+            table[row, :count] = sequence.block_table[:count]
         self.table = mx.array(table)
         self.padded_len = max(used) * block_size
         if len(sequences) == 1:
@@ -53,22 +53,25 @@ class RowGroup:
 
     @property
     def slots(self) -> list[int]:
-        """State slots of the sequences."""
-        return [one.slot for one in self.sequences]
+        """The state slots of the sequences."""
+        return [sequence.slot for sequence in self.sequences]
 
     @functools.cached_property
     def adapter_rows(self) -> AdapterRows | None:
-        """The adapters of the sequences; None if all are without."""
-        slots = [one.adapter_slot for one in self.sequences]
+        """The adapters of the sequences; None if no sequence has one."""
+        slots = [sequence.adapter_slot for sequence in self.sequences]
         return AdapterRows(mx.array(np.array(slots, dtype=np.int32))) if any(slots) else None
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the (only) sequence begins here."""
+        """True if the group is one sequence that begins in this step."""
         return len(self.sequences) == 1 and self.sequences[0].start == 0
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
-        """The mask of a dense cache of ``padded_len`` positions, in the forms mlx_lm uses."""
+        """Return the mask of a dense cache of ``padded_len`` positions, in mlx_lm's forms.
+
+        They are None, "causal" and a bool array. The arguments are those of ``WindowMask``.
+        """
         if len(self.sequences) == 1 and (window is None or window >= self.padded_len):
             if self.length == 1:
                 return None
@@ -80,7 +83,10 @@ class RowGroup:
         return self._masks[window]
 
     def take(self, array: mx.array, num_rows: int) -> mx.array:
-        """This group's part of a packed ``[T, 1, ...]`` array; others are returned as they are."""
+        """Return this group's part of an array of packed rows, ``[T, 1, ...]``.
+
+        An array of another shape is returned as it is.
+        """
         if array.ndim < 2 or array.shape[:2] != (num_rows, 1):
             return array
         part = array[int(self.rows[0]) : int(self.rows[-1]) + 1]
@@ -88,12 +94,12 @@ class RowGroup:
             part = array[mx.array(self.rows.astype(np.int32))]
         if self.length == 1:
             return part
-        # [T, 1, 1, 1] is a factor of [B, H, L, D]; anything else has its tokens in axis 1.
+        # An array [T, 1, 1, 1] is a factor of [B, H, L, D]. All others get their tokens in axis 1.
         is_factor = array.ndim == 4 and array.shape[1:] == (1, 1, 1)
         return part.swapaxes(0, 2 if is_factor else 1)
 
-    def give(self, array: mx.array) -> mx.array:
-        """An output ``[B, 1, ...]`` or ``[1, L, ...]`` as packed rows ``[rows, 1, ...]``."""
+    def pack(self, array: mx.array) -> mx.array:
+        """Return an output ``[B, 1, ...]`` or ``[1, L, ...]`` as packed rows ``[rows, 1, ...]``."""
         if array.ndim >= 2 and array.shape[:2] == (len(self.sequences), self.length):
             return array if self.length == 1 else array.swapaxes(0, 1)
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
@@ -111,15 +117,15 @@ class RowGroup:
 
 
 class DecodeGroup:
-    """All rows of a step of decode rows, some of them padding, while a function is traced.
+    """All rows of a step of decode rows, padding included, while a function is traced.
 
     Attributes:
-        rows: 0 to T - 1.
-        offset: positions of the rows, int32 ``[T]``.
-        plan: the attention backend's.
-        table: block table, int32 ``[T, blocks]``; None if no module of the group has keys.
-        padded_len: tokens that ``table`` spans.
-        adapter_rows: the adapters of the rows; None if all are without.
+        rows: the indices 0 to T - 1.
+        offset: the positions of the rows, int32 ``[T]``.
+        plan: the attention backend's plan.
+        table: the block tables, int32 ``[T, blocks]``; None if no split module reads keys.
+        padded_len: the tokens that ``table`` spans.
+        adapter_rows: the adapters of the rows; None if no row has one.
     """
 
     length = 1
@@ -135,18 +141,18 @@ class DecodeGroup:
         self._masks: dict[int | None, mx.array] = {}
 
     def take(self, array: mx.array, num_rows: int) -> mx.array:
-        """See ``RowGroup.take``: all rows are of this group."""
+        """See ``RowGroup.take``; this group has all rows."""
         del num_rows
         return array
 
-    def give(self, array: mx.array) -> mx.array:
+    def pack(self, array: mx.array) -> mx.array:
         """See ``RowGroup.give``."""
         if array.ndim >= 2 and array.shape[:2] == (len(self.rows), 1):
             return array
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
 
     def mask(self, window: int | None, *, as_array: bool) -> mx.array:
-        """See ``RowGroup.mask``: there are several sequences, so it is an array."""
+        """See ``RowGroup.mask``; it is an array, as there are several sequences."""
         del as_array
         if window not in self._masks:
             columns, positions = mx.arange(self.padded_len), self.offset[:, None, None, None]
@@ -167,13 +173,16 @@ def make_groups(
     *,
     batch_decode: bool,
 ) -> list[RowGroup]:
-    """All decode rows as one group (or each alone), and every prefill chunk as its own."""
-    firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)])
+    """Return the groups of a step: all decode rows, and each prefill chunk by itself.
+
+    Without ``batch_decode``, each decode row is a group by itself too.
+    """
+    firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
     decode: list[int] = []
     members: list[list[int]] = []
-    for index, one in enumerate(sequences):
-        # A fresh sequence has no state to be stacked with others'.
-        if batch_decode and len(one.token_ids) == 1 and one.start > 0:
+    for index, sequence in enumerate(sequences):
+        # A new sequence has no state yet that could be stacked with those of others.
+        if batch_decode and len(sequence.token_ids) == 1 and sequence.start > 0:
             decode.append(index)
         else:
             members.append([index])
@@ -191,15 +200,18 @@ def make_groups(
 
 
 def join_outputs(groups: Sequence[Group], outputs: Sequence[Any]) -> Any:
-    """Outputs of all groups as packed rows, in row order; tuples and lists element by element."""
+    """Return the outputs of all groups as packed rows, in the order of the step's rows.
+
+    Tuples and lists are joined element by element; outputs that are no arrays are the first's.
+    """
     first = outputs[0]
     if isinstance(first, tuple | list):
         return type(first)(join_outputs(groups, part) for part in zip(*outputs, strict=True))
     if not isinstance(first, mx.array):
         return first
     if len(groups) == 1 and groups[0].length == 1:
-        return groups[0].give(first)
-    parts = [group.give(output) for group, output in zip(groups, outputs, strict=True)]
+        return groups[0].pack(first)
+    parts = [group.pack(output) for group, output in zip(groups, outputs, strict=True)]
     joined = mx.concatenate(parts, axis=0)
     rows = np.concatenate([group.rows for group in groups])
     if (rows[:-1] < rows[1:]).all():

@@ -1,7 +1,7 @@
-"""Lets only the rows that need logits through the LM head.
+"""Runs the LM head for only the rows that need logits.
 
 The head of an mlx_lm model is a linear layer or a tied embedding somewhere below the model. Its
-instance gets a class that picks rows before it multiplies; names of parameters stay as they are.
+calls are wrapped, so that it selects rows before it multiplies; names of parameters stay.
 """
 
 from __future__ import annotations
@@ -20,39 +20,50 @@ EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding
 
 
 class RowSelector:
-    """Which rows the LM head computes; None for all."""
+    """Selects the rows that the LM head computes.
+
+    Attributes:
+        rows: indices of the rows; None for all rows.
+        active: True if the model's head asks this object; see ``install_row_selection``.
+    """
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.active = False
 
-    def run(self, forward: Callable[[], mx.array], wanted: mx.array) -> mx.array:
-        """Logits of the wanted rows of a packed forward, ``[len(wanted), vocab]``."""
+    def run(self, forward: Callable[[], mx.array], rows: mx.array) -> mx.array:
+        """Return the logits of some rows of a packed forward, ``[len(rows), vocab]``.
+
+        ``forward`` returns logits ``[T, 1, vocab]``, and ``rows`` are int32 indices into them.
+        """
         if not self.active:
-            return forward()[wanted, 0]
-        self.rows = wanted
+            return forward()[rows, 0]
+        self.rows = rows
         try:
             return forward()[:, 0]
         finally:
             self.rows = None
 
     def pick(self, hidden: mx.array) -> mx.array:
-        """Rows of ``[..., size]`` counted over all leading axes, as ``[rows, 1, size]``."""
+        """Return the selected rows of ``[..., size]`` as ``[rows, 1, size]``.
+
+        Indices count over all leading axes. Without a selection the input is returned as it is.
+        """
         if self.rows is None:
             return hidden
         return hidden.reshape(-1, hidden.shape[-1])[self.rows][:, None]
 
 
 def install_row_selection(model: nn.Module, vocab_size: int) -> RowSelector:
-    """Give the model's head a row selector; inactive if no head could be found.
+    """Return a row selector for the model's head; it is inactive if no head could be found.
 
-    The model is run on two tokens to see that the selector is honoured and changes nothing else.
+    The model is run on two tokens to check that the selector works and changes nothing else.
     """
     selector = RowSelector()
-    # The head comes last; a layer inside may happen to have as many rows as the vocabulary.
+    # The head is the last candidate: a layer before it may have as many rows by chance.
     for module, method in reversed(_head_candidates(model, vocab_size)):
         calls = WrappedCalls([module], partial(_selecting, method=method, selector=selector))
-        if _honours(model, selector):
+        if _works(model, selector):
             selector.active = True
             return selector
         calls.remove()
@@ -60,17 +71,17 @@ def install_row_selection(model: nn.Module, vocab_size: int) -> RowSelector:
 
 
 def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
-    """Rows of the token embedding: ids from it on are out of range. None if there is no embedding.
+    """Return the number of rows of the token embedding; None if there is no embedding.
 
-    ``vocab_size`` is what the config says; it tells the token embedding from one of positions.
+    Ids from this number on are out of range. ``vocab_size`` is that of the config, which tells the
+    token embedding from one of positions.
     """
-    rows = [
+    row_counts = [
         int(module.weight.shape[0])
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
     ]
-    fitting = [count for count in rows if count >= (vocab_size or 0)]
-    return min(fitting, default=None)
+    return min((count for count in row_counts if count >= (vocab_size or 0)), default=None)
 
 
 def embedding_tables(model: nn.Module, vocab_size: int) -> list[EmbeddingTable]:
@@ -83,6 +94,7 @@ def embedding_tables(model: nn.Module, vocab_size: int) -> list[EmbeddingTable]:
 
 
 def _head_candidates(model: nn.Module, vocab_size: int) -> list[tuple[nn.Module, str]]:
+    """Return the modules that may be the head, each with the method that computes logits."""
     linear = (nn.Linear, nn.QuantizedLinear)
     tied = (nn.Embedding, nn.QuantizedEmbedding)
     candidates: list[tuple[nn.Module, str]] = []
@@ -101,7 +113,8 @@ def _selecting(original: type, *, method: str, selector: RowSelector) -> Methods
     return {method: selected}
 
 
-def _honours(model: Any, selector: RowSelector) -> bool:
+def _works(model: Any, selector: RowSelector) -> bool:
+    """True if the model with a selection returns the logits of the selected row alone."""
     tokens = mx.array([[0], [1]])
     whole = model(tokens)
     selector.rows = mx.array([1])

@@ -1,13 +1,16 @@
-"""The one seam to mlx_lm: calls that a packed forward wants to be its own.
+"""The one seam to mlx_lm: functions and methods that a packed forward replaces.
 
 mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
-Those names are replaced by objects that know of the forward in progress. Attention asks it whether
-the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
-the faster of two ways to the same values; the gated delta rule and state spaces take kernels where
-there are some (``state_layers.py``). Classes that write attention out have their ``__call__``
-replaced in the same manner (``attention_overrides.py``), and so have gated delta nets, for which
-there are kernels (``delta_net.py``). So stock forwards, other models of the
-same module and layers outside the pool are untouched.
+These names are replaced by objects that know the forward in progress. Without a forward they call
+the original, so stock forwards, other models of the same module and layers outside the pool are
+unchanged.
+
+- Attention asks the forward whether the keys, by identity, are one of its pools. If not, it calls
+  the original.
+- SwiGLU takes the faster of two ways to the same values.
+- The gated delta rule and state spaces take kernels where these exist (``state_layers.py``).
+- Classes that compute attention themselves have their ``__call__`` replaced
+  (``attention_overrides.py``), and so have gated delta nets, which have kernels (``delta_net.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from mlx_parallm.worker.layers.delta_net import NETS, delta_net
 from mlx_parallm.worker.layers.state_kernels import DeltaKernel, ScanKernel
 from mlx_parallm.worker.layers.state_layers import DeltaSeam, ScanSeam
 
-# Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
+# MIN_SWIGLU_SIZE: for fewer elements, one compiled operation is as fast as a dozen vectorised ones.
 MIN_SWIGLU_SIZE = 8192
 
 
@@ -48,12 +51,15 @@ class PagedStep(Protocol):
         sinks: mx.array | None,
         soft_cap: float | None = None,
     ) -> mx.array | None:
-        """Attention over the pool that ``keys`` is, or None if it is no pool of this step."""
+        """Return the attention over the pool that ``keys`` is; None if it is no pool of this step.
+
+        The other arguments are those of ``AttentionBackend.attend``.
+        """
         ...
 
 
 class PagedAttentionSeam:
-    """Stands for ``scaled_dot_product_attention`` in one module of mlx_lm."""
+    """Replaces ``scaled_dot_product_attention`` in one module of mlx_lm."""
 
     def __init__(self, original: Callable[..., mx.array]) -> None:
         self.original = original
@@ -70,7 +76,7 @@ class PagedAttentionSeam:
         sinks: mx.array | None = None,
         **options: Any,
     ) -> mx.array:
-        """As mlx_lm's function; see the module's docstring."""
+        """Return what mlx_lm's function returns."""
         if self.step is not None:
             output = self.step.attend(queries, keys, scale=scale, mask=mask, sinks=sinks)
             if output is not None:
@@ -81,14 +87,14 @@ class PagedAttentionSeam:
 
 
 class SwigluSeam:
-    """Stands for ``swiglu`` in one module of mlx_lm, where MLX's ``exp`` is slow."""
+    """Replaces ``swiglu`` in one module of mlx_lm, on devices where MLX's ``exp`` is slow."""
 
     def __init__(self, original: Callable[..., mx.array]) -> None:
         self.original = original
         self.step: PagedStep | None = None
 
     def __call__(self, gate: mx.array, x: mx.array) -> mx.array:
-        """``silu(gate) * x``."""
+        """Return ``silu(gate) * x``."""
         is_fast = gate.size >= MIN_SWIGLU_SIZE and gate.dtype == mx.float32
         if self.step is None or not is_fast:
             return self.original(gate, x)
@@ -96,7 +102,7 @@ class SwigluSeam:
 
 
 class ModuleSeam:
-    """Stands for ``__call__`` of a class of mlx_lm in whose place a function of ours may run."""
+    """Replaces ``__call__`` of a class of mlx_lm by an override, where that applies."""
 
     def __init__(self, override: Override, original: Callable[..., Any]) -> None:
         self.original = original
@@ -104,11 +110,11 @@ class ModuleSeam:
         self.step: PagedStep | None = None
 
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
-        """As a function is bound when it is called as a method."""
+        """Bind the seam to an instance, as Python binds a function that is called as a method."""
         return self if module is None else MethodType(self, module)
 
     def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
-        """The module's output."""
+        """Return the module's output."""
         if self.step is not None:
             output = self.override(self.step, module, *args, **options)
             if output is not None:
@@ -120,7 +126,7 @@ Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam | ScanSeam
 
 
 class ModelSeams:
-    """The seams of every module whose classes a model is made of."""
+    """The seams in all Python modules that define a model's classes."""
 
     def __init__(self, model: nn.Module) -> None:
         kinds: dict[str, type[PagedAttentionSeam | SwigluSeam]] = {
@@ -146,11 +152,11 @@ class ModelSeams:
             if name in names
         ]
         if backend_name() == "cuda":
-            self._seams += _of_states(names)
+            self._seams += _state_seams(names)
 
     @contextmanager
     def during(self, step: PagedStep) -> Iterator[None]:
-        """Let ``step`` see the calls while the block runs."""
+        """Pass calls to ``step`` in the context."""
         for seam in self._seams:
             seam.step = step
         try:
@@ -160,8 +166,11 @@ class ModelSeams:
                 seam.step = None
 
 
-def _of_states(names: Iterable[str]) -> list[Seam]:
-    """Of what mlx_lm has kernels for on Metal only, where a module of these names uses it."""
+def _state_seams(names: Iterable[str]) -> list[Seam]:
+    """Return the seams of recurrent layers that modules of these names use.
+
+    They are for CUDA, because mlx_lm has kernels for these layers on Metal only.
+    """
     seams: list[Seam] = []
     if any(hasattr(sys.modules[name], "gated_delta_update") for name in names):
         make = partial(DeltaSeam, kernel=DeltaKernel(CudaLanguage()))
@@ -173,6 +182,7 @@ def _of_states(names: Iterable[str]) -> list[Seam]:
 
 
 def _install(owner: Any, name: str, make: Callable[[Any], Seam]) -> Seam:
+    """Replace an attribute by a seam, and return that; an earlier model's seam is shared."""
     current = getattr(owner, name)
     if isinstance(current, Seam):
         return current

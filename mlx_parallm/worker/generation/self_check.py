@@ -1,6 +1,7 @@
-"""Runs a path on random prompts against the stock model, before it serves anybody.
+"""Compares a path with the stock model on random prompts, when a model is loaded.
 
-Some architectures run without an error in a path and are wrong, so no list decides: this does.
+Some architectures run in a path without an error and give wrong results. So paths are chosen by
+this check, and by no list of architectures.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
-# Largest difference of a log-probability that rounding explains, by dtype, of logits up to
-# LARGE_LOGIT; that of larger ones grows with them, as the numbers of a dtype lie further apart.
+# TOLERANCE is the largest difference of a log-probability that rounding explains, by dtype, for
+# logits up to LARGE_LOGIT. It grows with larger logits, where a dtype's numbers are further apart.
 TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
 LARGE_LOGIT = 32.0
+# The texts have these prompts and this number of tokens after them. A prompt is prefilled by CHUNK
+# tokens a step, a long one in MAX_CHUNKS steps.
 PROMPT_LENGTHS = (1, 7, 19, 34)
 DECODE_STEPS = 3
 CHUNK = 11
 MAX_CHUNKS = 24
-# Windows longer than this are not exceeded by the check's longest prompt.
+# MAX_CHECKED_WINDOW is the longest window that the check's prompts exceed.
 MAX_CHECKED_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedText:
-    """A random sequence and what the stock model says after each of its tokens.
+    """A random sequence, and the stock model's log-probabilities after each of its tokens.
 
     Attributes:
         token_ids: the sequence.
-        logprobs: float32 ``[len(token_ids), vocabulary]``.
-        units: of the same shape: how many times as coarse as those of ordinary logits they are.
+        logprobs: the log-probabilities, float32 ``[len(token_ids), vocab]``.
+        units: by how much the tolerance of each is larger than for ordinary logits, float32
+            ``[len(token_ids), vocab]``.
     """
 
     token_ids: list[int]
@@ -46,14 +50,14 @@ class CheckedText:
 
 
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
-    """Return what the stock model says of ``random_texts``, each alone: prompt, then decode."""
-    return [_checked(model, text) for text in random_texts(vocab_size, window)]
+    """Return ``random_texts`` with the stock model's results: a prompt each, then decode steps."""
+    return [_stock_text(model, text) for text in random_texts(vocab_size, window)]
 
 
 def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
     """Return ragged random sequences, the same in every process.
 
-    ``window`` is a length that two of them are to exceed, if that is not too long to try.
+    Two of the sequences exceed ``window`` tokens, unless that is too long to try.
     """
     rng = random.Random(0)
     return [
@@ -63,10 +67,10 @@ def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
 
 
 def rehearse(path: ForwardPath, texts: Sequence[list[int]], block_size: int) -> None:
-    """Run the steps of the check and judge nothing.
+    """Run the steps of the check without comparing the results.
 
-    A compiled path learns from the first decode steps what the layers ask of a plan; afterwards it
-    computes as a path does that was checked.
+    A compiled path learns from the first decode steps what the layers need of a plan. After a
+    rehearsal it computes exactly as a path that was checked.
     """
     for sequences in _steps(texts, block_size):
         logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
@@ -74,22 +78,23 @@ def rehearse(path: ForwardPath, texts: Sequence[list[int]], block_size: int) -> 
 
 
 def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> float:
-    """Largest |difference of log-probabilities| between a path and the stock model, in units.
+    """Return the largest absolute difference of log-probabilities from the stock model's, in units.
 
-    Sequences join at different steps; prompts are prefilled in chunks beside rows that decode.
-
-    Raises:
-        whatever the path raises for a model it does not suit; see ``MODEL_ERRORS``.
+    Sequences join at different steps, and prompts are prefilled in chunks beside decode rows. A
+    path that does not suit the model may raise any of ``MODEL_ERRORS``.
     """
     worst = 0.0
     for sequences in _steps([text.token_ids for text in texts], block_size):
         rows = _last_rows(sequences)
         logits = path.logits(sequences, token_array(sequences), rows).astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        ends = [(texts[one.seq_id], one.start + len(one.token_ids) - 1) for one in sequences]
+        ends = [
+            (texts[sequence.seq_id], sequence.start + len(sequence.token_ids) - 1)
+            for sequence in sequences
+        ]
         target = mx.stack([text.logprobs[end] for text, end in ends])
         units = mx.stack([text.units[end] for text, end in ends])
-        # Both minus infinity is agreement.
+        # Where both are minus infinity they agree.
         difference = mx.where(logprobs == target, 0.0, mx.abs(logprobs - target) / units).max()
         mx.eval(difference, path.arrays())
         value = cast("float", difference.item())
@@ -100,7 +105,10 @@ def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_si
 def check_path(
     path: ForwardPath, texts: Sequence[CheckedText], block_size: int, dtype: str
 ) -> tuple[float | None, str | None, bool]:
-    """The path's difference or the error it met, and whether it agrees up to rounding."""
+    """Return the path's difference, or the error that it raised, and True if it agrees.
+
+    A path agrees with the stock model if the difference is within the tolerance of ``dtype``.
+    """
     try:
         worst = largest_difference(path, texts, block_size)
     except MODEL_ERRORS as reason:
@@ -109,7 +117,7 @@ def check_path(
 
 
 def blocks_needed(block_size: int, window: int | None) -> int:
-    """Blocks that the check's sequences occupy."""
+    """Return the number of KV blocks that the check's sequences need."""
     longest = max(_prompt_lengths(window)) + DECODE_STEPS
     return len(PROMPT_LENGTHS) * (-(-longest // block_size))
 
@@ -117,14 +125,15 @@ def blocks_needed(block_size: int, window: int | None) -> int:
 def _prompt_lengths(window: int | None) -> list[int]:
     lengths: list[int] = list(PROMPT_LENGTHS)
     if window is not None and window <= MAX_CHECKED_WINDOW:
-        # Two of different lengths: what is right of the longest row of a batch may be wrong of one
-        # that is padded.
+        # Two prompts of different lengths exceed the window: a path may be right for the longest
+        # row of a batch and wrong for one that is padded.
         lengths[-2] = max(lengths[-2], window + 9)
         lengths[-1] = max(lengths[-1], window + window // 8 + 20)
     return lengths
 
 
-def _checked(model: Any, text: list[int]) -> CheckedText:
+def _stock_text(model: Any, text: list[int]) -> CheckedText:
+    """Run the stock model on a prompt, then on single tokens."""
     caches = make_prompt_cache(model)
     prompt_len = len(text) - DECODE_STEPS
     parts = [text[:prompt_len], *([token] for token in text[prompt_len:])]
@@ -137,9 +146,9 @@ def _checked(model: Any, text: list[int]) -> CheckedText:
 
 
 def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
-    """Steps in which sequence i joins at step i, prefills by chunks, then decodes.
+    """Return steps in which sequence i joins at step i, is prefilled in chunks, then decodes.
 
-    Each keeps its last two tokens until all have prefilled, so that all decode in one batch.
+    Each keeps its last two tokens until all prompts are computed, so that all decode in one batch.
     """
     width = max(-(-len(text) // block_size) for text in texts)
     progress = [0] * len(texts)
@@ -149,12 +158,12 @@ def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSe
         step = []
         prefilling = any(progress[i] < len(text) - DECODE_STEPS for i, text in enumerate(texts))
         for i, text in enumerate(texts):
-            done, prompt_len = progress[i], len(text) - DECODE_STEPS
-            keeps = prefilling and done >= len(text) - 2
-            if i > number or done == len(text) or keeps:
+            start, prompt_len = progress[i], len(text) - DECODE_STEPS
+            keeps = prefilling and start >= len(text) - 2
+            if i > number or start == len(text) or keeps:
                 continue
             chunk = max(CHUNK, prompt_len // MAX_CHUNKS)
-            end = min(done + chunk, prompt_len) if done < prompt_len else done + 1
+            end = min(start + chunk, prompt_len) if start < prompt_len else start + 1
             # Tables are spread over the pool so that no two sequences are neighbours.
             table = tuple(block * len(texts) + i for block in range(width))
             used = -(-end // block_size)
@@ -162,20 +171,20 @@ def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSe
                 ScheduledSequence(
                     seq_id=i,
                     slot=i,
-                    start=done,
-                    token_ids=tuple(text[done:end]),
+                    start=start,
+                    token_ids=tuple(text[start:end]),
                     block_table=table[:used],
                 )
             )
             progress[i] = end
-        steps.append(sorted(step, key=lambda one: len(one.token_ids)))
+        steps.append(sorted(step, key=lambda sequence: len(sequence.token_ids)))
         number += 1
     return steps
 
 
 def _last_rows(sequences: Sequence[ScheduledSequence]) -> list[int]:
     rows, total = [], 0
-    for one in sequences:
-        total += len(one.token_ids)
+    for sequence in sequences:
+        total += len(sequence.token_ids)
         rows.append(total - 1)
     return rows

@@ -1,4 +1,4 @@
-"""Per-sequence states of recurrent and convolution caches, kept by slot."""
+"""The states of recurrent and convolution layers, kept per sequence by slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-#: By cache, then by entry: an array ``[B, ...]``, or None for what a model has not written.
+#: States by cache, then by entry: an array ``[B, ...]``, or None for an entry not yet written.
 States = list[list[Any]]
 
 
@@ -18,7 +18,10 @@ States = list[list[Any]]
 class StateBatch:
     """States of sequences that were computed together.
 
-    Rows of ``states`` from the last of ``num_sequences`` on are padding: a batch has ``num_rows``.
+    Attributes:
+        states: the states, with ``num_rows`` rows each.
+        num_rows: the number of rows, padding included.
+        num_sequences: the number of sequences, which have the first rows; the rest is padding.
     """
 
     states: States
@@ -27,59 +30,59 @@ class StateBatch:
 
 
 class StateStore:
-    """The states of all such caches of a model, by slot.
+    """The states of all of a model's caches that are not KV, by slot.
 
-    Rows that were last computed together stay one array, so that a decode group whose members do
-    not change copies nothing.
+    Rows that were last computed together stay in one array, so that nothing is copied while the
+    members of a decode group do not change.
     """
 
     def __init__(self, num_entries: Sequence[int]) -> None:
-        """``num_entries`` of each cache."""
+        """Begin without states; ``num_entries`` has the number of arrays in each cache."""
         self._num_entries = tuple(num_entries)
+        # The row of each slot: the batch that has it, and its index there.
         self._rows: dict[int, tuple[StateBatch, int]] = {}
         self._written: list[mx.array] = []
 
     @property
     def has_state(self) -> bool:
-        """Whether there are such caches at all."""
+        """True if the model has caches with a state at all."""
         return bool(self._num_entries)
 
     def forget(self) -> None:
-        """Keep no state of any slot."""
+        """Forget the states of all slots."""
         self._rows.clear()
         self._written.clear()
 
     def reset(self, slot: int) -> States:
-        """Forget a slot, and what its sequence begins with: a fresh state is None, not zeros."""
+        """Forget a slot's state, and return that of a new sequence: None for each entry."""
         self._rows.pop(slot, None)
         return [[None] * count for count in self._num_entries]
 
     def fetch(self, slots: Sequence[int], num_rows: int | None = None) -> States:
-        """The states of these slots, stacked along axis 0; None where they have none.
+        """Return the states of these slots, stacked along axis 0; None entries if they have none.
 
-        ``num_rows`` may be more than there are slots; the rows behind theirs hold anything.
+        ``num_rows`` may exceed the number of slots; the contents of the rows beyond are undefined.
         """
         if not self._num_entries:
             return []
         num_rows = num_rows or len(slots)
-        found = [self._rows.get(slot) for slot in slots]
-        held = [one for one in found if one is not None]
-        if not held:
+        rows = [self._rows[slot] for slot in slots if slot in self._rows]
+        if not rows:
             return self.reset(slots[0])
-        if len(held) != len(found):
+        if len(rows) != len(slots):
             raise ValueError("some sequences of a group have state and others have none")
-        batch = held[0][0]
-        is_whole = batch.num_rows == num_rows
-        if is_whole and all(one is batch and row == i for i, (one, row) in enumerate(held)):
-            if len(slots) < batch.num_sequences:
-                # Others' rows became padding; all of the batch would be kept for them.
-                self._release(slots, {id(batch)})
-            return [list(entries) for entries in batch.states]
-        self._release(slots, {id(one) for one, _ in held})
-        return _stack(held, num_rows)
+        first = rows[0][0]
+        is_whole = first.num_rows == num_rows
+        if is_whole and all(batch is first and row == i for i, (batch, row) in enumerate(rows)):
+            if len(slots) < first.num_sequences:
+                # The last rows are padding now. Copy them, so that they do not keep the batch.
+                self._release(slots, {id(first)})
+            return [list(entries) for entries in first.states]
+        self._release(slots, {id(batch) for batch, _ in rows})
+        return _stack(rows, num_rows)
 
     def commit(self, slots: Sequence[int], states: States, num_rows: int | None = None) -> None:
-        """Keep states whose first rows are those of these slots."""
+        """Keep states; their first rows become the states of these slots, in order."""
         if not self._num_entries:
             return
         batch = StateBatch(states, num_rows or len(slots), len(slots))
@@ -88,42 +91,44 @@ class StateStore:
         self._note(states)
 
     def copy(self, source: int, target: int) -> None:
-        """Give ``target`` the state of ``source``."""
+        """Copy the state of slot ``source`` to slot ``target``."""
         self._rows.pop(target, None)
         if source in self._rows:
             self._rows[target] = self._own(*self._rows[source])
 
     def take_written(self) -> list[mx.array]:
-        """Arrays made since the last call; to be evaluated with the step."""
+        """Return the arrays made since the last call; they must be evaluated with the step."""
         written, self._written = self._written, []
         return written
 
     def forget_writes(self) -> None:
-        """Have no later step evaluate what one made that failed."""
+        """Drop the arrays of a step that failed, so that no later step evaluates them."""
         self._written.clear()
 
     def _release(self, slots: Sequence[int], batches: set[int]) -> None:
-        """Copy out the rows of others, so that retired arrays are not kept for their sake."""
-        leaving = set(slots)
+        """Copy all other slots' rows out of batches, by id, so that the arrays can be freed."""
+        kept = set(slots)
         for slot, (batch, row) in self._rows.items():
-            if slot not in leaving and id(batch) in batches and batch.num_rows > 1:
+            if slot not in kept and id(batch) in batches and batch.num_rows > 1:
                 self._rows[slot] = self._own(batch, row)
 
     def _own(self, batch: StateBatch, row: int) -> tuple[StateBatch, int]:
+        """Return a batch that has a copy of this row alone, and the row's index in it."""
         if batch.num_rows == 1:
             return batch, 0
-        index = mx.array([row])  # a gather: a slice would keep the whole array alive
-        own = [[_taken(one, index) for one in entries] for entries in batch.states]
+        # An array index makes a gather, which copies. A slice would keep the whole array alive.
+        index = mx.array([row])
+        own = [[_rows_of(array, index) for array in entries] for entries in batch.states]
         self._note(own)
         return StateBatch(own, 1), 0
 
     def _note(self, states: States) -> None:
         for entries in states:
-            self._written += [one for one in entries if isinstance(one, mx.array)]
+            self._written += [array for array in entries if isinstance(array, mx.array)]
 
 
 class GroupStateCache(ArraysCache):
-    """A group's entries of one cache, as mlx_lm's own kind of cache."""
+    """A group's states of one cache, in mlx_lm's own class of caches."""
 
     def __init__(self, states: States, index: int) -> None:
         super().__init__(0)
@@ -132,44 +137,44 @@ class GroupStateCache(ArraysCache):
         self._index = index
 
     def commit(self) -> None:
-        """Put what the model left here back to the group's states."""
+        """Copy what the model left in this cache back into the group's states."""
         self._states[self._index] = list(self.cache)
 
 
-def _stack(held: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
-    """Rows of batches, in this order; the last one again until there are ``num_rows``."""
-    rows, batch = [row for _, row in held], held[0][0]
-    is_run = rows == list(range(rows[0], rows[0] + num_rows))
-    if is_run and all(one is batch for one, _ in held):
-        # The step replaces these views, so that they keep nothing alive.
-        return [[_sliced(one, rows) for one in entries] for entries in batch.states]
-    padded = [*held, *[held[-1]] * (num_rows - len(held))]
+def _stack(rows: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
+    """Return rows of batches stacked in this order, with the last repeated up to ``num_rows``."""
+    indices, first = [index for _, index in rows], rows[0][0]
+    is_run = indices == list(range(indices[0], indices[0] + num_rows))
+    if is_run and all(batch is first for batch, _ in rows):
+        # Slices are views, which would keep the batch alive, but the step replaces them.
+        return [[_sliced(array, indices) for array in entries] for entries in first.states]
+    padded = [*rows, *[rows[-1]] * (num_rows - len(rows))]
     parts = list(_runs(padded))
     return [
         [
-            _joined([_taken(batch.states[cache][entry], rows) for batch, rows in parts])
+            _joined([_rows_of(batch.states[cache][entry], indices) for batch, indices in parts])
             for entry in range(len(entries))
         ]
-        for cache, entries in enumerate(held[0][0].states)
+        for cache, entries in enumerate(first.states)
     ]
 
 
 def _runs(rows: Sequence[tuple[StateBatch, int]]) -> Iterator[tuple[StateBatch, mx.array | None]]:
-    """Neighbours of one batch and which rows they are; None for all of it in its order."""
-    for _, run in groupby(rows, key=lambda one: id(one[0])):
+    """Yield each run of rows of one batch, with their indices; None for a whole batch in order."""
+    for _, run in groupby(rows, key=lambda row: id(row[0])):
         members = list(run)
         batch = members[0][0]
-        places = [row for _, row in members]
-        is_whole = places == list(range(batch.num_rows))
-        yield batch, None if is_whole else mx.array(places)
+        indices = [index for _, index in members]
+        is_whole = indices == list(range(batch.num_rows))
+        yield batch, None if is_whole else mx.array(indices)
 
 
-def _sliced(array: Any, rows: Sequence[int]) -> Any:
-    return array[rows[0] : rows[-1] + 1] if isinstance(array, mx.array) else array
+def _sliced(array: Any, indices: Sequence[int]) -> Any:
+    return array[indices[0] : indices[-1] + 1] if isinstance(array, mx.array) else array
 
 
-def _taken(array: Any, rows: mx.array | None) -> Any:
-    return array[rows] if rows is not None and isinstance(array, mx.array) else array
+def _rows_of(array: Any, indices: mx.array | None) -> Any:
+    return array[indices] if indices is not None and isinstance(array, mx.array) else array
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""Steps that run while a server is idle, where a device prepares something for every shape.
+"""Warm-up: steps that run while a server is idle, on devices that pay once for every new shape.
 
-MLX's CUDA backend looks up how to multiply and makes graphs, and MLX traces a compiled forward: 5
-to 40 ms at the first step of a shape, for which streams would wait
+MLX's CUDA backend selects algorithms for products and makes graphs, and MLX traces a compiled
+forward. That takes 5 to 40 ms in the first step of a shape, for which streams would wait
 (``docs/decisions/020-shapes-on-cuda.md``).
 """
 
@@ -28,27 +28,29 @@ from mlx_parallm.worker.layers.row_counts import padded_rows
 
 logger = logging.getLogger(__name__)
 
-#: Decode rows beside a prompt; other numbers prepare most of the same.
-BESIDE = (1, 8, 32, 128)
-#: Fewest tokens of a prompt.
-LEAST_CHUNK = 64
-#: Where chunks begin: at their prompts' first tokens, and where their keys are cut.
+#: DECODE_COUNTS are the numbers of decode rows beside a prompt chunk; with others, most of what
+#: is prepared is the same.
+DECODE_COUNTS = (1, 8, 32, 128)
+#: MIN_CHUNK is the fewest tokens of a prompt chunk.
+MIN_CHUNK = 64
+#: CHUNK_STARTS are the positions of chunks: the start of a prompt, and one with keys that are cut
+#: into spans.
 CHUNK_STARTS = (0, 4096)
-#: Blocks of the decode rows beside a prompt.
-ROW_TABLE = 64
-#: Bound on the seconds that all steps take: a slow device has better uses for its time.
-MOST_SECONDS = 20.0
+#: ROW_BLOCKS is the number of blocks of a decode row beside a prompt chunk.
+ROW_BLOCKS = 64
+#: MAX_SECONDS bounds the time of all steps, for the sake of slow devices.
+MAX_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """What steps may have.
+    """The limits of steps.
 
     Attributes:
-        num_seqs: sequences.
-        tokens: tokens of all of them.
-        model_len: of one sequence, with those before.
-        block_size: tokens per block.
+        num_seqs: the most sequences.
+        tokens: the most tokens, of all sequences together.
+        model_len: the longest sequence, in tokens.
+        block_size: the tokens of a block.
     """
 
     num_seqs: int
@@ -76,7 +78,7 @@ class ShapeRunner(Protocol):
 
 
 class WarmUp:
-    """Runs a step of each usual shape, one at a time, for a runner that gains by it.
+    """Runs a step of each usual shape, one at a time, if the runner prepares shapes.
 
     Steps read and write one block of the pool, which must be unused.
     """
@@ -87,10 +89,10 @@ class WarmUp:
         """Plan the steps.
 
         Args:
-            runner: runs them.
-            num_seqs: most sequences of a step.
-            tokens: most tokens of a step.
-            clock: returns seconds.
+            runner: runs the steps.
+            num_seqs: the most sequences of a step.
+            tokens: the most tokens of a step.
+            clock: returns the time in seconds.
         """
         self._runner = runner
         self._clock = clock
@@ -109,8 +111,8 @@ class WarmUp:
 
     @property
     def is_done(self) -> bool:
-        """True if no step is left, or if the steps have taken ``MOST_SECONDS``."""
-        return self._num_done == len(self._batches) or self._seconds >= MOST_SECONDS
+        """True if no step is left, or if the steps have taken ``MAX_SECONDS``."""
+        return self._num_done == len(self._batches) or self._seconds >= MAX_SECONDS
 
     def run_next(self, block: int) -> None:
         """Run the next step on an unused block; log the figures after the last one."""
@@ -124,7 +126,7 @@ class WarmUp:
 
 
 def _on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
-    """Return the batch with block tables that name this block alone."""
+    """Return the batch with block tables that consist of this block alone."""
     sequences = (
         replace(sequence, block_table=(block,) * len(sequence.block_table))
         for sequence in batch.sequences
@@ -133,40 +135,40 @@ def _on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
 
 
 def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
-    """One batch for each shape that is worth it; block tables name block 0 again and again."""
+    """Yield one batch for each usual shape; block tables consist of block 0 alone."""
     for step_id, sequences in enumerate(_steps(limits)):
         yield ScheduledBatch(step_id=step_id, sequences=tuple(sequences))
 
 
 def _steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    # Compiled forwards come after one that shows what layers ask for.
+    # A compiled forward needs a step before it that shows what the layers need of a plan.
     yield [_decode_row(0, 1, 2)]
     yield from _decode_steps(limits)
     yield from _prompt_steps(limits)
 
 
 def _decode_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    """By lengths of block tables, numbers of rows, and whether keys are cut."""
+    """Yield decode steps by lengths of block tables, row counts, and whether keys are cut."""
     longest = -(-limits.model_len // limits.block_size)
     widths = {table_length(blocks) for blocks in range(1, longest + 1)}
     numbers = range(1, limits.num_seqs + 1)
     counts = {min(padded_rows(number), limits.num_seqs) for number in numbers}
     for width, count in product(sorted(widths), sorted(counts)):
         # A sequence may be no longer than its table.
-        most = min(width * limits.block_size, limits.model_len)
-        for end in sorted({min(one, most) for one in (2, MIN_SPAN + 1)}):
+        max_end = min(width * limits.block_size, limits.model_len)
+        for end in sorted({min(end, max_end) for end in (2, MIN_SPAN + 1)}):
             first = _decode_row(0, end - 1, min(width, longest))
             yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
 
 
 def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    """By tokens of a prompt, where they begin, and decode rows beside them."""
+    """Yield steps by tokens of a prompt chunk, its position, and decode rows beside it."""
     row_start = min(MIN_SPAN, limits.model_len - 1)
-    row_blocks = max(ROW_TABLE, row_start // limits.block_size + 1)
-    lengths = {coarse(count) for count in range(LEAST_CHUNK, limits.tokens + 1)}
-    for most, start, count in product(sorted(lengths), CHUNK_STARTS, BESIDE):
-        # The longest take what the decode rows leave.
-        length = min(most, limits.tokens - count)
+    row_blocks = max(ROW_BLOCKS, row_start // limits.block_size + 1)
+    lengths = {coarse(count) for count in range(MIN_CHUNK, limits.tokens + 1)}
+    for bucket, start, count in product(sorted(lengths), CHUNK_STARTS, DECODE_COUNTS):
+        # The longest chunks are cut to the tokens that the decode rows leave.
+        length = min(bucket, limits.tokens - count)
         if count < limits.num_seqs and start + length <= limits.model_len:
             rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
             blocks = -(-(start + length) // limits.block_size)

@@ -89,7 +89,7 @@ class ModelWeights:
         self.path = path or self.path
         self._is_away, self._kept = False, None
 
-    def put_away(self, *, keeps: bool) -> None:
+    def offload(self, *, keeps: bool) -> None:
         """Take the weights off the device until ``fetch``.
 
         With ``keeps`` they go to the memory of the host; if that is the device's own, they stay.

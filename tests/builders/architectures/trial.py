@@ -56,15 +56,15 @@ def _try_short(name: str) -> dict[str, Any]:
     config = config_of(name)
     model = build(config)
     choice = _choose(model, config)
-    exact = [attempt for attempt in choice.attempts if attempt.exact]
+    agreeing = [attempt for attempt in choice.attempts if attempt.agrees]
     refused = [
         f"{attempt.path}: {attempt.error or f'differs by {attempt.difference:.1g}'}"
         for attempt in choice.attempts
-        if not attempt.exact
+        if not attempt.agrees
     ]
     result: dict[str, Any] = {"path": "alone", "difference": 0.0, "refused": refused}
-    if exact:
-        result |= {"path": exact[0].path, "difference": exact[0].difference}
+    if agreeing:
+        result |= {"path": agreeing[0].path, "difference": agreeing[0].difference}
     elif any(isinstance(layout, OpaqueLayout) for layout in leaves(probe_layout(model))):
         result["note"] = "has caches of a kind of its own"
     elif (difference := _stock_chunks_differ(build(config))) is not None:
@@ -78,7 +78,7 @@ def _try_long(name: str) -> dict[str, Any]:
     # A path may leave its traces in a model, so the stock answers come from another.
     texts = [_stock_text(build(config), length) for length in LONG_TEXTS]
     choice = _choose(build(config), config)
-    path = next((attempt.path for attempt in choice.attempts if attempt.exact), "alone")
+    path = next((attempt.path for attempt in choice.attempts if attempt.agrees), "alone")
     if path == "alone":
         return {"path": path, "difference": 0.0}
     try:

@@ -1,7 +1,7 @@
-"""The last resort: each sequence with the model's own caches, one after the other.
+"""The path of last resort: each sequence by itself, with the model's own caches.
 
-Right for whatever mlx_lm runs, in the same continuous batch, but without batched compute and
-without prefix reuse.
+It is right for every model that mlx_lm runs, and sequences still join and leave between steps. But
+nothing is computed in batches, and prefixes are not reused.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ class AlonePath:
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
-        self._touched = [one.slot for one in sequences]
-        firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)]).tolist()
-        wanted = np.array(rows, dtype=np.int64)
+        self._touched = [sequence.slot for sequence in sequences]
+        firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)]).tolist()
+        logit_rows = np.array(rows, dtype=np.int64)
         parts = []
-        for one, (first, last) in zip(sequences, pairwise(firsts), strict=True):
-            if one.start == 0:
-                self._caches[one.slot] = make_prompt_cache(self._model)
-            mine = AdapterRows(mx.array([one.adapter_slot])) if one.adapter_slot else None
-            with self.adapters.during(mine):
-                output = self._model(token_ids[first:last][None], cache=self._caches[one.slot])
-            places = wanted[(wanted >= first) & (wanted < last)] - first
+        for sequence, (first, last) in zip(sequences, pairwise(firsts), strict=True):
+            if sequence.start == 0:
+                self._caches[sequence.slot] = make_prompt_cache(self._model)
+            adapter_rows = (
+                AdapterRows(mx.array([sequence.adapter_slot])) if sequence.adapter_slot else None
+            )
+            with self.adapters.during(adapter_rows):
+                output = self._model(token_ids[first:last][None], cache=self._caches[sequence.slot])
+            places = logit_rows[(logit_rows >= first) & (logit_rows < last)] - first
             if len(places):
                 parts.append(output[0, mx.array(places.astype(np.int32))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
@@ -59,10 +61,10 @@ class AlonePath:
         return [array for _, array in tree_flatten(states) if isinstance(array, mx.array)]
 
     def forget_writes(self) -> None:
-        """Nothing: every step's cache is its own."""
+        """Do nothing: no pool is shared with later steps."""
 
     def forget_weights(self) -> None:
-        """Nothing: every step reads the model's own."""
+        """Do nothing: every step reads the model's current weights."""
 
     def release_kv(self) -> None:
         """See ``ForwardPath.release_kv``."""
@@ -70,10 +72,10 @@ class AlonePath:
         self._touched.clear()
 
     def restore_kv(self) -> None:
-        """Nothing: caches are made with their sequences."""
+        """Do nothing: caches are made when their sequences begin."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Nothing: the KV is in the caches of the slots."""
+        """Do nothing: the KV is in the caches of the slots."""
         del pairs
 
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""What every way of running a forward offers."""
+"""The interface of all forward paths."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mlx_parallm.worker.lora.context import AdapterContext
 
 
 def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
-    """The adapter slot of every token of a step, int32 ``[T]``; None if all are without."""
-    if not any(one.adapter_slot for one in sequences):
+    """Return the adapter slot of every token of a step, int32 ``[T]``; None if none has one."""
+    if not any(sequence.adapter_slot for sequence in sequences):
         return None
-    slots = np.array([one.adapter_slot for one in sequences], dtype=np.int32)
-    return slots.repeat([len(one.token_ids) for one in sequences])
+    slots = np.array([sequence.adapter_slot for sequence in sequences], dtype=np.int32)
+    return slots.repeat([len(sequence.token_ids) for sequence in sequences])
 
 
 def is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
-    """Return True if every sequence goes on by one token, no input's row, and wants its logits."""
+    """True if every sequence decodes one token, which is no input's row, and needs its logits."""
     return len(rows) == len(sequences) and all(
         len(row.token_ids) == 1 and row.start > 0 and not row.inputs for row in sequences
     )
@@ -32,53 +32,56 @@ class ForwardPath(Protocol):
 
     @property
     def name(self) -> str:
-        """One of "packed", "split", "sequential" and "alone"."""
+        """The path's name: "packed", "split", "sequential" or "alone"."""
         ...
 
     @property
     def adapters(self) -> AdapterContext:
-        """What layers are told of the adapters of a step's rows."""
+        """The context from which layers read the adapters of a step's rows."""
         ...
 
     @property
     def has_state(self) -> bool:
-        """Whether sequences keep anything besides their KV blocks."""
+        """True if sequences have a state besides their KV blocks."""
         ...
 
     @property
     def is_compiled(self) -> bool:
-        """Whether steps of decode rows are calls of a compiled function."""
+        """True if steps of decode rows are calls of a compiled function."""
         ...
 
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
-        """Logits of some of the step's tokens, lazy, ``[len(rows), vocab]``.
+        """Return the logits of some of the step's tokens, lazy, ``[len(rows), vocab]``.
 
-        ``token_ids`` int32 ``[T]`` are the tokens of all sequences one after the other, those
-        that were pending included. ``rows`` are ascending indices into them. With none, whatever
-        is returned must not be evaluated.
+        Args:
+            sequences: the step's sequences.
+            token_ids: all their tokens one after the other, int32 ``[T]``, with pending ones
+                filled in.
+            rows: ascending indices into ``token_ids``. If there are none, the result must not be
+                evaluated.
         """
         ...
 
     def arrays(self) -> list[mx.array]:
-        """What this step wrote; to be evaluated with its outputs."""
+        """Return the arrays that the step wrote; they must be evaluated with its outputs."""
         ...
 
     def forget_writes(self) -> None:
-        """Depend no more on KV writes of a step that failed; nothing may be in flight."""
+        """Drop the KV writes of a step that failed; no step may be in flight."""
         ...
 
     def forget_weights(self) -> None:
-        """Depend no more on weights of the model that were replaced."""
+        """Drop what was compiled with weights that have been replaced."""
         ...
 
     def release_kv(self) -> None:
-        """Keep no KV and no state, nor memory for them, until ``restore_kv``; nothing may run."""
+        """Free all KV and state until ``restore_kv``; no step may run in between."""
         ...
 
     def restore_kv(self) -> None:
-        """Have memory for KV again, empty."""
+        """Allocate memory for KV again, empty."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

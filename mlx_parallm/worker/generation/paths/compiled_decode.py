@@ -1,8 +1,8 @@
 """The forward of a step of decode rows as one compiled function.
 
-Most steps decode one token of every sequence. Their forwards differ in nothing but their index
-arrays, so that MLX can repeat the operations it traced once, which costs a tenth of what running
-the model's Python does (``docs/decisions/008-compiled-decode.md``).
+Most steps decode one token of every sequence. Their forwards differ only in their index arrays, so
+MLX can repeat the operations that it traced once. That costs the host a tenth of running the
+model's Python (``docs/decisions/008-compiled-decode.md``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
 class CompiledDecode:
     """Compiles a forward for decode steps.
 
-    Weights become constants of what is traced: whoever replaces them must say so. Pools, states and
-    adapters are inputs. Steps without adapters are traced for themselves, so that they cost nothing
-    more for adapters that others have.
+    Weights and pools become constants of the trace, so ``forget`` must be called when they are
+    replaced. States, adapters and the arrays that order writes to the pools are arguments. Steps
+    without adapters have a trace of their own, so that they cost nothing for resident adapters.
     """
 
     def __init__(
@@ -38,9 +38,15 @@ class CompiledDecode:
         adapters: AdapterContext,
         states: StateStore,
     ) -> None:
-        """``forward`` gives logits ``[T, 1, vocab]`` of tokens ``[T]``; it heeds ``adapters``.
+        """Prepare to compile a forward.
 
-        It replaces what is in the states it is given, whose T rows are as those of the tokens.
+        Args:
+            forward: returns logits ``[T, 1, vocab]`` of tokens ``[T]``, with the adapters that
+                ``adapters`` says. It replaces the arrays in its states, which have T rows too.
+            pools: the KV pools of the layers.
+            backend: the attention backend.
+            adapters: the adapters of the rows.
+            states: the states of all sequences.
         """
         self._forward = forward
         self._adapters = adapters
@@ -52,20 +58,20 @@ class CompiledDecode:
         self.forget()
 
     def forget(self) -> None:
-        """Trace anew: weights were replaced."""
+        """Drop the traces, because weights were replaced; the next step makes new ones."""
         self._plain = mx.compile(self._run)
         self._adapted = mx.compile(self._run_adapted)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step has shown what the layers ask of a plan."""
+        """True after ``learn``."""
         return self._kinds is not None
 
     def learn(self, plan: Any, gathered: int | None = None) -> None:
-        """See what the layers asked of the plan of a step of decode rows.
+        """Note what the layers asked of the plan of a step of decode rows.
 
-        ``gathered``: the block size, if they gather keys by ``PackedStep.tables``. The forward is
-        then traced anew for longer tables.
+        ``gathered`` is the block size if layers gather keys by ``PackedStep.tables``, else None.
+        With it, each bucket of table lengths has a trace of its own.
         """
         self._kinds = self._backend.decode_kinds(plan)
         self._gathered = gathered
@@ -76,17 +82,20 @@ class CompiledDecode:
         token_ids: mx.array,
         adapter_slots: np.ndarray | None = None,
     ) -> mx.array:
-        """Logits ``[len(sequences), vocab]`` after each sequence's one token, int32 ``[T]``.
+        """Return the logits after each sequence's one token, ``[len(sequences), vocab]``.
 
-        ``adapter_slots``, int32 ``[T]``, are None if no sequence has an adapter.
+        Args:
+            sequences: the sequences, with one token each.
+            token_ids: their tokens, int32 ``[T]``.
+            adapter_slots: their adapters' slots, int32 ``[T]``; None if no sequence has an adapter.
         """
         count = len(sequences)
         num_rows = padded_rows(count)
         positions = np.zeros(num_rows, dtype=np.int32)
-        positions[:count] = [one.start for one in sequences]
+        positions[:count] = [sequence.start for sequence in sequences]
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
-        slots = [one.slot for one in sequences]
+        slots = [sequence.slot for sequence in sequences]
         inputs = (
             token_ids,
             mx.array(positions),
@@ -98,9 +107,9 @@ class CompiledDecode:
         if adapter_slots is None:
             logits, chains, states = self._plain(*inputs)
         else:
-            chosen = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
-            chosen[:count] = adapter_slots
-            adapted = (mx.array(chosen), self._adapters.arrays(), self._adapters.key)
+            padded_slots = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
+            padded_slots[:count] = adapter_slots
+            adapted = (mx.array(padded_slots), self._adapters.arrays(), self._adapters.key)
             logits, chains, states = self._adapted(*inputs, *adapted)
         self._set_chains(chains)
         self._states.commit(slots, states, num_rows)
@@ -118,9 +127,10 @@ class CompiledDecode:
         stacks: list[list[mx.array]],
         key: str,
     ) -> tuple[mx.array, list[list[mx.array]], States]:
-        """The same with adapters, which are back as they were when it ends.
+        """Run the traced forward with adapters; their arrays are restored at the end.
 
-        ``key`` is there so that other modules are traced anew, whatever the shapes.
+        ``key`` is an argument so that another set of adapted modules is traced anew, even if all
+        shapes are the same.
         """
         del key
         before = self._adapters.arrays()
@@ -140,14 +150,14 @@ class CompiledDecode:
         states: States,
         width: int,
     ) -> tuple[mx.array, list[list[mx.array]], States]:
-        """What is traced; the pools are back as they were when it ends."""
+        """Run the traced forward; return logits, chains and states. The pools are restored."""
         before = self._chains()
         self._set_chains(chains)
         try:
             plan = self._backend.decode_plan(arrays, self._kinds)
             tables = self._backend.decode_tables(plan)[:, :width] if width else None
             step = PackedStep(self._backend, plan, positions, tables)
-            # Lists of their own: those of the caller are not to change.
+            # The forward replaces entries, and the caller's lists must stay as they are.
             states = [list(entries) for entries in states]
             logits = self._forward(token_ids, step, states)
             return logits[:, 0], self._chains(), states
@@ -155,10 +165,10 @@ class CompiledDecode:
             self._set_chains(before)
 
     def _table_width(self, sequences: Sequence[ScheduledSequence]) -> int:
-        """How many blocks are gathered; 0 if none are."""
+        """Return the number of blocks that are gathered per row, as a bucket; 0 for none."""
         if self._gathered is None:
             return 0
-        return padded_blocks(max(one.start for one in sequences) // self._gathered + 1)
+        return padded_blocks(max(sequence.start for sequence in sequences) // self._gathered + 1)
 
     def _chains(self) -> list[list[mx.array]]:
         return [self._backend.chain(pool) for pool in self._pools]

@@ -24,7 +24,7 @@ from mlx_parallm.worker.lora.rows import AdapterRows
 
 
 class PackedPath:
-    """For models whose every layer keeps plain KV. Implements ``ForwardPath``."""
+    """The path of models in which every layer keeps plain KV. Implements ``ForwardPath``."""
 
     name = "packed"
     has_state = False
@@ -39,9 +39,20 @@ class PackedPath:
         *,
         compiles: bool = False,
     ) -> None:
-        """``compiles``: whether steps of decode rows are calls of a compiled function."""
+        """Install the seams in a model.
+
+        Args:
+            model: the model.
+            layouts: the layouts of its caches.
+            pools: the KV pools of its layers.
+            backend: the attention backend of the pools.
+            selector: selects the rows that the head computes.
+            compiles: True to run steps of decode rows by a compiled function.
+        """
         self._model = model
-        self._windows = [one.window if isinstance(one, KVLayout) else None for one in layouts]
+        self._windows = [
+            layout.window if isinstance(layout, KVLayout) else None for layout in layouts
+        ]
         self._pools = pools
         self._backend = backend
         self._selector = selector
@@ -63,7 +74,7 @@ class PackedPath:
 
     @property
     def pads_rows(self) -> bool:
-        """Whether steps with prompts get few numbers of rows."""
+        """True if the rows of steps with prompts are padded to buckets."""
         return self._padding is not None
 
     def logits(
@@ -75,15 +86,15 @@ class PackedPath:
         compiled = self._compiled if decodes else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids, slots)
-        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
         if self._padding is not None and num_rows > token_ids.size:
             step = PackedStep.padded(self._padding, sequences, num_rows)
             token_ids, slots = _padded(token_ids, slots, num_rows)
         else:
             step = PackedStep.of(self._backend, sequences)
-        with self.adapters.during(AdapterRows.of_step(slots), wanted):
-            logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
+        with self.adapters.during(AdapterRows.of_step(slots), head_rows):
+            logits = self._selector.run(lambda: self._forward(token_ids, step), head_rows)
         if compiled is not None:
             compiled.learn(step.plan)
         return logits
@@ -116,7 +127,7 @@ class PackedPath:
     def release_kv(self) -> None:
         """See ``ForwardPath.release_kv``."""
         self._pools.release()
-        # Pools that are written in place are constants of what is traced.
+        # Pools that are written in place are constants of the traces.
         self.forget_weights()
 
     def restore_kv(self) -> None:
@@ -128,17 +139,17 @@ class PackedPath:
         self._pools.copy_blocks(pairs)
 
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Nothing: there is no state besides KV."""
+        """Do nothing: there is no state besides KV."""
         del pairs
 
 
 def _padded(
     token_ids: mx.array, slots: np.ndarray | None, num_rows: int
 ) -> tuple[mx.array, np.ndarray | None]:
-    """Tokens and adapter slots with rows behind them, of whichever adapter comes last."""
+    """Return tokens and adapter slots, padded to ``num_rows`` with the last row's adapter."""
     missing = num_rows - token_ids.size
     token_ids = mx.concatenate([token_ids, mx.zeros(missing, mx.int32)])
     if slots is not None:
-        # Where all rows have one adapter, layers take a shorter way.
+        # If all rows have the same adapter they still do with padding, which takes less time.
         slots = np.append(slots, np.full(missing, slots[-1], slots.dtype))
     return token_ids, slots

@@ -1,4 +1,4 @@
-"""The whole model once per sequence, over the same pool and state slots."""
+"""The path that runs the whole model once per sequence, on the KV pool and the state slots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_parallm.worker.lora.context import AdapterContext
 
 
 class SequentialPath:
-    """For models that cannot take rows of several sequences. Implements ``ForwardPath``."""
+    """The path of models that cannot run several sequences at once. Implements ``ForwardPath``."""
 
     name = "sequential"
     is_compiled = False
@@ -41,7 +41,7 @@ class SequentialPath:
 
     @property
     def has_state(self) -> bool:
-        """Whether sequences keep anything besides their KV blocks."""
+        """See ``ForwardPath.has_state``."""
         return self._views.states.has_state
 
     def logits(
@@ -50,20 +50,20 @@ class SequentialPath:
         """See ``ForwardPath.logits``."""
         groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
         packed = self._views.packed(PackedStep.of(self._backend, sequences))
-        wanted = np.array(rows, dtype=np.int32)
+        logit_rows = np.array(rows, dtype=np.int32)
         parts = []
         for group in groups:
-            states, made = self._views.begin(group), dict[int, GroupStateCache]()
-            caches = [self._views.grouped(cache, group, states, made) for cache in packed]
+            states, state_caches = self._views.begin(group), dict[int, GroupStateCache]()
+            caches = [self._views.grouped(cache, group, states, state_caches) for cache in packed]
             tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
             with self.adapters.during(group.adapter_rows):
                 logits = self._model(tokens, cache=caches)
-            for cache in made.values():
+            for cache in state_caches.values():
                 cache.commit()
             self._views.states.commit(group.slots, states)
-            mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]
-            if len(mine):
-                parts.append(logits[0, mx.array(mine - np.int32(group.rows[0]))])
+            own_rows = logit_rows[(logit_rows >= group.rows[0]) & (logit_rows <= group.rows[-1])]
+            if len(own_rows):
+                parts.append(logits[0, mx.array(own_rows - np.int32(group.rows[0]))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
 
     def arrays(self) -> list[mx.array]:
@@ -76,7 +76,7 @@ class SequentialPath:
         self._views.states.forget_writes()
 
     def forget_weights(self) -> None:
-        """Nothing: every step reads the model's own."""
+        """Do nothing: every step reads the model's current weights."""
 
     def release_kv(self) -> None:
         """See ``ForwardPath.release_kv``."""

@@ -1,4 +1,4 @@
-"""A packed forward in which some modules run group by group."""
+"""The path of packed forwards in which some modules run once per group of sequences."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from mlx_parallm.worker.lora.rows import AdapterRows
 
 
 class SplitPath:
-    """Norms, MLP, experts and head take one row per token; ``modules`` take groups.
+    """The path of models with modules that cannot take one row per token.
 
-    Decode rows are one group, so that a step stays one forward however many sequences decode; with
-    ``batch_decode`` false each is its own, for modules that cannot be batched. Implements
+    These modules run once per group; norms, MLP, experts and head take one row per token. All
+    decode rows are one group, so that a module runs once however many sequences decode. Without
+    ``batch_decode`` each is a group of its own, for modules that cannot be batched. Implements
     ``ForwardPath``.
     """
 
@@ -51,15 +52,15 @@ class SplitPath:
         """Split these modules.
 
         Args:
-            model: of mlx_lm.
-            views: of its caches.
-            pools: of its layers.
-            backend: of the pools.
-            selector: of the rows that the head computes.
-            modules: that take groups.
-            block_size: tokens of a block.
-            batch_decode: whether decode rows are one group.
-            compiles: whether steps of decode rows are calls of a compiled function.
+            model: the model.
+            views: makes the caches of a step.
+            pools: the KV pools of its layers.
+            backend: the attention backend of the pools.
+            selector: selects the rows that the head computes.
+            modules: the modules that run once per group.
+            block_size: the tokens of a block.
+            batch_decode: True to run all decode rows as one group.
+            compiles: True to run steps of decode rows by a compiled function.
         """
         self._model = model
         self._views = views
@@ -84,11 +85,11 @@ class SplitPath:
 
     @property
     def has_state(self) -> bool:
-        """Whether sequences keep anything besides their KV blocks."""
+        """See ``ForwardPath.has_state``."""
         return self._views.states.has_state
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Undo the split of the model's modules."""
         self._split.remove()
 
     def logits(
@@ -104,13 +105,13 @@ class SplitPath:
             sequences, self._backend, self._block_size, batch_decode=self._batch_decode
         )
         states = [self._views.begin(group) for group in groups]
-        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        with self.adapters.during(AdapterRows.of_step(slots), wanted):
+        head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        with self.adapters.during(AdapterRows.of_step(slots), head_rows):
             logits = self._selector.run(
-                lambda: self._forward(token_ids, step, groups, states), wanted
+                lambda: self._forward(token_ids, step, groups, states), head_rows
             )
-        for group, mine in zip(groups, states, strict=True):
-            self._views.states.commit(group.slots, mine)
+        for group, group_states in zip(groups, states, strict=True):
+            self._views.states.commit(group.slots, group_states)
         if compiled is not None:
             compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
         return logits
@@ -148,7 +149,7 @@ class SplitPath:
         """See ``ForwardPath.release_kv``."""
         self._pools.release()
         self._views.states.forget()
-        # Pools that are written in place are constants of what is traced.
+        # Pools that are written in place are constants of the traces.
         self.forget_weights()
 
     def restore_kv(self) -> None:
