@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_parallm.types.json_values import is_list, is_object
+from mlx_parallm.types.json_values import (
+    MAX_ENTRIES,
+    MAX_VALUES,
+    TOO_MANY,
+    is_list,
+    is_object,
+    may_have_too_many,
+)
 
 # MAX_LINES: OpenAI's limit.
 MAX_LINES = 50_000
 # MAX_ERRORS: most errors in the report on a bad file.
 MAX_ERRORS = 50
 MAX_MESSAGE_CHARS = 300
+# STRUCTURE matches a text, or a sign outside of texts as its group.
+STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([\[{:,])', re.DOTALL)
 
 
 class BatchLineError(Exception):
@@ -165,11 +176,25 @@ def _check_line(number: int, raw: bytes, endpoint: str, max_bytes: int) -> Batch
     if len(raw) > max_bytes:
         message = f"Line {number} is longer than {max_bytes} bytes."
         raise BatchLineError("line_too_long", message)
+    if has_too_many_values(raw):
+        raise BatchLineError("too_many_values", f"Line {number}: {TOO_MANY}")
     line = read_line(number, read_object(number, raw))
     if line.url != endpoint:
         message = f"Line {number}: 'url' must be the batch's endpoint, {endpoint}."
         raise BatchLineError("mismatched_url", message, "url")
     return line
+
+
+def has_too_many_values(raw: bytes) -> bool:
+    """True if a JSON text has more values than it may; it is scanned, and not parsed."""
+    if not may_have_too_many(raw):
+        return False
+    counts = Counter[bytes]()
+    for sign in STRUCTURE.finditer(raw):
+        counts[sign[1]] += 1
+        if max(counts[b"["] + counts[b"{"], counts[b":"]) > MAX_VALUES:
+            return True
+    return counts[b","] > MAX_ENTRIES
 
 
 def _check_new(number: int, line: BatchLine, seen: set[bytes]) -> None:

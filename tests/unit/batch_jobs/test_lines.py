@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.batch_jobs import lines
 from mlx_parallm.batch_jobs.lines import check_file, num_samples, numbered_lines
+from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES
 
 ENDPOINT = "/v1/completions"
 LIMIT = 1000
@@ -109,3 +110,21 @@ def test_lines_over_a_limit_are_cut_and_the_others_whole(
 )
 def test_samples_of_a_body(body: dict[str, Any], expected: int) -> None:
     assert num_samples(body) == expected
+
+
+@pytest.mark.parametrize(
+    ("unit", "most"), [("[]", MAX_VALUES - 3), ("{}", MAX_VALUES - 3), ("1", MAX_ENTRIES - 3)]
+)
+def test_a_line_has_so_many_values_at_most(tmp_path: Path, unit: str, most: int) -> None:
+    for number, codes in [(most, []), (most + 4, ["too_many_values"])]:
+        raw = line(body={"x": "HERE"}).replace(b'"HERE"', f"[{','.join([unit] * number)}]".encode())
+        (tmp_path / "file").write_bytes(raw)
+        report = check_file(tmp_path / "file", ENDPOINT, len(raw))
+        assert [error["code"] for error in report.errors] == codes
+
+
+@pytest.mark.parametrize("text", ["[", ":", ",", '"{', '\\"[', "\\\\[", "\n{"])
+def test_texts_of_a_line_may_hold_any_number_of_brackets(tmp_path: Path, text: str) -> None:
+    raw = line(body={"x": text * (MAX_ENTRIES + 1), "y": "]"})
+    (tmp_path / "file").write_bytes(raw)
+    assert not check_file(tmp_path / "file", ENDPOINT, len(raw)).errors

@@ -8,13 +8,11 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.http.json_body import (
     HALF_PAIR,
-    MAX_ENTRIES,
-    MAX_VALUES,
     TOO_DEEP,
-    TOO_MANY,
     parse_json,
 )
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES, TOO_MANY
 
 MAX_DEPTH = 200
 
