@@ -74,7 +74,13 @@ class AsyncPooling:
                 raise InvalidRequestError(
                     f"No model that can {' or '.join(tasks)} is served here.", param="model"
                 )
-            return able[0]
+            # A model's main task is its first: a reward model gives vectors too, after rewards.
+            return min(
+                able,
+                key=lambda model: next(
+                    place for place, task in enumerate(model.info.tasks) if task in tasks
+                ),
+            )
         status = self._core.find(name)
         if status is None:
             raise self._core.not_found(name)

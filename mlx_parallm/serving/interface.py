@@ -94,7 +94,7 @@ class PoolingCalls(Protocol):
         ...
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """Return the encoder or adapter of this name, or the first that can do one of the tasks.
+        """Return the encoder or adapter of this name, or the one made most for one of the tasks.
 
         Raises:
             ModelNotFoundError: none has the name.

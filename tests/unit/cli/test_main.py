@@ -101,7 +101,7 @@ def test_help_of_serve_imports_nothing_that_takes_long() -> None:
 
 @pytest.mark.parametrize("module", ["cli.serve", "llm", "tokenizer.tokenizer", "cli.doctor"])
 def test_imports_print_nothing(module: str) -> None:
-    """What a library prints while it is imported would be no line of --log-format json."""
+    """Lines that a library prints while it is imported would not be JSON with --log-format json."""
     command = [sys.executable, "-c", f"import mlx_parallm.{module}"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=user_environment()
