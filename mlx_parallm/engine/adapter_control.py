@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class EngineThread(Protocol):
-    """What this needs of the engine that it controls."""
+    """The methods of ``EngineCore`` that the control uses."""
 
     def base_names(self) -> Sequence[tuple[str, ...]]:
         """Return the names of every model, default ones first; a model is kept by its first."""
@@ -62,7 +62,7 @@ class EngineThread(Protocol):
         ...
 
     async def cancel_all(self) -> int:
-        """End every request with what it has; how many there were."""
+        """End every request with the tokens that it has; return how many there were."""
         ...
 
     async def wait_until_idle(self) -> None:
@@ -81,17 +81,17 @@ class AdapterControl:
         self._folders = AdapterFolders(config)
         self._reader = AdapterReader(self._folders)
         self._sleep_level = 0
-        # By name, as the engine thread had them after the latest change.
+        # The adapters by name, as the engine thread had them after the latest change.
         self._adapters: dict[str, AdapterInfo] = {}
         self._versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
-        # Of loads, among the engine's.
+        # Number the loads: the commands of one load name its number.
         self._numbers = count()
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.adapters``."""
-        # Those of a model that is being unloaded are nobody's.
+        # Adapters of a model that is being unloaded can no longer be named.
         return [info for info in self._adapters.values() if self._names(info.model)]
 
     async def look(self) -> Sequence[AdapterInfo]:
@@ -100,15 +100,15 @@ class AdapterControl:
         return self.adapters()
 
     async def refresh(self) -> None:
-        """Hear from the engine thread what is loaded."""
+        """Ask the engine thread which adapters and versions it has."""
         self._note(await self._thread.call(ListVersions()))
 
-    def _note(self, found: LoadedVersions) -> None:
-        infos, self._versions = found
+    def _note(self, loaded: LoadedVersions) -> None:
+        infos, self._versions = loaded
         self._adapters = {info.name: info for info in infos}
 
     def find(self, name: str) -> AdapterInfo | None:
-        """The loaded adapter that requests call by this name, or by "model:name"."""
+        """Return the loaded adapter of this name, perhaps "model:name"; None if there is none."""
         if name in self._adapters:
             return self._adapters[name]
         for info in self._adapters.values():
@@ -117,7 +117,7 @@ class AdapterControl:
         return None
 
     def named(self, name: str) -> NamedAdapter | None:
-        """The adapter that requests call so, loaded or in the directory of named ones."""
+        """Return the adapter of this name, loaded or in the directory of adapters by name."""
         info = self.find(name)
         if info is not None:
             return NamedAdapter(info.name, info.model, info.source, info)
@@ -145,11 +145,11 @@ class AdapterControl:
             loading = asyncio.ensure_future(self._load_by_name(name, base))
             self._loading[key] = loading
             loading.add_done_callback(lambda done: self._end_loading(key, done))
-        # Who waits may go away; others wait too.
+        # A caller may be cancelled while others wait for the same load.
         await asyncio.shield(self._loading[key])
 
     async def read_named(self, name: str) -> AdapterUpload:
-        """The adapter that is found by its name; raise ModelNotFoundError."""
+        """Return an adapter of the directory of adapters by name; raise ModelNotFoundError."""
         weights, source = await self._reader.read_named(name)
         return AdapterUpload(name=name, weights=weights, source=source)
 
@@ -157,7 +157,7 @@ class AdapterControl:
         """See ``EngineControl.load_adapter``."""
         base = self._adapted(model)
         self._check_name(upload.name, base)
-        # Who asked for it may go away: what was begun is ended.
+        # The load is completed even if its caller is cancelled.
         with self._metrics.timed(ADAPTER):
             return await asyncio.shield(asyncio.ensure_future(self._load(upload, base)))
 
@@ -205,7 +205,7 @@ class AdapterControl:
                     has_more = await self._thread.call(StageAdapterPart(number))
                 info, versions = await self._thread.call(CommitAdapter(number))
             except ParallmError:
-                # Of several engines, some may have prepared it.
+                # With several engines, some may have prepared it.
                 await self._thread.call(DropStagedAdapter(number))
                 raise
         self._note(versions)
@@ -222,11 +222,11 @@ class AdapterControl:
     def _end_loading(self, key: tuple[str, str], done: asyncio.Future[AdapterInfo]) -> None:
         del self._loading[key]
         if not done.cancelled():
-            # Perhaps nobody waits for it any more.
+            # Its error is retrieved here, because every caller may have been cancelled.
             done.exception()
 
     def _adapted(self, model: str | None) -> str:
-        """The first name of a model that adapters are of, or of the first one."""
+        """Return the first name of a model that takes adapters; None is the first model."""
         if model is None:
             return self._first_base()
         names = self._names(model)
@@ -242,7 +242,7 @@ class AdapterControl:
         return bases[0][0]
 
     def _names(self, model: str) -> tuple[str, ...]:
-        """All names of the model of this name; none if there is no such model."""
+        """Return all names of the model that has this name; empty if there is no such model."""
         return next((names for names in self._thread.base_names() if model in names), ())
 
     def _check_name(self, name: str, base: str) -> None:

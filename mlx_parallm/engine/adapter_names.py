@@ -29,7 +29,7 @@ class AdapterNames(Protocol):
     """The adapters of all models."""
 
     def named(self, name: str) -> NamedAdapter | None:
-        """The adapter that requests call so, loaded or to be loaded."""
+        """Return the adapter of this name, loaded or to be loaded."""
         ...
 
     async def ensure_loaded(self, name: str, base: str) -> None:
@@ -42,5 +42,5 @@ class AdapterNames(Protocol):
         ...
 
     async def refresh(self) -> None:
-        """Hear from the engine thread what is loaded."""
+        """Ask the engine thread which adapters are loaded."""
         ...

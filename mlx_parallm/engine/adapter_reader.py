@@ -1,4 +1,4 @@
-"""Adapters from where they lie: a folder, or the hub."""
+"""Reads adapters from folders and from the hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AdapterReader:
         self._downloads = asyncio.Lock()
 
     async def read(self, path: str) -> tuple[AdapterWeights, str]:
-        """The adapter that a request names by a path or an id on the hub, and where it was.
+        """Return the adapter at a path or with a hub id, and where it was.
 
         Raises:
             InvalidRequestError: this server may not read it, or it is no adapter.
@@ -31,7 +31,7 @@ class AdapterReader:
         return await asyncio.to_thread(_read, folder), repo or str(folder)
 
     async def read_named(self, name: str) -> tuple[AdapterWeights, str]:
-        """The adapter of a name in the directory of named ones; raise ModelNotFoundError."""
+        """Return an adapter of the directory of adapters by name; raise ModelNotFoundError."""
         folder = self._folders.find(name)
         if folder is None:
             raise ModelNotFoundError(name)

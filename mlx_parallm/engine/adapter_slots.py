@@ -1,4 +1,4 @@
-"""Which adapters are resident: the least recently used one makes way when another is needed."""
+"""The slots of adapters on the device; the least recently used idle one is evicted."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Collection
 
 #: The slot of sequences without an adapter.
 NO_ADAPTER = 0
-# So many sequences of other adapters may start before one that finds no slot; then the adapter that
-# has the fewest running starts no more, and makes way for it.
+# MAX_PASSED: sequences of other adapters that may start before one whose adapter finds no slot.
+# Then no more sequences start of the adapter with the fewest running, so that it can be evicted.
 MAX_PASSED = 16
 
 
 class AdapterSlots:
     """Slots from 1 on, by the content of the adapter that is in them.
 
-    A slot is kept while nobody uses it, until another adapter needs it. Pinned adapters keep theirs
-    from the moment that they have one.
+    An adapter keeps its slot while no sequence uses it, until another adapter needs the slot. A
+    pinned adapter is not evicted once it has a slot.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        # The least recently used first.
+        # Slots by content, the least recently used first.
         self._slots: OrderedDict[str, int] = OrderedDict()
         self._users: Counter[str] = Counter()
         self._free = list(range(num_slots, 0, -1))
         self._pinned: frozenset[str] = frozenset()
-        # Who could not have a slot, and how many started since.
+        # Contents that wait for a slot, and how many sequences of others started since.
         self._passed: Counter[str] = Counter()
 
     @property
@@ -49,15 +49,15 @@ class AdapterSlots:
         return self._users[content]
 
     def pin(self, contents: Collection[str]) -> None:
-        """Let these keep their slots, and no others."""
+        """Pin these adapters, and no others."""
         self._pinned = frozenset(contents)
 
     def is_available(self, content: str) -> bool:
-        """Whether an adapter has a slot, or can be given one now."""
+        """True if an adapter has a slot, or can be given one now."""
         return content in self._slots or bool(self._free) or self._idle() is not None
 
     def has_room(self, content: str) -> bool:
-        """Whether a sequence of this adapter may start; if not, it is noted as waiting."""
+        """True if a sequence of this adapter may start; else the adapter is noted as waiting."""
         starving = self._starving()
         if starving is None or content == starving:
             has_room = self.is_available(content)
@@ -68,12 +68,12 @@ class AdapterSlots:
         return has_room
 
     def acquire(self, content: str) -> int:
-        """The slot of an adapter for one more sequence, for which there is room."""
+        """Return the slot of an adapter, for one more sequence; ``has_room`` must be true."""
         slot = self._slots.get(content)
         if slot is None:
             if not self._free:
                 idle = self._idle()
-                assert idle is not None, "a slot was asked for that nobody can have"
+                assert idle is not None, "has_room was true"
                 self.forget(idle)
             slot = self._slots[content] = self._free.pop()
         self._slots.move_to_end(content)
@@ -84,7 +84,7 @@ class AdapterSlots:
         return slot
 
     def release(self, content: str) -> None:
-        """One sequence less."""
+        """Count one sequence of an adapter less."""
         self._users[content] -= 1
         if not self._users[content]:
             del self._users[content]
@@ -99,32 +99,32 @@ class AdapterSlots:
         return True
 
     def keep_waiting(self, contents: Collection[str]) -> None:
-        """Only these still wait for a slot."""
+        """Note that only these adapters still wait for a slot."""
         for content in self._passed.keys() - set(contents):
             del self._passed[content]
 
     def check_integrity(self, used: Counter[str]) -> None:
-        """Assert that users are those that run, and that every slot is somewhere once."""
+        """Assert that the counts are those of running sequences, and that no slot is lost."""
         assert +self._users == +used, "users of adapters that do not run"
         slots = [*self._slots.values(), *self._free]
         assert sorted(slots) == list(range(1, self.num_slots + 1)), "a slot is lost"
         assert all(content in self._slots for content in +self._users)
 
     def _starving(self) -> str | None:
-        """Who was passed by too often, longest first; nobody while every slot is pinned."""
+        """Return the adapter that waits too long for a slot; None if all slots are pinned."""
         if not self._passed or not (self._free or self._slots.keys() - self._pinned):
             return None
         content, count = self._passed.most_common(1)[0]
         return content if count >= MAX_PASSED else None
 
     def _leaving(self) -> str | None:
-        """Whose slot the one that starves is to get; nobody's while there is a free one."""
+        """Return the adapter to evict for the one that starves; None while a slot is free."""
         movable = [content for content in self._slots if content not in self._pinned]
-        # Of several, the least recently used.
-        return None if self._free else min(movable, key=lambda one: self._users[one], default=None)
+        # ``min`` returns the first of equals, which is the least recently used.
+        return None if self._free else min(movable, key=self._users.__getitem__, default=None)
 
     def _idle(self) -> str | None:
-        """The least recently used adapter that may make way."""
+        """Return the least recently used adapter that can be evicted; None if there is none."""
         for content in self._slots:
             if not self._users[content] and content not in self._pinned:
                 return content

@@ -37,7 +37,7 @@ class AsyncControl(AdapterControl):
     ) -> None:
         super().__init__(thread, config, metrics)
         self._pause: PauseMode | None = None
-        # Whether it was paused before it slept.
+        # True if it was paused before it slept.
         self._stays_paused = False
         # Held from the preparation of new weights to their commit.
         self._replacing = asyncio.Lock()
@@ -54,7 +54,7 @@ class AsyncControl(AdapterControl):
 
     def report(self, slots: Mapping[str, SlotCounts]) -> None:
         """Bring the metrics up to date; ``slots`` are by model."""
-        names = [one[0] for one in self._thread.changeable()]
+        names = [names[0] for names in self._thread.changeable()]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
 
@@ -76,8 +76,8 @@ class AsyncControl(AdapterControl):
             raise PausedError
 
     def forget(self) -> None:
-        """The engine thread was started anew: whatever was loaded into it is gone."""
-        # Not emptied: the event loop may be going through them.
+        """Forget all adapters, versions and pauses: the engine thread was started anew."""
+        # They are replaced, not emptied: the event loop may be iterating over them.
         self._adapters, self._versions = {}, {}
         self._pause = None
         self._sleep_level = 0
@@ -87,13 +87,13 @@ class AsyncControl(AdapterControl):
         self._pause = mode
         count = 0
         if mode is PauseMode.WAIT and not self._sleep_level:
-            # What an earlier pause has kept is to end too.
+            # Requests that an earlier pause kept must end too.
             await self._thread.call(Resume())
             await self._thread.wait_until_idle()
         elif mode is PauseMode.ABORT:
             count = await self._thread.cancel_all()
-        if self._pause is None:
-            # Somebody resumed while this waited.
+        if not self.is_paused:
+            # It was resumed while this waited.
             return count
         kept = await self._thread.call(Pause())
         if clear_cache:
@@ -115,7 +115,7 @@ class AsyncControl(AdapterControl):
         self, update: WeightsUpdate, *, model: str | None = None
     ) -> WeightsVersion:
         """See ``EngineControl.update_weights``."""
-        # A client that goes away leaves nothing half done.
+        # The update is completed even if its caller is cancelled.
         with self._metrics.timed(WEIGHTS):
             change = self._replace_weights(self._base(model), update)
             version = await asyncio.shield(asyncio.ensure_future(change))
@@ -128,7 +128,7 @@ class AsyncControl(AdapterControl):
                 await self._thread.call(PrepareUpdate(model, update))
                 return await self._thread.call(CommitUpdate(model))
             except BaseException:
-                # Of several engines, some may have prepared it.
+                # With several engines, some may have prepared it.
                 await self._thread.call(DropUpdate(model))
                 raise
 
@@ -173,7 +173,7 @@ class AsyncControl(AdapterControl):
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """See ``EngineControl.wake_up``."""
         wanted = SLEEP_TAGS if tags is None else tuple(tags)
-        unknown = [one for one in wanted if one not in SLEEP_TAGS]
+        unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
         if unknown:
             raise InvalidRequestError(
                 f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"

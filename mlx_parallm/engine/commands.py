@@ -91,11 +91,11 @@ class Submit:
 class Abort:
     """End a request and free its blocks. Unknown ids are ignored.
 
-    ``is_told``: its reader gets a last event.
+    ``is_notified``: its reader gets a last event.
     """
 
     request_id: str
-    is_told: bool = False
+    is_notified: bool = False
 
 
 class HostCommand(Protocol[R_co]):

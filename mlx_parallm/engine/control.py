@@ -1,4 +1,4 @@
-"""What an operator may ask of a running engine: adapters, pauses, weights, sleep."""
+"""The commands of an operator to a running engine: adapters, pauses, weights, sleep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_parallm.types.weights import WeightsVersion
 
 
 class PauseMode(StrEnum):
-    """What becomes of requests; the names are vLLM's.
+    """How a pause treats the requests; the names are vLLM's.
 
     keep: they stay where they are, and new ones wait with them.
     wait: they end first; new ones are refused.
@@ -29,7 +29,7 @@ class EngineControl(Protocol):
 
     @property
     def sleep_level(self) -> int:
-        """What ``sleep`` was asked for; 0 while awake."""
+        """Return the level of the latest ``sleep``; 0 while awake."""
         ...
 
     @property
@@ -38,15 +38,15 @@ class EngineControl(Protocol):
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """The loaded adapters of all models, as of the latest change of one."""
+        """Return the loaded adapters of all models, as of the latest change of one."""
         ...
 
     async def look(self) -> Sequence[AdapterInfo]:
-        """``adapters`` as they are now: who has a slot and runs changes with every step."""
+        """Return ``adapters`` as they are now: slots and running counts change with every step."""
         ...
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
-        """SHA-256 of each weight of a model, the first one by default, in hex by name.
+        """Return the SHA-256 of each weight of a model, in hex by name; default: the first model.
 
         No model begins a step meanwhile.
         """
@@ -131,12 +131,14 @@ class EngineControl(Protocol):
         ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
-        """Have memory back; what still sleeps. Once all is there, go on unless paused before.
+        """Allocate memory again; return the tags that still sleep. If none does, resume.
+
+        A server that was paused before it slept stays paused.
 
         ``tags`` are of "weights" and "kv_cache"; None is both.
         """
         ...
 
     def version(self, model: str | None = None) -> WeightsVersion:
-        """The weights of a model, the first one by default."""
+        """Return the version of a model's weights; default: the first model."""
         ...

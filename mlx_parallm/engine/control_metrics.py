@@ -15,7 +15,7 @@ from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.weights import WeightsVersion
 
 DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-#: Of an update: of an adapter, or of a model's own weights.
+#: ``ADAPTER`` and ``WEIGHTS`` are the kinds of updates: of an adapter, or of a model's weights.
 ADAPTER, WEIGHTS = "adapter", "weights"
 
 
@@ -73,7 +73,7 @@ class ControlMetrics:
     def on_versions(
         self, adapters: Iterable[AdapterInfo], versions: Mapping[str, WeightsVersion]
     ) -> None:
-        """The adapters, and the weights of each model, as they are now."""
+        """Set the versions of the adapters and of each model's weights."""
         self._versions.clear()
         self._loaded.clear()
         for name, version in versions.items():
@@ -84,24 +84,24 @@ class ControlMetrics:
             self._loaded.labels(info.model).inc()
 
     def on_memory(self, memory: Mapping[str, ModelMemory]) -> None:
-        """What each model takes now."""
+        """Set the memory of each model."""
         self._memory.clear()
-        for name, one in memory.items():
-            for kind, num_bytes in asdict(one).items():
+        for name, used in memory.items():
+            for kind, num_bytes in asdict(used).items():
                 self._memory.labels(name, kind).set(num_bytes)
 
     def on_state(
         self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, SlotCounts]
     ) -> None:
-        """What changes with every step; ``slots`` are by model."""
+        """Set what changes with every step; ``slots`` are by model."""
         self._paused.set(is_paused)
         self._sleep_level.set(sleep_level)
         for gauge in (self._slots, self._resident, self._running):
             gauge.clear()
-        for name, one in slots.items():
-            self._slots.labels(name).set(one.num_slots)
-            self._resident.labels(name).set(one.num_resident)
-            self._running.labels(name).set(one.num_used)
+        for name, counts in slots.items():
+            self._slots.labels(name).set(counts.num_slots)
+            self._resident.labels(name).set(counts.num_resident)
+            self._running.labels(name).set(counts.num_used)
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Generator[None]:

@@ -95,8 +95,8 @@ class EngineCore:
         self._idle = asyncio.Event()
         self._idle.set()
         self._defaults = config.models[0] if config.models else ModelConfig()
-        given = [one.path for one in config.models if one.path is not None]
-        self._sources = ModelSources(config.loading, given)
+        paths = [model.path for model in config.models if model.path is not None]
+        self._sources = ModelSources(config.loading, paths)
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         self._residency = Residency(
             ThreadLoader(self, config, kinds),
@@ -121,7 +121,7 @@ class EngineCore:
         thread.start()
         self.wait_until_loaded()
         if self._cause is not None:
-            # The process would end with an abort if the thread were still giving back its streams.
+            # The process would abort if the thread were still freeing its streams.
             thread.join()
             raise self._cause
 
@@ -134,7 +134,7 @@ class EngineCore:
         self._is_stopping = True
         self._life.give_up_load()
         self._mailbox.stop_pacing()
-        self._mailbox.tell(Stop())
+        self._mailbox.send(Stop())
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -150,19 +150,19 @@ class EngineCore:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for request_id in self._streams.ids():
-            self._mailbox.tell(Abort(request_id=request_id))
+            self._mailbox.send(Abort(request_id=request_id))
         self._streams.end_all(RequestAbortedError("The server is shutting down."))
 
     def base_names(self) -> Sequence[tuple[str, ...]]:
         """Return the names of every model, default ones first."""
-        return [one.names for one in self._by_default()]
+        return [entry.names for entry in self._by_default()]
 
     def changeable(self) -> Sequence[tuple[str, ...]]:
         """Return the names of every model whose weights can be replaced."""
         return [
-            one.names
-            for one in self._residency.entries()
-            if one.model is not None and one.model.traits.can_change
+            entry.names
+            for entry in self._residency.entries()
+            if entry.model is not None and entry.model.traits.can_change
         ]
 
     def refuse_change(self, name: str) -> InvalidRequestError:
@@ -188,10 +188,10 @@ class EngineCore:
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model, or the adapter of one, of this name."""
-        found = self._address(name)
-        if found is None:
+        addressed = self._address(name)
+        if addressed is None:
             return None
-        status, adapter = found.entry.status(), found.adapter
+        status, adapter = addressed.entry.status(), addressed.adapter
         if adapter is None:
             return status
         model = None if status.model is None else status.model.with_adapter(adapter)
@@ -200,11 +200,12 @@ class EngineCore:
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
-        served = [one for names in self.base_names() for one in names]
-        return ModelNotFoundError(name, [*served, *(one.name for one in self.control.adapters())])
+        models = [model for names in self.base_names() for model in names]
+        adapters = [info.name for info in self.control.adapters()]
+        return ModelNotFoundError(name, [*models, *adapters])
 
     def _address(self, name: str) -> _Addressed | None:
-        """Return what requests call so."""
+        """Return the model, and perhaps the adapter, of this name; None if there is none."""
         entry = self._residency.by_name.get(name)
         if entry is not None:
             return _Addressed(entry)
@@ -236,17 +237,17 @@ class EngineCore:
             ModelNotFoundError: it was unloaded meanwhile.
             ModelLoadError: it cannot be loaded.
         """
-        found = self._address(name)
-        if found is None:
+        addressed = self._address(name)
+        if addressed is None:
             raise ModelNotFoundError(name)
-        async with self.hold(found.entry.names[0]):
+        async with self.hold(addressed.entry.names[0]):
             pass
-        if found.adapter is not None:
-            # The model is not held meanwhile: an eviction would wait for this, and this for the
-            # load after it.
-            await self.control.ensure_loaded(found.adapter.name, found.adapter.base)
+        if addressed.adapter is not None:
+            # The model is not held meanwhile, because an eviction would wait for this load, and
+            # this load for the one after the eviction.
+            await self.control.ensure_loaded(addressed.adapter.name, addressed.adapter.base)
 
-    async def load_model(self, asked: ModelLoad) -> ModelStatus:
+    async def load_model(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.
 
         Raises:
@@ -254,16 +255,16 @@ class EngineCore:
             NotFoundError: there is no such folder.
         """
         self.check_open()
-        entry = self._residency.by_name.get(asked.model)
+        entry = self._residency.by_name.get(load.model)
         if entry is not None and not entry.is_movable:
-            raise _name_is_taken(asked.model)
+            raise _name_is_taken(load.model)
         is_new = entry is None
         if entry is None:
-            entry = self._new_entry(asked)
+            entry = self._new_entry(load)
             self._residency.add(entry)
-        elif set(asked.names) - set(entry.names):
-            raise InvalidRequestError(f"{asked.model} has other names already.", param="name")
-        entry.is_pinned = entry.is_pinned or asked.is_pinned
+        elif set(load.names) - set(entry.names):
+            raise InvalidRequestError(f"{load.model} has other names already.", param="name")
+        entry.is_pinned = entry.is_pinned or load.is_pinned
         try:
             await self._residency.begin(entry)
             self._residency.end(entry)
@@ -286,26 +287,26 @@ class EngineCore:
         """
         entry = self._residency.by_name.get(name)
         if entry is None:
-            if (found := self.find(name)) is None:
+            if (status := self.find(name)) is None:
                 raise self.not_found(name)
-            if found.model is not None and not found.model.traits.loads_later:
+            if status.model is not None and not status.model.traits.loads_later:
                 raise InvalidRequestError(
-                    f"{name} {found.model.traits.refuses_unload}", param=MODEL
+                    f"{name} {status.model.traits.refuses_unload}", param=MODEL
                 )
             raise InvalidRequestError(
                 f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
             )
         if entry.model is not None and not entry.is_movable:
             raise InvalidRequestError(f"{name} {entry.model.traits.refuses_unload}", param=MODEL)
-        # Who asked for it may go away: what was begun is ended.
+        # The model is unloaded even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
         await self.control.refresh()
         logger.info("unloaded %s", entry.names[0])
         return entry.status()
 
-    def _new_entry(self, asked: ModelLoad) -> ModelEntry:
-        source = self._sources.resolve(asked.model)
-        names = asked.names or (asked.model,)
+    def _new_entry(self, load: ModelLoad) -> ModelEntry:
+        source = self._sources.resolve(load.model)
+        names = load.names or (load.model,)
         for name in names:
             if not name or len(name) > MAX_NAME:
                 raise InvalidRequestError(f"A name has 1 to {MAX_NAME} characters.", param="name")
@@ -314,13 +315,13 @@ class EngineCore:
             self._defaults,
             path=source,
             served_names=names,
-            task=asked.task,
-            revision=asked.revision,
-            dtype=asked.dtype or self._defaults.dtype,
-            max_model_len=asked.max_model_len,
-            max_model_len_is_own=asked.max_model_len is not None,
+            task=load.task,
+            revision=load.revision,
+            dtype=load.dtype or self._defaults.dtype,
+            max_model_len=load.max_model_len,
+            max_model_len_is_own=load.max_model_len is not None,
         )
-        return ModelEntry(config, names, is_pinned=asked.is_pinned)
+        return ModelEntry(config, names, is_pinned=load.is_pinned)
 
     def _check_free(self, name: str) -> None:
         if self.find(name) is not None:
@@ -334,7 +335,7 @@ class EngineCore:
         """
         self.check_health()
         limit = self._config.scheduler.max_waiting
-        # No more wait than are open: mostly the engine, in another process perhaps, is not asked.
+        # Waiting samples are open ones, so the engine, perhaps in another process, is seldom asked.
         if limit and self._streams.num_samples + n > limit:
             await self._life.query(CheckRoom(model, client, n))
 
@@ -349,10 +350,10 @@ class EngineCore:
         """
         self.check_open()
         self.control.check_open()
-        found = self._address(request.model)
-        if found is None:
+        addressed = self._address(request.model)
+        if addressed is None:
             raise self.not_found(request.model)
-        entry, adapter = found.entry, found.adapter
+        entry, adapter = addressed.entry, addressed.adapter
         if entry.model is not None:
             entry.model.check(request)
         base = entry.names[0]
@@ -395,12 +396,12 @@ class EngineCore:
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         if self._close(request_id):
-            self._mailbox.tell(Abort(request_id=request_id))
+            self._mailbox.send(Abort(request_id=request_id))
 
     async def cancel(self, request_id: str) -> None:
-        """End a request between two steps and tell its reader; unknown ids are ignored."""
+        """End a request between two steps and notify its reader; unknown ids are ignored."""
         if request_id in self._streams:
-            self._mailbox.tell(Abort(request_id=request_id, is_told=True))
+            self._mailbox.send(Abort(request_id=request_id, is_notified=True))
 
     async def call(self, action: HostCommand[T]) -> T:
         """Carry out a command between two steps; return its result, or raise its error."""
@@ -411,7 +412,7 @@ class EngineCore:
         return result
 
     async def cancel_all(self) -> int:
-        """End every request with what it has; how many there were."""
+        """End every request with the tokens that it has; return how many there were."""
         request_ids = self._streams.ids()
         for request_id in request_ids:
             await self.cancel(request_id)
@@ -431,7 +432,7 @@ class EngineCore:
         return self._streams.requests()
 
     async def load(self) -> EngineLoad:
-        """How busy the engine is, over all models."""
+        """Return how busy the engine is, over all models."""
         running, waiting = await self._query(CountSequences(), (0, 0))
         return EngineLoad(num_requests=len(self._streams), num_running=running, num_waiting=waiting)
 
@@ -447,34 +448,34 @@ class EngineCore:
             raise ShuttingDownError("The server is shutting down.")
 
     async def memory(self) -> Mapping[str, ModelMemory]:
-        """What each model takes, by its first name."""
+        """Return the memory of each model, by its first name."""
         kept: Mapping[str, int] = {}
         cache_bytes = await self._query(ReadCacheBytes(), kept)
         return model_memory(self.statuses(), cache_bytes, self.control.adapters())
 
     async def render_metrics(self) -> tuple[bytes, str]:
-        """The Prometheus exposition and its content type."""
+        """Return the Prometheus exposition and its content type."""
         engines = await self._query(ReadMetrics(), MetricsText())
         self.control.report_memory(await self.memory())
         self.control.report(engines.slots)
         return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     async def _query(self, ask: StateQuery[T], otherwise: T) -> T:
-        """What the engines' state tells, or this where they are dead."""
+        """Return the answer of the engines, or ``otherwise`` if they are dead."""
         try:
             return await self._life.query(ask)
         except EngineDeadError:
             return otherwise
 
     async def _send(self, request: Any, upload: AdapterUpload | None = None) -> ParallmError | None:
-        """Hand a request to the thread; its refusal, or None once it is admitted."""
+        """Hand a request to the thread; return its refusal, or None once it is admitted."""
         arrival_s = time.monotonic()
         return await self.ask(
             lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
         )
 
     async def _send_with_adapter(self, request: Any, name: str) -> ParallmError | None:
-        """``_send`` with the request's adapter, which was unloaded for another since."""
+        """``_send`` a request with its adapter, which was evicted for another one meanwhile."""
         try:
             upload = await self.control.read_named(name)
         except ParallmError as refusal:
@@ -484,25 +485,25 @@ class EngineCore:
             await self.control.refresh()
         return refusal
 
-    def tell(self, command: Command) -> None:
-        """Send the thread a command that nobody waits for."""
-        self._mailbox.tell(command)
+    def send(self, command: Command) -> None:
+        """Send the thread a command without waiting for a reply."""
+        self._mailbox.send(command)
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
-        """What the thread replies to a command; EngineDeadError if it dies before that."""
+        """Return the thread's reply to a command; EngineDeadError if it dies before replying."""
         return await self._mailbox.ask(command)
 
     def _run(self) -> None:
-        """The thread: load and serve, anew after a death where that is asked for."""
+        """Load and serve, on the thread; again after a death if the server restarts engines."""
         while self._live() and not self._is_stopping:
             pass
         self._life.end()
 
     def _live(self) -> bool:
-        """One life of the engines, from load to stop or death; whether to live again."""
+        """Run one life of the engines, from load to stop or death; True if another follows."""
         try:
             self._life.run(self._mailbox.inbox, self._deliver, self._on_loaded)
-        except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
+        except BaseException as cause:  # noqa: BLE001 - every caller must be notified
             if self._on_death(cause):
                 return True
             self.ended.set()
@@ -516,7 +517,7 @@ class EngineCore:
         self._loaded.set()
 
     def _on_death(self, cause: BaseException) -> bool:
-        """Record the cause and end every open request; whether to start anew."""
+        """Record the cause and end every open request; True if the engines start anew."""
         self._cause = cause
         if not self._loaded.is_set():
             self._loaded.set()
@@ -533,7 +534,7 @@ class EngineCore:
 
     def _dispatch(self, events: Sequence[Event]) -> None:
         for request_id in self._streams.dispatch(events):
-            self._mailbox.tell(Abort(request_id=request_id))
+            self._mailbox.send(Abort(request_id=request_id))
         self.note_open()
 
     def _close(self, request_id: str) -> bool:
@@ -547,7 +548,7 @@ class EngineCore:
         return len(self._streams) + self._num_entering > 0
 
     def note_open(self) -> None:
-        """Something has been opened or closed: find out whether the engine is idle."""
+        """Update ``_idle`` after something has been opened or closed."""
         if self._is_busy:
             self._idle.clear()
         else:

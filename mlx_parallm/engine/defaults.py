@@ -65,7 +65,7 @@ class AnswerReader(Generic[T]):
             return
         if isinstance(event, ErrorEvent):
             self._answer.set_exception(event.error)
-            # Nobody may be waiting any more; asyncio would log the error as lost.
+            # The caller may have been cancelled; asyncio would log the error as lost.
             self._answer.exception()
         else:
             self._answer.set_result(event.results)

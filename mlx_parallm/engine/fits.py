@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-# What a sample still counts after the next one.
+# MEMORY: the share of its weight that a sample keeps when the next one comes.
 MEMORY = 0.85
-# And what it counts after one of another magnitude.
+# OTHERS_MEMORY: the same when the next sample is of another magnitude.
 OTHERS_MEMORY = 0.9
-# What the first of a magnitude counts, for which something may have been compiled.
+# FIRST_MEMORY: the same for the first sample of a magnitude, whose step may have been compiled.
 FIRST_MEMORY = 0.1
-# A step that took longer than this many times its prediction counts as if it took as long as
-# that: it was interrupted, or compiled something. If it was neither, the next ones tell.
+# OUTLIER: a step that took longer than this many times its prediction counts as if it took only as
+# long: it was interrupted, or compiled something. Otherwise the next steps take as long too.
 OUTLIER = 3.0
 SWEEPS = 4
 SHORTEST_S = 1e-6
 TINY = 1e-300
-# Of a coefficient's own weight, that it stays as it was: decides where samples do not.
+# INERTIA: the share of a coefficient's own weight that keeps it as it was. It decides where the
+# samples do not.
 INERTIA = 1e-3
-# Coefficients of prefill; which of them are not 0, if some are.
+# Indices of the coefficients of prefill, and the choices of those that are not 0 if some are.
 _ALL = (0, 1, 2)
 _CHOICES = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 
@@ -36,11 +37,11 @@ class OnlineFit:
         self._moments = _Moments(num_features)
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds for these features; 0 before the first sample."""
+        """Return the seconds for these features; 0 before the first sample."""
         return _dot(self.coefficients, features)
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Take in a sample."""
+        """Fit to one more sample."""
         expected = self.predict(features) if self._moments.num_samples else 0.0
         seconds, weight = _trusted(seconds, expected)
         self._moments.fade(MEMORY)
@@ -58,7 +59,7 @@ class OnlineFit:
 
 
 class PrefillFit:
-    """What prefill adds to a step: a fixed part, and so much for each token and position read.
+    """The seconds that prefill adds to a step: a constant, and terms by tokens and positions read.
 
     Samples count by the magnitude of their tokens. A time in which every chunk has the same size
     tells nothing about others, and must not make forget what steps with those have told. They are
@@ -73,7 +74,7 @@ class PrefillFit:
 
     @property
     def coefficients(self) -> list[float]:
-        """Seconds of any prefill, of a token, and of a position read."""
+        """Return the seconds of any prefill, of a token, and of a position read."""
         if self._fitted_to != self._decode.coefficients and self._by_magnitude:
             self._fitted_to = list(self._decode.coefficients)
             before, samples = self._coefficients, self._by_magnitude.values()
@@ -81,13 +82,13 @@ class PrefillFit:
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds for these features; 0 before the first sample."""
+        """Return the seconds for these features; 0 before the first sample."""
         return _dot(self.coefficients, features)
 
     def learn(
         self, features: Sequence[float], decode: Sequence[float], magnitude: int, seconds: float
     ) -> None:
-        """Take in a step that took ``seconds``, with the features of its decode rows."""
+        """Fit to one more step that took ``seconds``, with the features of its decode rows."""
         expected = 0.0
         if self._by_magnitude:
             expected = self._decode.predict(decode) + self.predict(features)
@@ -115,9 +116,9 @@ class _Moments:
         self.products = [0.0] * num_features
 
     def fade(self, memory: float) -> None:
-        self.squares = [[memory * one for one in row] for row in self.squares]
-        self.others = [[memory * one for one in row] for row in self.others]
-        self.products = [memory * one for one in self.products]
+        self.squares = [[memory * value for value in row] for row in self.squares]
+        self.others = [[memory * value for value in row] for row in self.others]
+        self.products = [memory * value for value in self.products]
 
     def add(
         self,
@@ -127,16 +128,18 @@ class _Moments:
         others: Sequence[float] = (),
     ) -> None:
         self.num_samples += 1
-        for i, one in enumerate(features):
-            self.products[i] += weight * one * seconds
+        for i, feature in enumerate(features):
+            self.products[i] += weight * feature * seconds
             for j, other in enumerate(features):
-                self.squares[i][j] += weight * one * other
+                self.squares[i][j] += weight * feature * other
             for j, other in enumerate(others):
-                self.others[i][j] += weight * one * other
+                self.others[i][j] += weight * feature * other
 
 
 def _trusted(seconds: float, expected: float) -> tuple[float, float]:
-    """As many of a sample's seconds as are believed, and its weight, for relative errors.
+    """Return as many of a sample's seconds as are believed, and its weight.
+
+    The weight makes errors relative.
 
     ``expected`` is 0 where nothing is known yet.
     """
@@ -147,37 +150,40 @@ def _trusted(seconds: float, expected: float) -> tuple[float, float]:
     return seconds, 1 / min(seconds, expected) ** 2
 
 
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(left, right, strict=True))
 
 
 def _fit(
     samples: Collection[_Moments], known: Sequence[float], before: Sequence[float]
 ) -> list[float]:
-    """The coefficients of the least squared error that are not negative.
+    """Return the coefficients of the least squared error that are not negative.
 
     ``known`` are those of the other model.
     """
-    squares = [[sum(one.squares[i][j] for one in samples) for j in _ALL] for i in _ALL]
+    squares = [[sum(moments.squares[i][j] for moments in samples) for j in _ALL] for i in _ALL]
     # In units in which every feature has the same weight.
     unit = [1 / math.sqrt(max(squares[i][i], TINY)) for i in _ALL]
     matrix = [
         [squares[i][j] * unit[i] * unit[j] + (INERTIA if i == j else 0.0) for j in _ALL]
         for i in _ALL
     ]
-    products = [sum(one.products[i] - _dot(known, one.others[i]) for one in samples) for i in _ALL]
+    products = [
+        sum(moments.products[i] - _dot(known, moments.others[i]) for moments in samples)
+        for i in _ALL
+    ]
     target = [products[i] * unit[i] + INERTIA * before[i] / unit[i] for i in _ALL]
     best, least = _solve(matrix, target, _ALL), 0.0
     if min(best) < 0:
-        # Some are 0 then. Of three, each choice of the others can be tried.
+        # Then some are 0. There are three, so each choice of the others can be tried.
         best = [0.0] * 3
         for chosen in _CHOICES:
-            found = _solve(matrix, target, chosen)
+            solution = _solve(matrix, target, chosen)
             # x'Mx - 2x't, where Mx is t for those that are chosen and x is 0 for the others.
-            loss = -_dot(found, target)
-            if min(found) >= 0 and loss < least:
-                best, least = found, loss
-    return [one * scale for one, scale in zip(best, unit, strict=True)]
+            loss = -_dot(solution, target)
+            if min(solution) >= 0 and loss < least:
+                best, least = solution, loss
+    return [value * scale for value, scale in zip(best, unit, strict=True)]
 
 
 def _solve(
@@ -187,12 +193,12 @@ def _solve(
     rows = [[*(matrix[i][j] for j in chosen), target[i]] for i in chosen]
     for i, row in enumerate(rows):
         pivot = row[i]
-        rows[i] = row = [one / pivot for one in row]
+        rows[i] = row = [value / pivot for value in row]
         for k, other in enumerate(rows):
             if k != i:
                 factor = other[i]
-                rows[k] = [one - factor * mine for one, mine in zip(other, row, strict=True)]
-    found = [0.0] * len(target)
+                rows[k] = [a - factor * b for a, b in zip(other, row, strict=True)]
+    solution = [0.0] * len(target)
     for i, row in zip(chosen, rows, strict=True):
-        found[i] = row[-1]
-    return found
+        solution[i] = row[-1]
+    return solution

@@ -458,7 +458,7 @@ class BuildContext:
         families: of metrics.
         worker: has the models.
         on_progress: is told how far the load is.
-        tracer: is told what every step does; None for nobody.
+        tracer: records every step; None if none does.
     """
 
     settings: EngineConfig

@@ -19,7 +19,7 @@ from mlx_parallm.worker.worker import Worker
 
 T = TypeVar("T")
 
-# More than there are, so that the youngest are looked through: a step of 128 rows makes some 800.
+# NEW_OBJECTS: new objects that trigger a collection; a step of 128 rows makes some 800.
 NEW_OBJECTS = 10_000
 
 #: Loads every model of a configuration on the calling thread.
@@ -118,13 +118,13 @@ class LocalLife:
 
 
 def spare_garbage_collection() -> None:
-    """Let garbage in cycles, of which steps and answers make little, be looked for seldom.
+    """Make garbage collection rare: steps and answers leave little garbage in cycles.
 
-    What is there now stays: to look through it would stop every stream.
+    The objects that exist now are excluded, because scanning them would stop every stream.
     """
     gc.collect()
     gc.freeze()
     first, *others = gc.get_threshold()
-    # Somebody may look for it more seldom already, or never.
+    # A caller may have set a higher threshold already, or disabled collection.
     if 0 < first < NEW_OBJECTS:
         gc.set_threshold(NEW_OBJECTS, *others)

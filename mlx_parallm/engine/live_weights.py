@@ -31,26 +31,26 @@ class WeightsUpdate:
 
 
 class LiveModel(Protocol):
-    """What has the arrays."""
+    """The arrays of a model's weights."""
 
     def prepare_folder(self, folder: Path) -> None:
-        """Have all weights of a checkpoint ready; raise InvalidRequestError if they do not fit."""
+        """Prepare all weights of a checkpoint; raise InvalidRequestError if they do not fit."""
         ...
 
     def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Have some weights ready; raise InvalidRequestError if they do not fit."""
+        """Prepare some weights; raise InvalidRequestError if they do not fit."""
         ...
 
     def commit(self) -> None:
-        """Compute with what was prepared; no step may be in flight."""
+        """Compute with the prepared weights from now on; no step may be in flight."""
         ...
 
     def drop_prepared(self) -> None:
-        """Forget what was prepared, if anything was."""
+        """Forget the prepared weights, if there are any."""
         ...
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each weight, in hex by name."""
+        """Return the SHA-256 of each weight, in hex by name."""
         ...
 
     def sleep(self, level: int) -> None:
@@ -58,15 +58,15 @@ class LiveModel(Protocol):
         ...
 
     def wake(self, tag: str) -> bool:
-        """Have a tag's memory again; True if weights were read from the folder loaded last."""
+        """Allocate a tag's memory; True if weights were read from the folder loaded last."""
         ...
 
 
 class PrefixCache(Protocol):
-    """What was computed with weights."""
+    """The blocks that were computed with a model's weights."""
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
-        """Forget it; ``reset_running`` recomputes what runs."""
+        """Forget them; ``reset_running`` recomputes those of running requests."""
         ...
 
 
@@ -75,10 +75,10 @@ class LiveWeights:
     """Lives on the engine thread. No step may be in flight in any call.
 
     Attributes:
-        policies: whose base these weights are.
+        policies: the names under which the model computes; their base are these weights.
         model: has the arrays.
-        scheduler: keeps what was computed with the weights.
-        asleep: what of ``SLEEP_TAGS`` is put away.
+        scheduler: has the blocks that were computed with the weights.
+        asleep: those of ``SLEEP_TAGS`` whose memory is released.
     """
 
     policies: Policies
@@ -87,7 +87,7 @@ class LiveWeights:
     asleep: set[str] = field(default_factory=set[str])
     _num_updates: int = 0
     _prepared: WeightsUpdate | None = None
-    # Of the folder that was loaded last.
+    # The version of the folder that was loaded last.
     _loaded: WeightsVersion = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class LiveWeights:
 
     @property
     def version(self) -> WeightsVersion:
-        """The weights as they stand."""
+        """Return the version of the current weights."""
         return self.policies.base.version
 
     def update(self, update: WeightsUpdate) -> WeightsVersion:
@@ -104,7 +104,7 @@ class LiveWeights:
         return self.commit()
 
     def prepare(self, update: WeightsUpdate) -> None:
-        """Have new weights ready beside those in use, instead of any that were prepared before.
+        """Prepare new weights beside those in use; weights that were prepared before are dropped.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
@@ -156,18 +156,18 @@ class LiveWeights:
         return version
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each weight, in hex by name; raise InvalidRequestError if they are away."""
+        """Return the SHA-256 of each weight, in hex by name; raise InvalidRequestError in sleep."""
         if WEIGHTS in self.asleep:
             raise InvalidRequestError("The weights are put away: wake them up first.")
         return self.model.checksums()
 
     def relabel(self, label: str) -> WeightsVersion:
-        """Call the weights as they stand something else, from the next token on."""
+        """Give the current weights another label, from the next token on."""
         self.policies.base.version = replace(self.version, label=label)
         return self.version
 
     def restore(self, version: WeightsVersion, num_updates: int) -> None:
-        """Call the weights as they stand by the version that other engines have for them.
+        """Give the current weights the version that other engines have for them.
 
         ``num_updates``: updates that the other engines have had, which number the next one.
         """
@@ -187,7 +187,7 @@ class LiveWeights:
         self.asleep = set(SLEEP_TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
-        """Have back what was put away."""
+        """Allocate again the memory of these tags."""
         if WEIGHTS in self.asleep and WEIGHTS in tags:
             if self.model.wake(WEIGHTS):
                 self.policies.replace_base(self._loaded)

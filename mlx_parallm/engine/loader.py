@@ -31,8 +31,8 @@ class EngineThread(Protocol):
         """Return a command's result; raise its error."""
         ...
 
-    def tell(self, command: Command) -> None:
-        """Send a command that nobody waits for."""
+    def send(self, command: Command) -> None:
+        """Send a command without waiting for a reply."""
         ...
 
 
@@ -68,8 +68,8 @@ class ThreadLoader:
                 evaluated(share)
             return await thread.call(CommitLoad(number))
         except BaseException:
-            # Whatever it has is let go of on the thread that made it.
-            thread.tell(Call(action=DropLoad(number), reply=lambda _: None))
+            # Its arrays are freed on the thread that made them.
+            thread.send(Call(action=DropLoad(number), reply=lambda _: None))
             raise
 
     async def drop(self, name: str) -> None:
@@ -82,16 +82,16 @@ class ThreadLoader:
 
 
 class Progress:
-    """Tells a part of the whole's progress."""
+    """Reports the progress of a part as progress of the whole."""
 
-    def __init__(self, tell: Callable[[float], None], begin: float, end: float) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[float], None], begin: float, end: float) -> None:
+        self._report = report
         self._begin = begin
         self._width = end - begin
 
     def __call__(self, share: float) -> None:
-        """Tell the share of the part that is done; any thread may."""
-        self._tell(self._begin + self._width * share)
+        """Report the share of the part that is done; any thread may."""
+        self._report(self._begin + self._width * share)
 
 
 def _read(

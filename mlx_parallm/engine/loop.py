@@ -158,7 +158,7 @@ class EngineLoop:
 
     def _abort(self, command: Abort) -> None:
         for engine in self.engines.values():
-            if command.is_told:
+            if command.is_notified:
                 self.deliver(engine.cancel(command.request_id))
             elif engine.abort(command.request_id):
                 break

@@ -12,17 +12,18 @@ from typing import Any
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.types.errors import EngineDeadError
 
-# Of steps whose events the loop has not seen to: more would only make it later for everybody.
+# MAX_BEHIND: steps whose events the loop has not handled. Running further ahead of it only adds
+# latency.
 MAX_BEHIND = 4
-# A loop that does nothing for so long may be waiting for the thread.
+# MAX_WAIT_S: seconds to wait for the loop, which may itself be waiting for the thread.
 MAX_WAIT_S = 1.0
 
 
 class Mailbox:
-    """What both sides put messages into.
+    """The messages between the event loop and the engine thread.
 
     Attributes:
-        inbox: that the thread reads.
+        inbox: the commands, which the thread reads.
     """
 
     def __init__(self) -> None:
@@ -32,25 +33,25 @@ class Mailbox:
         self._room = threading.Semaphore(MAX_BEHIND)
         self._is_paced = True
 
-    def tell(self, command: Command) -> None:
-        """Send the thread a command that nobody waits for."""
+    def send(self, command: Command) -> None:
+        """Send the thread a command without waiting for a reply."""
         self.inbox.put(command)
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
-        """What the thread replies to a command; EngineDeadError if it dies before that."""
+        """Return the thread's reply to a command; EngineDeadError if it dies before replying."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            # What another one has not seen to, it never will.
+            # Another loop will never handle the events that it has not handled yet.
             self._loop, self._room = loop, threading.Semaphore(MAX_BEHIND)
         answer: asyncio.Future[Any] = loop.create_future()
 
         def reply(result: Any) -> None:
-            # Nobody waits on a loop that is closed.
+            # The loop is closed, so no caller waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_settle, answer, result)
 
         self.inbox.put(command(reply))
-        # A dead thread answers nobody, so its death must find the futures that wait.
+        # A dead thread does not reply, so ``fail`` must find the futures that wait.
         self._answers.add(answer)
         try:
             return await answer
@@ -58,13 +59,13 @@ class Mailbox:
             self._answers.discard(answer)
 
     def post(self, callback: Callable[..., None], *arguments: object) -> None:
-        """From the thread: run a callback on the loop, unless nobody has asked or it is gone."""
+        """From the thread: run a callback on the loop, unless there is no loop."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback, *arguments)
 
     def deliver(self, callback: Callable[..., None], *arguments: object) -> None:
-        """``post`` once the loop is not far behind with what was delivered before."""
+        """From the thread: ``post`` once the loop has handled most earlier deliveries."""
         room = self._room
         if self._loop is None or self._loop.is_closed():
             return
@@ -78,17 +79,17 @@ class Mailbox:
         self.post(take)
 
     def stop_pacing(self) -> None:
-        """The loop is about to wait for the thread: let nothing more wait for the loop."""
+        """Stop pacing deliveries, because the loop is about to wait for the thread."""
         self._is_paced = False
         self._room.release()
 
     def clear(self) -> None:
-        """From the thread: forget the commands that it will not carry out."""
+        """From the thread: drop the commands that it will not carry out."""
         while not self.inbox.empty():
             self.inbox.get()
 
     def fail(self, error: EngineDeadError) -> None:
-        """Answer everybody who waits."""
+        """Give every waiting caller this error."""
         for answer in self._answers:
             _settle(answer, error)
 

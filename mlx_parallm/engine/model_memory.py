@@ -1,4 +1,4 @@
-"""What each model of the process takes of its memory."""
+"""The memory of each model of the process."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def model_memory(
     cache_bytes: Mapping[str, int],
     adapters: Iterable[AdapterInfo],
 ) -> dict[str, ModelMemory]:
-    """Return it by first names; ``cache_bytes`` are of the results that models keep."""
+    """Return the memory by first names; ``cache_bytes`` are of the results that models keep."""
     loaded: dict[str, int] = {}
     for info in adapters:
         loaded[info.model] = loaded.get(info.model, 0) + info.num_bytes
-    found: dict[str, ModelMemory] = {}
+    memory: dict[str, ModelMemory] = {}
     for status in models:
         name = status.names[0]
         own = ModelMemory()
         if status.model is not None and status.state is ModelState.LOADED:
             own = status.model.memory
-        found[name] = replace(own, cache=cache_bytes.get(name, 0), adapters=loaded.get(name, 0))
-    return found
+        memory[name] = replace(own, cache=cache_bytes.get(name, 0), adapters=loaded.get(name, 0))
+    return memory

@@ -28,20 +28,20 @@ class OpenStreams:
         self.num_samples = 0
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many requests are open."""
         return len(self._streams)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether a request is open."""
+        """True if a request is open."""
         return request_id in self._streams
 
     def ids(self) -> Sequence[str]:
-        """Of all requests, by when they came."""
+        """Return the ids of all requests, oldest first."""
         return list(self._streams)
 
     def requests(self) -> Sequence[Request]:
         """Return all requests."""
-        return [one.reader.request for one in self._streams.values()]
+        return [stream.reader.request for stream in self._streams.values()]
 
     def open(self, reader: R, on_close: Callable[[], None] = lambda: None) -> R:
         """Have a request's events read, and return the reader.
@@ -62,31 +62,31 @@ class OpenStreams:
 
     def close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
-        one = self._streams.pop(request_id, None)
-        if one is None:
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
             return False
-        self.num_samples -= one.reader.num_samples
-        one.on_close()
+        self.num_samples -= stream.reader.num_samples
+        stream.on_close()
         return True
 
     def dispatch(self, events: Sequence[Event]) -> Sequence[str]:
-        """Hand events to their readers; the requests that end because theirs does not read."""
+        """Hand events to their readers; return the requests that end because theirs do not read."""
         unread: list[str] = []
         for event in events:
-            one = self._streams.get(event.request_id)
-            if one is None:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
                 continue
-            one.reader.put(event)
-            if one.reader.is_complete:
+            stream.reader.put(event)
+            if stream.reader.is_complete:
                 self.close(event.request_id)
-            elif one.reader.is_overfull:
-                one.reader.fail(RequestAbortedError("The client does not read its stream."))
+            elif stream.reader.is_overfull:
+                stream.reader.fail(RequestAbortedError("The client does not read its stream."))
                 self.close(event.request_id)
                 unread.append(event.request_id)
         return unread
 
     def end_all(self, error: ParallmError) -> None:
-        """Tell every reader this error, and forget them."""
-        for request_id, one in list(self._streams.items()):
-            one.reader.put(ErrorEvent(request_id=request_id, error=error))
+        """End every request with this error."""
+        for request_id, stream in list(self._streams.items()):
+            stream.reader.put(ErrorEvent(request_id=request_id, error=error))
             self.close(request_id)

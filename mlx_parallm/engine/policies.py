@@ -21,12 +21,12 @@ from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 #: A head that an adapter brings. Only its model's kind knows what is in it.
 AdapterHead = Any
 
-# Of a label that is a number to count on from.
+# MAX_DIGITS: digits of a label that is a number, from which labels are counted on.
 MAX_DIGITS = 18
 
 
 class AdapterStore(Protocol):
-    """Has the tensors of a model's adapters, by their content."""
+    """The tensors of a model's adapters, by their content ids."""
 
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """Keep an adapter that batches may name; return the head that it brings, if any.
@@ -37,7 +37,7 @@ class AdapterStore(Protocol):
         ...
 
     def stage(self, slot: int, content: str) -> bool:
-        """Put the next part of an adapter into a slot ahead of batches; whether there is more."""
+        """Put the next part of an adapter into a slot ahead of batches; True if there is more."""
         ...
 
     def remove(self, content: str) -> None:
@@ -46,23 +46,23 @@ class AdapterStore(Protocol):
 
 
 class AdapterUsers(Protocol):
-    """The requests of a model, which adapters are computed for."""
+    """The requests of a model, some of which use adapters."""
 
     @property
     def adapters(self) -> AdapterSlots:
-        """Which adapters are resident."""
+        """Return the slots of adapters."""
         ...
 
     def uses(self, content: str) -> bool:
-        """Whether a request here is of this adapter."""
+        """True if a request here uses this adapter."""
         ...
 
     def num_running(self, content: str) -> int:
-        """What runs with this adapter."""
+        """Return how many sequences run with this adapter."""
         ...
 
     def refresh_weights(self) -> None:
-        """Go on with what the weights of requests have become; between two steps."""
+        """Use the new weights of all requests from the next step on."""
         ...
 
 
@@ -75,12 +75,12 @@ class NoAdapters:
         raise InvalidRequestError("This model takes no adapters.", param="model")
 
     def stage(self, slot: int, content: str) -> bool:
-        """Nothing."""
+        """Do nothing."""
         del slot, content
         return False
 
     def remove(self, content: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class AdapterUpload:
         weights: parsed and checked.
         version: label of its tokens; None counts on from the version before.
         expected_version: it replaces this version and no other; None for any.
-        replaces: whether an adapter of this name may be there already.
-        is_pinned: whether it keeps its slot once it has one; None as before.
+        replaces: True if an adapter of this name may be loaded already.
+        is_pinned: True if it is never evicted from its slot; None leaves that as it was.
         source: the folder it came from; None for an upload.
         opaque: an id of what it computes, for adapters that the device makes; None for the digest
             of the weights.
@@ -112,7 +112,7 @@ class AdapterUpload:
 
     @property
     def content(self) -> str:
-        """Equal for adapters that compute the same."""
+        """Return an id that is equal for adapters that compute the same."""
         return self.weights.digest if self.opaque is None else self.opaque
 
 
@@ -129,8 +129,8 @@ class AdapterInfo:
         num_bytes: of its tensors.
         created: Unix seconds of this version.
         source: the folder it came from; None for an upload.
-        is_pinned: whether it keeps its slot once it has one.
-        is_resident: whether it has a slot.
+        is_pinned: True if it is never evicted from its slot.
+        is_resident: True if it has a slot.
         num_running: sequences that run with it; requests, where a request is no sequence.
         head: that it brings instead of its model's; None: it brings none.
     """
@@ -161,13 +161,15 @@ class _Policy:
 
 @dataclass(slots=True)
 class Policies:
-    """What requests of one model are computed with. Lives on the engine thread.
+    """The weights that requests of one model are computed with, by name.
+
+    It lives on the engine thread.
 
     Attributes:
         model: the model's first name.
-        users: whose requests they are.
+        users: the requests.
         store: has the tensors.
-        max_loaded: most adapters; one that came from a folder and is idle makes way for another.
+        max_loaded: most adapters; beyond that, an idle one that came from a folder is evicted.
         max_rank: largest rank of an adapter.
         base: the model's own weights.
     """
@@ -181,14 +183,14 @@ class Policies:
     _plain: PolicyWeights = field(init=False)
     _policies: dict[str, _Policy] = field(default_factory=dict[str, _Policy])
     _clock: count[int] = field(default_factory=count)
-    # Contents that are unloaded while requests still use them.
+    # Contents that were unloaded while requests still use them.
     _leaving: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self._plain = PolicyWeights(self.base)
 
     def weights_of(self, name: str | None) -> PolicyWeights:
-        """What requests of an adapter, or of the model itself, are computed with.
+        """Return the weights of requests of an adapter, or of the model itself.
 
         Raises:
             ModelNotFoundError: no adapter has this name any more.
@@ -202,11 +204,11 @@ class Policies:
         return policy.weights
 
     def head_of(self, name: str) -> AdapterHead | None:
-        """The head that a loaded adapter brings."""
+        """Return the head that a loaded adapter brings."""
         return self._policies[name].info.head
 
     def infos(self) -> list[AdapterInfo]:
-        """The loaded adapters, by when they were first loaded."""
+        """Return the loaded adapters, by when they were first loaded."""
         return [self._info(policy) for policy in self._policies.values()]
 
     def load(self, upload: AdapterUpload) -> AdapterInfo:
@@ -225,7 +227,7 @@ class Policies:
         replaced = self._find_room() if known is None else None
         head = self.store.add(upload.content, upload.weights)
         policy = self._put(upload, known, is_pinned, head)
-        # Only now is it certain that it is needed no more; the tensors may be the same.
+        # It is evicted only now that nothing can fail; the tensors may be the same.
         if replaced is not None:
             self.unload(replaced)
         self.forget_unused()
@@ -253,7 +255,7 @@ class Policies:
         self.forget_unused()
 
     def ensure(self, upload: AdapterUpload) -> AdapterInfo:
-        """The adapter of this name; it is loaded if there is none. Raises as ``load`` does."""
+        """Return the adapter of this name, and load it if there is none; raise as ``load`` does."""
         known = self._policies.get(upload.name)
         return self.load(upload) if known is None else self._info(known)
 
@@ -278,7 +280,7 @@ class Policies:
         self.users.refresh_weights()
 
     def forget_unused(self) -> None:
-        """Let go of adapters that were replaced or unloaded and that no request uses."""
+        """Free the tensors of adapters that were replaced or unloaded and that no request uses."""
         if not self._leaving:
             return
         self._leaving -= {policy.info.digest for policy in self._policies.values()}
@@ -317,7 +319,7 @@ class Policies:
         self._leaving.add(known.info.digest)
         known.info, known.num_versions = info, num_versions
         known.weights.adapter = version
-        # Before anybody looks for a slot: the old content's may have been pinned.
+        # This comes before the next search for a slot: the old content may have been pinned.
         self._pin()
         self.users.refresh_weights()
         return known
@@ -336,9 +338,9 @@ class Policies:
 
     def _check_version(self, upload: AdapterUpload, known: _Policy | None) -> None:
         expected = upload.expected_version
-        found = None if known is None else known.info.version
-        if expected is not None and expected != found:
-            have = "it is not loaded" if found is None else f"it is at {found!r}"
+        current = None if known is None else known.info.version
+        if expected is not None and expected != current:
+            have = "it is not loaded" if current is None else f"it is at {current!r}"
             raise VersionMismatchError(
                 f"The adapter {upload.name!r} was expected at version {expected!r}; {have}.",
                 param="expected_version",
@@ -346,7 +348,8 @@ class Policies:
 
     def _check_pins(self, name: str) -> None:
         num_slots = self.users.adapters.num_slots
-        pinned = {one.info.name for one in self._policies.values() if one.info.is_pinned} - {name}
+        policies = self._policies.values()
+        pinned = {policy.info.name for policy in policies if policy.info.is_pinned} - {name}
         if len(pinned) + 1 >= num_slots:
             raise InvalidRequestError(
                 f"{len(pinned)} of {num_slots} slots for adapters are pinned already; one must "
@@ -363,7 +366,7 @@ class Policies:
             )
 
     def _find_room(self) -> str | None:
-        """Who makes room for one more adapter: the least recently used one that can come back."""
+        """Return the adapter to evict for one more: the least recently used that can come back."""
         if len(self._policies) < self.max_loaded:
             return None
         movable = [
@@ -371,19 +374,20 @@ class Policies:
             for policy in self._policies.values()
             if policy.info.source is not None and not policy.info.is_pinned
         ]
-        idle = [one for one in movable if not self.users.uses(one.info.digest)]
+        idle = [policy for policy in movable if not self.users.uses(policy.info.digest)]
         if movable and not idle:
-            raise OverloadedError("Requests use all adapters that could make way for another.")
+            raise OverloadedError("Requests use every adapter that could be evicted for another.")
         if not idle:
             raise InvalidRequestError(
                 f"{len(self._policies)} adapters are loaded, as many as this server holds "
                 "(--max-cpu-loras); unload one first.",
                 param="name",
             )
-        return min(idle, key=lambda one: one.used).info.name
+        return min(idle, key=lambda policy: policy.used).info.name
 
     def _pin(self) -> None:
-        pinned = [one.info.digest for one in self._policies.values() if one.info.is_pinned]
+        policies = self._policies.values()
+        pinned = [policy.info.digest for policy in policies if policy.info.is_pinned]
         self.users.adapters.pin(pinned)
 
     def _info(self, policy: _Policy) -> AdapterInfo:
@@ -397,7 +401,7 @@ class Policies:
 
 
 def _next_label(known: _Policy | None) -> str:
-    """Counts on from the version before, where that has a number; else from how many there were."""
+    """Return the number after the label before; if that is none, after the count of versions."""
     if known is None:
         return "1"
     before = known.info.version

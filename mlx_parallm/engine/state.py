@@ -1,4 +1,4 @@
-"""What can be told of the engines at any time: nothing here waits for a step."""
+"""Questions about the engines that are answered at any time, without waiting for a step."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ class EngineState:
 
     def num_running_and_waiting(self) -> tuple[int, int]:
         """Return the sequences of the latest step, over all models."""
-        loads = [one.load for one in dict(self.engines).values()]
-        return sum(one.num_running for one in loads), sum(one.num_waiting for one in loads)
+        loads = [engine.load for engine in dict(self.engines).values()]
+        return sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
 
     def cache_bytes(self) -> Mapping[str, int]:
         """Return the memory of the results that each loaded model keeps, by first names."""
-        return {name: one.cache_bytes for name, one in dict(self.engines).items()}
+        return {name: engine.cache_bytes for name, engine in dict(self.engines).items()}
 
     def metrics(self) -> MetricsText:
         """Return the engines' metrics."""
         counts: dict[str, SlotCounts] = {}
-        for name, one in dict(self.engines).items():
-            slots = one.adapters.policies.users.adapters
+        for name, engine in dict(self.engines).items():
+            slots = engine.adapters.policies.users.adapters
             counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
         return MetricsText(generate_latest(self._families.registry), counts)
 
@@ -104,7 +104,7 @@ class CheckRoom(StateQuery[None]):
 
     def together(self, answers: Sequence[ParallmError | None]) -> None:
         """See ``StateQuery``: one engine with room is enough."""
-        _given(answers)
+        _answered(answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class CountSequences(StateQuery[tuple[int, int]]):
 
     def together(self, answers: Sequence[tuple[int, int] | ParallmError]) -> tuple[int, int]:
         """See ``StateQuery``."""
-        counts = _given(answers)
+        counts = _answered(answers)
         return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
 
 
@@ -131,7 +131,7 @@ class ReadCacheBytes(StateQuery[Mapping[str, int]]):
 
     def together(self, answers: Sequence[Mapping[str, int] | ParallmError]) -> Mapping[str, int]:
         """See ``StateQuery``."""
-        sizes = _given(answers)
+        sizes = _answered(answers)
         return {name: sum(each.get(name, 0) for each in sizes) for name in sizes[0]}
 
 
@@ -150,13 +150,13 @@ class ReadMetrics(StateQuery[MetricsText]):
             for rank, answer in enumerate(answers)
             if isinstance(answer, MetricsText)
         }
-        return MetricsText(labelled_by_engine(texts), _given(answers)[0].slots)
+        return MetricsText(labelled_by_engine(texts), _answered(answers)[0].slots)
 
 
-def _given(answers: Sequence[T | ParallmError]) -> list[T]:
+def _answered(answers: Sequence[T | ParallmError]) -> list[T]:
     """Return the answers that are no errors; raise the first error if all are."""
-    given = [answer for answer in answers if not isinstance(answer, ParallmError)]
+    values = [answer for answer in answers if not isinstance(answer, ParallmError)]
     for answer in answers:
-        if not given and isinstance(answer, ParallmError):
+        if not values and isinstance(answer, ParallmError):
             raise answer
-    return given
+    return values

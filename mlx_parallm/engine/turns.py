@@ -22,9 +22,9 @@ class TurnClass(IntEnum):
     """Kinds of work that wait for a turn-taker's steps, most urgent first.
 
     streams: clients that read tokens; every turn-taker of this class steps in every round.
-    forward: somebody waits for one short forward.
+    forward: a caller waits for one short forward.
     batches: batches of forwards; beside streams they get a share of the time.
-    training: nobody waits.
+    training: no caller waits.
     """
 
     STREAMS = 0
@@ -70,7 +70,7 @@ class TurnTaker(Protocol):
     def step(self, within_s: float | None = None) -> Sequence[Event] | None:
         """Run a step, or a part of one; return its events, or None if nothing could run.
 
-        ``within_s`` is how long it may take because streams wait for it; None if nobody does.
+        ``within_s`` is how long it may take because streams wait for it; None if none does.
         """
         ...
 

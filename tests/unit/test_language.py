@@ -31,6 +31,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/client",
     "mlx_parallm/config.py",
     "mlx_parallm/demo_models",
+    "mlx_parallm/engine",
     "mlx_parallm/generation",
     "mlx_parallm/grammar",
     "mlx_parallm/kernels",

@@ -150,7 +150,7 @@ class Fleet:
             if placed is None:
                 return
             self._members[placed.rank].inbox.put(command)
-            if not command.is_told:
+            if not command.is_notified:
                 self._forget(command.request_id)
 
     def call(self, command: Call) -> None:
@@ -252,7 +252,7 @@ class Fleet:
         self._members[rank].inbox.put(replace(command, reply=reply))
 
     def _admitted(self, request_id: str, rank: int, refusal: ParallmError | None) -> None:
-        """Tell the caller, or the reader if the caller has had its reply."""
+        """Give the caller its reply, or the reader an error if the caller has had a reply."""
         with self._lock:
             request = self._open.get(request_id)
             placed = self._router.placements.get(request_id)

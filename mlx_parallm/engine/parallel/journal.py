@@ -46,7 +46,7 @@ DROPS_WEIGHTS = 2
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad(HostCommand[None]):
-    """Load the rest of a model at once, for an engine that serves nobody yet."""
+    """Load the rest of a model at once, for an engine that serves no request yet."""
 
     number: int
 

@@ -16,12 +16,12 @@ from mlx_parallm.types.errors import ControlError
 # sizes of it and of them.
 _HEAD = struct.Struct("<QI")
 _SIZE = "Q"
-# Of the kernel: the events of some steps, so that the engine need not wait for the reader, and no
-# more, so that what is read is not old.
+# SOCKET_BYTES: size of the kernel's buffer. It holds the events of some steps, so that the engine
+# does not wait for the reader, and no more, so that the events that are read are not old.
 SOCKET_BYTES = 1 << 17
-# At a time: Darwin takes no more than 2 GiB.
+# SLICE_BYTES: most bytes of one call: Darwin refuses more than 2 GiB.
 SLICE_BYTES = 1 << 30
-# What is there is read at once, for a reader may wait for the interpreter after every call.
+# BUFFER_BYTES: bytes that are read at once, because a reader may wait for the GIL after each call.
 BUFFER_BYTES = 1 << 17
 
 
@@ -38,7 +38,7 @@ class UnreadableError(ControlError):
 
 
 class Channel:
-    """One end. Whoever is at the other end is trusted: both run the same program.
+    """One end of a channel. The other end is trusted: both run the same program.
 
     Any thread may send; one receives.
     """
@@ -46,7 +46,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._lock = threading.Lock()
-        # What was read from the socket and belongs to no message yet.
+        # Bytes that were read from the socket and belong to no message yet.
         self._unread = memoryview(b"")
         self._buffer = bytearray(BUFFER_BYTES)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
@@ -67,7 +67,7 @@ class Channel:
                     self._socket.sendall(part[begin : begin + SLICE_BYTES])
 
     def receive(self) -> tuple[Any, int]:
-        """The next object and its number.
+        """Return the next object and its number.
 
         Raises:
             UnreadableError: it cannot be unpickled.
@@ -82,12 +82,12 @@ class Channel:
             raise UnreadableError(number, cause) from cause
 
     def hang_up(self) -> None:
-        """Let both ends, and their threads that wait here, find the other gone."""
+        """Close the connection for both ends, and for their threads that wait here."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and give back the descriptor; no thread may use it any more."""
+        """Hang up and free the descriptor; no thread may use the channel afterwards."""
         self.hang_up()
         self._socket.close()
 
@@ -106,7 +106,7 @@ class Channel:
         return data
 
     def _receive_into(self, place: bytearray | memoryview) -> int:
-        """Read what is there, at least a byte; raise EOFError if the other end is gone."""
+        """Read the bytes that have come, at least one; raise EOFError if the other end is gone."""
         try:
             count = self._socket.recv_into(place)
         except OSError:
@@ -120,7 +120,7 @@ def _pickled(message: Any) -> tuple[bytes, Sequence[memoryview]]:
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        return body, [one.raw() for one in buffers]
+        return body, [buffer.raw() for buffer in buffers]
     except Exception as cause:
-        # Whatever it was: libraries raise their own.
+        # Libraries raise errors of their own.
         raise ControlError(f"It cannot be pickled: {type(cause).__name__}: {cause}") from cause

@@ -1,4 +1,4 @@
-"""A step's events on their way to another process, made small: there is one for every token."""
+"""A step's events in a small form for another process: there is one for every token."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from mlx_parallm.types.events import TokenEvent
 
 
 def pack_events(events: Sequence[Event]) -> list[Any]:
-    """Events of tokens as tuples, which are pickled in a fifth of the time; others as they are."""
+    """Return token events as tuples, which are pickled in a fifth of the time; others unchanged."""
     return [
         (
-            one.request_id,
-            one.index,
-            one.token_ids,
-            one.text,
-            one.logprobs,
-            one.finish_reason,
-            one.stop_reason,
-            one.version,
+            event.request_id,
+            event.index,
+            event.token_ids,
+            event.text,
+            event.logprobs,
+            event.finish_reason,
+            event.stop_reason,
+            event.version,
         )
-        if type(one) is TokenEvent
-        else one
-        for one in events
+        if type(event) is TokenEvent
+        else event
+        for event in events
     ]
 
 
-def unpack_events(packed: Sequence[Any]) -> list[Event]:
-    """The events that ``pack_events`` was given."""
-    return [_token_event(*one) if type(one) is tuple else one for one in packed]
+def unpack_events(packed: Sequence[tuple[Any, ...] | Event]) -> list[Event]:
+    """Return the events that ``pack_events`` was given."""
+    return [_token_event(*each) if isinstance(each, tuple) else each for each in packed]
 
 
 def _token_event(

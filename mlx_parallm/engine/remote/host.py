@@ -1,4 +1,4 @@
-"""The engines' process: loads, serves the commands that come in, and sends back what they give."""
+"""The engines' process: it loads, carries out the commands, and sends their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
@@ -34,12 +34,12 @@ from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError,
 
 logger = logging.getLogger(__name__)
 
-# Of a process whose server is gone.
+# ORPHANED: exit code of a process whose server is gone.
 ORPHANED = 3
 
 
 def serve_engines(channel: Channel, build: Build) -> int:
-    """Be the engines' process until ``Stop``; the exit code. The calling thread owns MLX."""
+    """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX."""
     start, _ = channel.receive()
     assert isinstance(start, Start)
     find_remote_code(start.config)
@@ -50,8 +50,10 @@ class _Host:
     def __init__(self, channel: Channel, config: EngineConfig, build: Build) -> None:
         self._channel = channel
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._life = LocalLife(config, lambda *told: channel.send(Progress(*told)), build=build)
-        # Answers that are on their way, by the number of their question.
+        self._life = LocalLife(
+            config, lambda text, share: channel.send(Progress(text, share)), build=build
+        )
+        # Pending answers, by the numbers of their queries.
         self._futures: dict[int, Future[Any]] = {}
 
     def run(self) -> int:
@@ -63,7 +65,7 @@ class _Host:
             return 1
         except BaseException as cause:
             logger.exception("the engine's process died")
-            # Not the error itself: the server may not know its class.
+            # The error itself is not sent, because the server may not know its class.
             self._channel.send(Failed(EngineDeadError(f"{type(cause).__name__}: {cause}")))
             return 1
         finally:
@@ -72,7 +74,10 @@ class _Host:
 
     def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
         try:
-            models = [LoadedPack(one.config, one.model.packed(), one.is_loaded) for one in loaded]
+            models = [
+                LoadedPack(started.config, started.model.packed(), started.is_loaded)
+                for started in loaded
+            ]
             self._channel.send(Ready(models))
         except ControlError as cause:
             raise ConfigError(
@@ -90,7 +95,7 @@ class _Host:
         except (EOFError, OSError):
             logger.debug("the server is gone")
         except BaseException:
-            # An engine that hears nothing more must not live on.
+            # An engine that gets no more commands must not live on.
             logger.exception("the engine's process cannot read")
         os._exit(ORPHANED)
 
@@ -122,8 +127,8 @@ class _Host:
             logger.exception("a query failed")
             value = ControlError(f"{type(cause).__name__}: {cause}")
         if isinstance(value, Future):
-            self._futures[number] = value
-            value.add_done_callback(partial(self._answer_later, number))
+            future = self._futures[number] = cast("Future[Any]", value)
+            future.add_done_callback(partial(self._answer_later, number))
         else:
             self._reply(number, value)
 

@@ -24,7 +24,7 @@ from mlx_parallm.engine.interface import StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
-from mlx_parallm.engine.remote.link import Asked, Link, Withdrawn
+from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.engine.remote.messages import (
     Events,
     Failed,
@@ -42,9 +42,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The process ignores these: whoever signals a whole group means the server, which drains first.
+#: ``IGNORED_SIGNALS``: a signal to the whole process group is meant for the server, which drains
+#: before it stops its engines.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Of a process that was told to stop, and of one whose death is to be told.
+# END_TIMEOUT_S and DEATH_TIMEOUT_S: grace period before SIGKILL, after a requested stop and after a
+# crash.
 END_TIMEOUT_S, DEATH_TIMEOUT_S = 30.0, 1.0
 
 
@@ -72,9 +74,9 @@ class RemoteLife:
         self._environment = environment or {}
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        # Where commands wait for the thread that sends them; None while nobody does.
+        # The commands that wait for the thread that sends them; None while there is no such thread.
         self._outbox: queue.SimpleQueue[Any] | None = None
-        # Of a process that loads.
+        # The channel to a process that loads.
         self._loading: Channel | None = None
         find_remote_code(config)
 
@@ -113,18 +115,18 @@ class RemoteLife:
 
     def _ask(self, ask: Callable[[EngineState], Any]) -> Future[Any]:
         """``query`` from any thread."""
-        asked = Asked(ask)
+        query = PendingQuery(ask)
         with self._lock:
             if self._outbox is None:
                 raise EngineDeadError("No engine is loaded.")
-            self._outbox.put(asked)
-        asked.answer.add_done_callback(lambda done: done.cancelled() and self._withdraw(asked))
-        return asked.answer
+            self._outbox.put(query)
+        query.answer.add_done_callback(lambda done: done.cancelled() and self._withdraw(query))
+        return query.answer
 
-    def _withdraw(self, asked: Asked) -> None:
+    def _withdraw(self, query: PendingQuery) -> None:
         with self._lock:
             if self._outbox is not None:
-                self._outbox.put(Withdrawn(asked))
+                self._outbox.put(WithdrawnQuery(query))
 
     def _load(self, channel: Channel) -> Sequence[StartedModel]:
         with self._lock:
@@ -138,7 +140,7 @@ class RemoteLife:
                     case Failed(error):
                         raise error
                     case Ready(models):
-                        return [self._unpacked(one) for one in models]
+                        return [self._unpacked(pack) for pack in models]
                     case other:
                         raise AssertionError(other)
         except UnreadableError as problem:
@@ -147,8 +149,8 @@ class RemoteLife:
             with self._lock:
                 self._loading = None
 
-    def _unpacked(self, one: LoadedPack) -> StartedModel:
-        return StartedModel(one.config, one.model.unpack(self._ask), one.is_loaded)
+    def _unpacked(self, pack: LoadedPack) -> StartedModel:
+        return StartedModel(pack.config, pack.model.unpack(self._ask), pack.is_loaded)
 
     @contextlib.contextmanager
     def _sending(
@@ -176,11 +178,11 @@ class RemoteLife:
 def _spawned(
     command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
-    """A process and the channel to it; it has ended when the block has."""
+    """Start a process, and yield it and the channel to it; it has ended when the block has."""
     ours, theirs = socket.socketpair()
     # Modules are found where this process finds them, and nowhere else first.
-    path = os.pathsep.join(one or os.getcwd() for one in sys.path)
-    # Blocked until it ignores them, which it inherits.
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    # The signals are blocked until the process ignores them; it inherits the mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     with theirs:
         try:
@@ -203,7 +205,7 @@ def _spawned(
 
 
 def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """See to it that a process ends that has hung up."""
+    """Wait for the end of a process that has hung up; kill it after ``patience_s``."""
     try:
         process.wait(patience_s)
     except subprocess.TimeoutExpired:
@@ -222,17 +224,17 @@ def _last_words(process: subprocess.Popen[bytes]) -> str:
 
 
 def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> None:
-    """Send what comes in, up to the first None."""
+    """Send the commands that come in, up to the first None."""
     while (message := inbox.get()) is not None:
         try:
             link.send(message)
         except OSError:
-            # Perhaps it is half sent: nothing more can be understood.
+            # The message may be half sent, so the other end could not read the next one.
             channel.hang_up()
 
 
 def _receive(channel: Channel, link: Link, deliver: Deliver) -> None:
-    """Pass on what the engines send, until they are gone (EOFError) or tell what they died of."""
+    """Pass on what the engines send, until they are gone (EOFError) or send why they died."""
     while True:
         try:
             message, number = channel.receive()

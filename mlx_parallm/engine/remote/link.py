@@ -1,4 +1,4 @@
-"""Commands and queries on their way out, and who waits for what comes of them."""
+"""Commands and queries that were sent, and the callers that wait for their results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mlx_parallm.types.errors import ControlError, EngineDeadError, ParallmError
 logger = logging.getLogger(__name__)
 
 
-class Asked:
-    """A question about the engines' state, and who waits for the answer."""
+class PendingQuery:
+    """A query of the engines' state, and the future of its answer."""
 
     def __init__(self, ask: Callable[[EngineState], Any]) -> None:
         self.ask = ask
@@ -27,11 +27,11 @@ class Asked:
         self.number = 0
 
 
-class Withdrawn:
-    """A question whose answer nobody waits for any more."""
+class WithdrawnQuery:
+    """A query whose caller was cancelled."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, query: PendingQuery) -> None:
+        self.query = query
 
 
 class Link:
@@ -40,7 +40,7 @@ class Link:
     One thread sends, and the one that receives settles.
 
     Attributes:
-        is_ending: whether the process was told to stop.
+        is_ending: True if the process was told to stop.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -50,25 +50,25 @@ class Link:
         self._queries: dict[int, Future[Any]] = {}
         self.is_ending = False
 
-    def send(self, message: Command | Asked | Withdrawn) -> None:
+    def send(self, message: Command | PendingQuery | WithdrawnQuery) -> None:
         """Send a command or a query; raise OSError if the process is gone."""
-        if isinstance(message, Asked):
+        if isinstance(message, PendingQuery):
             number = message.number = next(self._numbers)
             self._queries[number] = message.answer
             self._send(Query(message.ask), number)
-        elif isinstance(message, Withdrawn):
-            self._queries.pop(message.asked.number, None)
-            self._channel.send(Withdraw(), message.asked.number)
+        elif isinstance(message, WithdrawnQuery):
+            self._queries.pop(message.query.number, None)
+            self._channel.send(Withdraw(), message.query.number)
         elif isinstance(message, Abort | Stop):
             self.is_ending = self.is_ending or isinstance(message, Stop)
             self._channel.send(message)
         else:
             number = next(self._numbers)
             self._replies[number] = message.reply
-            self._send(replace(message, reply=_nobody), number)
+            self._send(replace(message, reply=_ignore), number)
 
     def settle(self, number: int, value: Any) -> None:
-        """Give whoever waits for this number what came of it."""
+        """Give the result of the command or query of this number to its caller."""
         query = self._queries.pop(number, None)
         if query is not None:
             _settle(query, value)
@@ -76,7 +76,7 @@ class Link:
             reply(value)
 
     def fail(self) -> None:
-        """The process is gone: answer the queries. Who waits for a reply is told elsewhere."""
+        """Fail the queries, because the process is gone. Commands are failed by the mailbox."""
         while self._queries:
             _, query = self._queries.popitem()
             _settle(query, EngineDeadError("The engine's process is gone."))
@@ -96,8 +96,8 @@ def _settle(future: Future[Any], value: Any) -> None:
         else:
             future.set_result(value)
     except InvalidStateError:
-        logger.debug("an answer that nobody waits for")
+        logger.debug("an answer came after its caller was cancelled")
 
 
-def _nobody(_: Any) -> None:
+def _ignore(_: Any) -> None:
     """In place of a reply, which cannot be sent."""

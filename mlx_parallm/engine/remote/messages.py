@@ -1,4 +1,4 @@
-"""What the server's process and the engines' process tell each other.
+"""The messages between the server's process and the engines' process.
 
 Commands travel as they are, without their replies. Those of a command and of a query have its
 number.
@@ -36,7 +36,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """To the engines: nobody waits any more for the answer of this number."""
+    """To the engines: the caller of the query of this number was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

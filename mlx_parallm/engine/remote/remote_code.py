@@ -10,7 +10,7 @@ def find_remote_code(config: EngineConfig) -> None:
 
     transformers puts its folder of such modules on the path when it first loads one.
     """
-    if any(one.trust_remote_code for one in config.models):
+    if any(model.trust_remote_code for model in config.models):
         # Only then: it takes half a second, and makes the folder.
         from transformers.dynamic_module_utils import init_hf_modules  # noqa: PLC0415
 
