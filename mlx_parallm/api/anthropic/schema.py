@@ -31,7 +31,7 @@ InputMessages = Annotated[
 
 
 class Thinking(NullIsAbsent):
-    """Whether the model thinks before it answers."""
+    """How the model thinks before it answers."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -157,7 +157,7 @@ class Message(BaseModel):
 
 
 class MessagesErrorDetail(BaseModel):
-    """What went wrong."""
+    """The cause of an error."""
 
     type: str = Field(description="The kind of error, as Anthropic names it.")
     message: str = Field(description="For people.")

@@ -84,7 +84,7 @@ async def create_response(
 async def count_input_tokens(
     body: InputTokensRequest, prelude: PreludeDep, responses: ResponsesDep
 ) -> dict[str, Any]:
-    """How many tokens an input is."""
+    """Count the tokens of an input; nothing is generated."""
     client = prelude.client
     _, model = generator(prelude.engine, body.model)
     items = await prelude.on_body(lambda: responses.items(body, client))
@@ -107,7 +107,7 @@ async def retrieve_response(
     stream: Annotated[bool, Query()] = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
-    """A response as it is now, or the events of one in the background."""
+    """Return a response as it is now, or the events of one in the background."""
     if stream:
         return _events(responses.events(response_id, prelude.client, starting_after + 1), prelude)
     return JSONResponse(responses.get(response_id, prelude.client).response())
@@ -139,7 +139,10 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """What a response answers, earlier responses included; ``after`` is the last id before."""
+    """List the items that a response answers, those of earlier responses included.
+
+    ``after`` is the last id of the page before.
+    """
     items = list(responses.get(response_id, client).items)
     if order == "desc":
         items.reverse()

@@ -34,7 +34,7 @@ class ReasoningOptions(NullIsAbsent):
 
 
 class TextOptions(NullIsAbsent):
-    """What the text of the answer is like."""
+    """The form of the answer's text."""
 
     model_config = ConfigDict(extra="allow")
 

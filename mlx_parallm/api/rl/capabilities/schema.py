@@ -33,7 +33,7 @@ class RLModel(BaseModel):
 
 
 class RLCapabilities(BaseModel):
-    """What the routes for trainers can do here."""
+    """The features of the routes for trainers on this server."""
 
     object: str = Field("rl.capabilities", description="Always rl.capabilities.")
     models: list[RLModel] = Field(description="Models and adapters.")
