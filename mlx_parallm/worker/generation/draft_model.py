@@ -12,14 +12,13 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
-from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.plan import DecoderChoices
-from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import single_rows, token_array
 from mlx_parallm.worker.sampling.check import choose_sampling
 from mlx_parallm.worker.sampling.sampler import Sampler
@@ -52,9 +51,7 @@ class DraftModel:
             ConfigError: the model keeps a state, which cannot be rolled back.
             ModelLoadError: the model has no embedding.
         """
-        vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
-        if vocab_size is None:
-            raise ModelLoadError(f"{loaded.path} has no embedding table.")
+        vocab_size = vocab_size_of(loaded)
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         choice = choose_path(
             loaded.model,

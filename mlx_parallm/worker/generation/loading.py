@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import config_value, context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.memory import context_length, plan_kv, query_heads
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.plan import DecoderChoices, GenerationPlan, GenerationSpec
-from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,
@@ -117,9 +117,7 @@ def _read(
     trials = KernelTrials(None if chosen is None else chosen.kernels)
     rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes)
     loaded = load_model(spec.config, spec.path, cast=rule, trials=trials)
-    vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
-    if vocab_size is None:
-        raise ModelLoadError(f"{loaded.path} has no embedding table.")
+    vocab_size = vocab_size_of(loaded)
     layouts = probe_layout(loaded.model)
     attention = _attention(spec, loaded, layouts, chosen, choose)
     kv = _kv_plan(spec, loaded, layouts, attention.backend)

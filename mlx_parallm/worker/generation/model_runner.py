@@ -13,7 +13,6 @@ import numpy as np
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
-from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.types.step import (
@@ -32,12 +31,11 @@ from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.worker.generation.input_rows import InputFeatures, find_embedding
 from mlx_parallm.worker.generation.live_model import LiveModel
-from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.plan import DecoderChoices
-from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import (
     PendingTokens,
     StepRows,
@@ -99,9 +97,7 @@ class ModelRunner:
         self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
-        vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
-        if vocab_size is None:
-            raise ModelLoadError(f"{loaded.path} has no embedding table.")
+        vocab_size = vocab_size_of(loaded)
         dtype = DTYPES.get(loaded.dtype, mx.float32)
         kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
         self._dtype = dtype

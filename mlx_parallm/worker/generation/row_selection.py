@@ -13,8 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.weights.loader import LoadedModel
 
 EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding
 
@@ -82,6 +85,18 @@ def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
         if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
     ]
     return min((count for count in row_counts if count >= (vocab_size or 0)), default=None)
+
+
+def vocab_size_of(loaded: LoadedModel) -> int:
+    """Return the number of token ids that a model knows, the rows of its token embedding.
+
+    Raises:
+        ModelLoadError: the model has no embedding.
+    """
+    vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
+    if vocab_size is None:
+        raise ModelLoadError(f"{loaded.path} has no embedding table.")
+    return vocab_size
 
 
 def embedding_tables(model: nn.Module, vocab_size: int) -> list[EmbeddingTable]:
