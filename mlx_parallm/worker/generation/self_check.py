@@ -6,6 +6,7 @@ this check, and by no list of architectures.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,36 +151,37 @@ def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSe
 
     Each keeps its last two tokens until all prompts are computed, so that all decode in one batch.
     """
-    width = max(-(-len(text) // block_size) for text in texts)
-    progress = [0] * len(texts)
-    steps = []
-    number = 0
-    while any(progress[i] < len(text) for i, text in enumerate(texts)):
+    num_computed = [0] * len(texts)
+    steps: list[list[ScheduledSequence]] = []
+    while num_computed != [len(text) for text in texts]:
+        prompt_lens = [len(text) - DECODE_STEPS for text in texts]
+        is_prefilling = any(map(operator.lt, num_computed, prompt_lens))
         step = []
-        prefilling = any(progress[i] < len(text) - DECODE_STEPS for i, text in enumerate(texts))
-        for i, text in enumerate(texts):
-            start, prompt_len = progress[i], len(text) - DECODE_STEPS
-            keeps = prefilling and start >= len(text) - 2
-            if i > number or start == len(text) or keeps:
-                continue
-            chunk = max(CHUNK, prompt_len // MAX_CHUNKS)
-            end = min(start + chunk, prompt_len) if start < prompt_len else start + 1
-            # Tables are spread over the pool so that no two sequences are neighbours.
-            table = tuple(block * len(texts) + i for block in range(width))
-            used = -(-end // block_size)
-            step.append(
-                ScheduledSequence(
-                    seq_id=i,
-                    slot=i,
-                    start=start,
-                    token_ids=tuple(text[start:end]),
-                    block_table=table[:used],
+        for i, text in enumerate(texts[: len(steps) + 1]):
+            start = num_computed[i]
+            end = _next_end(len(text), start, is_prefilling=is_prefilling)
+            if end > start:
+                # Blocks are spread over the pool, so that no sequence has neighbouring blocks.
+                blocks = range(i, -(-end // block_size) * len(texts), len(texts))
+                tokens = tuple(text[start:end])
+                step.append(
+                    ScheduledSequence(
+                        seq_id=i, slot=i, start=start, token_ids=tokens, block_table=tuple(blocks)
+                    )
                 )
-            )
-            progress[i] = end
+            num_computed[i] = end
         steps.append(sorted(step, key=lambda sequence: len(sequence.token_ids)))
-        number += 1
     return steps
+
+
+def _next_end(length: int, start: int, *, is_prefilling: bool) -> int:
+    """Return up to which token a text of ``length`` tokens runs in a step; ``start`` if not."""
+    prompt_len = length - DECODE_STEPS
+    if start < prompt_len:
+        return min(start + max(CHUNK, prompt_len // MAX_CHUNKS), prompt_len)
+    if start == length or (is_prefilling and start >= length - 2):
+        return start
+    return start + 1
 
 
 def _last_rows(sequences: Sequence[ScheduledSequence]) -> list[int]:
