@@ -17,7 +17,7 @@ TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class LiveServer:
-    """Where it is, and what it may read.
+    """The server's address, and the folders that it may read.
 
     Attributes:
         url: without ``/v1``.
@@ -32,15 +32,15 @@ class LiveServer:
     adapters: Path
 
     def get(self, path: str, **more: object) -> requests.Response:
-        """GET, whatever it answers."""
+        """Send a GET request; return any answer."""
         return requests.get(self.url + path, timeout=TIMEOUT_S, **more)
 
     def post(self, path: str, body: object = None, **more: object) -> requests.Response:
-        """POST a JSON body, whatever it answers."""
+        """Send a JSON body; return any answer."""
         return requests.post(self.url + path, json=body, timeout=TIMEOUT_S, **more)
 
     def ok(self, path: str, body: object = None, **more: object) -> requests.Response:
-        """POST; fail with the answer's text unless it is 200."""
+        """Send a JSON body; fail with the answer's text unless it is 200."""
         answer = self.post(path, body, **more)
         assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
         return answer
@@ -60,7 +60,7 @@ def server() -> LiveServer:
 
 @pytest.fixture(autouse=True)
 def _no_adapters_left(server: LiveServer) -> object:
-    """Every test finds the server without adapters, awake."""
+    """Unload all adapters and resume the server after every test."""
     yield
     for card in server.get("/v1/models").json()["data"]:
         if card.get("parent"):

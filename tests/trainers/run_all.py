@@ -19,7 +19,7 @@ from tests.trainers.suites import SUITES, Suite
 
 RESULTS = ROOT / "results" / "trainers"
 MODEL = "mlx-parallm-demo"
-#: As ``trl vllm-serve`` starts vLLM, and a folder that adapters and weights are read from.
+#: The flags are those of ``trl vllm-serve``, and a folder of adapters and weights.
 FLAGS = ("--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--max-loras", "8")
 
 
@@ -31,7 +31,7 @@ def run(suite: Suite, variables: dict[str, str]) -> bool:
 
 
 def main(words: list[str]) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     chosen = choose(SUITES, words)
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:

@@ -11,7 +11,7 @@ TRAINERS = ROOT / ".venv-trainers" / "bin" / "python"
 ART = ROOT / ".venv-art" / "bin" / "python"
 PINS = "requirements/trainers.txt"
 ART_PINS = "requirements/trainers-art.txt"
-#: Where a distribution named vllm lies, for TRL; see its README.
+#: The folder of a distribution named vllm, for TRL; see its README.
 STUBS = HERE / "stubs"
 
 

@@ -27,7 +27,7 @@ NAME = "art-policy"
 
 
 async def trainer(job: TrainJob) -> dict[str, float]:
-    """In place of training: a random adapter, from data of the kind that ART hands over."""
+    """Write a random adapter in place of training, from data of the kind that ART passes."""
     rewards = [trajectory.reward for group in job.data for trajectory in group.trajectories]
     for group in job.data:
         for trajectory in group.trajectories:
@@ -46,7 +46,7 @@ def check_choice(choice):
 
 
 async def rollout(model, *, step=None, **more):
-    """One answer through the client that ART hands to agents; its extras are ART's."""
+    """Return an answer through the client that ART passes to agents; its extras are ART's."""
     answer = await model.openai_client().chat.completions.create(
         model=model.get_inference_name(step),
         messages=[user(SUM)],
@@ -68,7 +68,7 @@ def texts(trajectory):
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "split"])
 def test_backend(tmp_path, shared):
-    """Register, roll out, train twice, name steps, delete: by ART's own model class."""
+    """Register, roll out, train twice, name steps and delete, by ART's own model class."""
     asyncio.run(
         _use_backend(
             tmp_path,
@@ -193,7 +193,7 @@ def test_step_mode(service, server):
 
 
 def test_shared_gpu(service, server):
-    """Sleep for training, wake to serve, then the step's adapter."""
+    """Sleep for training, wake to serve, then load the step's adapter."""
 
     async def run():
         await service._sleep_runtime()
@@ -221,7 +221,7 @@ def test_in_flight_mode(service, server):
             base_url=server.url, headers=None, allow_openai_compatible=False
         )
         service._serving_capabilities = capabilities
-        # As ART's backend hands them to a model.
+        # ART's backend passes them to a model in this form.
         object.__setattr__(model, "_serving_capabilities", capabilities)
         assert model._policy_span_mode() == "require"
         model.inference_model_name = slot = service._in_flight_lora_slot
@@ -259,7 +259,7 @@ async def answered(model, name, **more):
 
 
 def test_runtime_is_found(server):
-    """Health, then the capabilities of ART's own protocol."""
+    """Check health, then the capabilities of ART's own protocol."""
 
     async def run():
         await wait_for_vllm_http_runtime(base_url=server.url, timeout=10)

@@ -63,7 +63,7 @@ class TestPrimeRl:
         server.ok("/resume")
         after = completion(server)
         assert after[1] != before[1]
-        # The caches of the old weights are not met: a salt changes nothing.
+        # No cached KV of the old weights is used: a salt changes nothing.
         assert completion(server, cache_salt="step-7") == after
 
     def test_adapter_of_one_name_at_new_paths(self, server):
@@ -113,7 +113,7 @@ class TestSlime:
         assert meta["weight_version"]
 
     def test_aborted_rollout_keeps_its_tokens(self, server):
-        """Partial rollouts: abort all, until the load is zero, and go on from what there is."""
+        """Roll out in parts: abort all until the load is zero, and continue the partial samples."""
         answers = []
         long = {"max_new_tokens": 4000, "temperature": 1.0, "ignore_eos": True}
         threads = [

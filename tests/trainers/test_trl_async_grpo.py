@@ -99,7 +99,7 @@ def test_too_few_slots_are_told(client, policy):
 
 
 def test_sequence_of_versions(client, server, policy):
-    """Pause, publish, resume, sample, unload: for more versions than stay loaded."""
+    """Pause, publish, resume, sample and unload more versions than stay loaded."""
     accelerator = types.SimpleNamespace(
         is_main_process=True, device=torch.device("cpu"), wait_for_everyone=lambda: None
     )
@@ -128,7 +128,7 @@ def test_sequence_of_versions(client, server, policy):
 
 
 def test_rollouts_wait_while_paused(client, server):
-    """In keep mode a request sent while paused is answered after the resume."""
+    """Check that in keep mode a request sent during a pause is answered after it."""
     client.pause()
     answers = []
     thread = threading.Thread(
@@ -155,7 +155,7 @@ def test_nccl_is_refused(client):
 
 
 def varlen_attention(query, key, value, starts_q, starts_k, longest_q, longest_k, **options):
-    """flash-attn's varlen function for a CPU: causal, aligned to the end of each path."""
+    """Return flash-attn's varlen function for a CPU: causal, aligned to the end of each path."""
     del longest_q, longest_k
     out = torch.empty_like(query)
     groups = query.shape[1] // key.shape[1]
@@ -184,9 +184,9 @@ def test_training(server, monkeypatch):
     kernels = types.SimpleNamespace(flash_attn_varlen_func=varlen_attention)
     monkeypatch.setattr(packing, "_flash_attn", lambda: kernels)
     tokenizer = AutoTokenizer.from_pretrained(server.folder)
-    # TRL knows chat templates by their text; this model writes as Qwen3 does.
+    # TRL recognises chat templates by their text; this model writes as Qwen3 does.
     tokenizer.response_template = qwen3_template
-    # Words that it never saw, so that its answers differ.
+    # The model never saw these words, so its answers differ.
     dataset = Dataset.from_list([{"prompt": [user("zebra purple")]}, {"prompt": [user("?!")]}] * 8)
     # The server reads adapters below this folder only.
     output = server.adapters / "run"
@@ -223,7 +223,7 @@ def test_training(server, monkeypatch):
     print(json.dumps(steps, indent=1))
     assert len(steps) == 3
     assert any(float(step["grad_norm"]) > 0 for step in steps)
-    # What torch computes for tokens of the version in training is what the server said of them.
+    # For tokens of the trained version, torch computes the server's log-probabilities.
     fresh = [step for step in steps if float(step["sample/staleness_max"]) == 0]
     assert fresh
     assert all(float(step["ratio"]) == pytest.approx(1, abs=1e-3) for step in fresh)

@@ -30,7 +30,7 @@ def config(server):
 
 
 def ask(config, model, messages, *, turn=None, session="trace-1", tools=None, **sampling):
-    """One turn by the client."""
+    """Return a turn by the client."""
 
     async def run():
         client = TrainClient(config)
@@ -58,7 +58,7 @@ def test_turn(config, server):
     assert "42" in response.message.content
     assert response.finish_reason == "stop"
     tokens = check_tokens(response)
-    # The end of the turn is among them.
+    # The sampled ids include the end of the turn.
     end = server.ok("/tokenize", {"model": server.model, "prompt": "<|im_end|>"}).json()["tokens"]
     assert tokens.completion_ids[-1:] == end
     assert response.raw["choices"][0]["message"]["content"] == response.message.content

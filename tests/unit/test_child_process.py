@@ -52,7 +52,7 @@ def parent_of(*target: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_child_ends_with_its_parent(target: list[str], how: int) -> None:
     with parent_of(*target) as parent:
         parent.send_signal(how)
-        # Up to the end: nobody has it open any more.
+        # The read ends once no process has the pipe open.
         parent.communicate()
 
 
@@ -88,7 +88,7 @@ def test_a_signal_reaches_the_child() -> None:
     for target, status in ((MODULE, -signal.SIGTERM), ([COMMAND, "sleep", "600"], 143)):
         with ChildProcess([*target], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
             child.terminate()
-        # Early in its start it has no handler yet.
+        # A process has no handler early in its start.
         assert child.returncode in (status, -signal.SIGTERM)
 
 

@@ -27,7 +27,7 @@ def canonical(name: str) -> str:
 
 
 def pinned(platform: str) -> dict[str, str]:
-    """Name and version of every pin of a platform, markers aside."""
+    """Return the name and version of every pin of a platform, without markers."""
     requirements = read_requirements(REQUIREMENTS / f"{platform}.txt")
     return {
         canonical(requirement.name): str(requirement.specifier).removeprefix("==")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-#: Run against a live server, by clients with limits of their own.
+#: These run against a live server, by clients with limits of their own.
 OTHERS = {"conformance", "trainers"}
 EXEMPT = "# time limit:"
 LIMITS = {"timeout", "timeout_s"}

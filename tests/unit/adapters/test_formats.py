@@ -247,7 +247,7 @@ def test_dora_of_experts_is_refused_by_name(
     why = r"DoRA of experts \(model\.layers\.3\.mlp\.switch_mlp\.up_proj\) is not supported, LoRA"
     with pytest.raises(InvalidRequestError, match=why):
         read_adapter(config, tensors, param="adapter")
-    # Never as if it were a LoRA.
+    # It is never read as a LoRA.
     without = {
         name: tensor for name, tensor in tensors.items() if not name.endswith((".m", "r.weight"))
     }

@@ -79,7 +79,7 @@ async def test_limits_of_a_file_and_of_all(tmp_path: Path) -> None:
     records = [await put(store, b"x" * 10_000) for _ in range(3)]
     with pytest.raises(RequestTooLargeError, match="together"):
         await put(store, b"x" * 9_500)
-    # Uploads that are under way count, and give back what they do not use.
+    # Running uploads count, and release the bytes that they do not use.
     upload = store.begin()
     upload.claim(6_000)
     with pytest.raises(RequestTooLargeError, match="together"):
@@ -188,7 +188,7 @@ def test_pages_show_everything_once_whatever_is_deleted_meanwhile(
             break
         assert len(page.ids) == limit
         after = page.ids[-1]
-        # Also the very id the next page follows.
+        # The deleted ids may include the one that the next page follows.
         ids = [
             file_id for file_id in ids if file_id not in {f"id-{number:04}" for number in deleted}
         ]

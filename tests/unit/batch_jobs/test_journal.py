@@ -52,7 +52,7 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_goes_on(tmp_path: P
         path.write_bytes(whole[:size])
         num_kept = whole[:size].count(b"\n")
         assert read(path) == ENTRIES[:num_kept]
-        # What is appended now stands on a line of its own.
+        # A new entry stands on a line of its own.
         write(path, ENTRIES[num_kept:])
         assert path.read_bytes() == whole
 
@@ -72,7 +72,7 @@ def test_nothing_behind_a_line_that_is_not_the_journals_counts(
     path.write_bytes(b"".join(lines[:place]) + spoilt + b"".join(lines[place:]))
     kept = read(path)
     assert kept[:place] == ENTRIES[:place]
-    # A line break alone may leave lines whole: they are the same ones, or none.
+    # Damage to a line break alone may leave lines whole: they are the same ones, or none.
     assert all(entry in ENTRIES for entry in kept)
     write(path, [Entry(9, {})])
     assert read(path) == [*kept, Entry(9, {})]

@@ -184,7 +184,7 @@ async def test_a_server_that_ends_anywhere_answers_every_line_once(
     output, errors = world.results(record)
     assert errors == []
     assert [answer["response"]["body"]["answer"] for answer in output] == list(range(12))
-    # Only what was in flight is done twice.
+    # Only lines in flight are sent twice.
     assert sum(count - 1 for count in Counter(world.sent).values()) <= NUM_PLACES
 
 
@@ -214,7 +214,7 @@ async def test_a_failing_server_is_asked_again_some_times_and_a_busy_one_until_i
     world: World,
 ) -> None:
     statuses = {0: [500, 503], 1: [500] * 99, 2: [429] * 20, 3: [501] * 9}
-    # An engine that is loaded anew, and the same by Anthropic's routes.
+    # The status is that of a restarting engine, and its counterpart on Anthropic's routes.
     statuses |= {4: [503] * 20, 5: [529] * 20}
 
     async def trouble(_: str, body: dict[str, Any]) -> LineResponse:
@@ -246,7 +246,7 @@ async def test_no_more_samples_than_places_and_every_line_gets_its_turn(world: W
     assert (await world.end_of(await world.create(20))).completed == 20
     assert most == NUM_PLACES
     most = 0
-    # Each line wants more places than there are: one at a time.
+    # Each line wants more places than there are, so lines run one at a time.
     assert (await world.end_of(await world.create(5, n=50))).completed == 5
     assert most == 1
 
@@ -260,7 +260,7 @@ async def test_owners_take_turns(world: World) -> None:
 
     world.handler = answer
     records = [await world.create(12, owner) for owner in ("a", "b")]
-    # The first has all places, and a line of each waits for one.
+    # The first batch has all places, and a line of each batch waits for one.
     await world.until(records[1], lambda _: len(world.service._slots._waiting) == 2)
     both_wait.set()
     for record in records:
@@ -298,7 +298,7 @@ async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: 
     )  # fmt: skip
     with pytest.raises(InvalidRequestError, match="cancelled"):
         await world.service.cancel(record.id, "me")
-    # Its input is free now.
+    # The batch's input may be deleted now.
     world.service.files.delete(record.input_file_id, "me")
 
 
@@ -434,7 +434,7 @@ async def test_a_folder_that_is_not_there_is_made_at_start(
     second = World(world.folder)
     second.service.start()
     await asyncio.sleep(0)
-    # Neither has had a request yet.
+    # Neither batch has had a request yet.
     assert f"Another server (process {os.getpid()}) uses the data folder" in caplog.text
     assert str(world.folder) in caplog.text
     assert world.service.list("me", limit=1) == ([], False)

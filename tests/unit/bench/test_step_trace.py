@@ -54,7 +54,7 @@ def traced_engine(*, runs_ahead: bool) -> tuple[GenerationEngine, TraceRecorder]
 
 
 def ahead(waits_s: list[float], *, dispatch_s: float = 0.002) -> list[Span]:
-    """Steps that run ahead; the host waits for step i during ``waits_s[i]``."""
+    """Return steps that run ahead; the host waits for step i during ``waits_s[i]``."""
     spans: list[Span] = []
     now = 0.0
     for step_id, wait_s in enumerate([*waits_s, 0.0]):

@@ -20,7 +20,7 @@ from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, fail
 
 Answers = list[dict[str, Any]]
-#: Answers one request; may raise.
+#: ``Handler`` answers a request, and may raise.
 Handler = Callable[[Request], Any]
 
 

@@ -21,7 +21,7 @@ from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 
-#: Fields of the configuration that are put together, not set one by one.
+#: These fields of the configuration are composed, not set one by one.
 COMPOSED = {
     "model.path",
     "model.served_names",

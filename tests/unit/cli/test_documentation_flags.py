@@ -21,7 +21,7 @@ from tests.server_process import ROOT
 
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 OPERATIONS = "docs/operations.md"
-#: Options of other programs that the pages name, by the program.
+#: The pages name these options of other programs.
 OTHER_OPTIONS = {
     "curl": {"--data-binary"},
     "docker": {"--build-arg", "--gpus"},

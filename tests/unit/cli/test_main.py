@@ -180,7 +180,7 @@ def test_doctor_says_what_fits_into_kv(capsys: pytest.CaptureFixture[str]) -> No
     size = "1MiB"
     assert main(["doctor", "--json", "--kv-cache-memory-bytes", size, "--block-size", "8"]) == 0
     (fit,) = json.loads(capsys.readouterr().out)["kv"].values()
-    # 6 layers, 2 heads, 64 numbers of a key and of a value in float32.
+    # A token has 6 layers, 2 heads, and 64 numbers of a key and of a value in float32.
     assert (fit["num_blocks"], fit["num_tokens"]) == (21, 168)
     assert fit["text"].endswith("1.0 contexts of 168 tokens (cut from 8,192)")
 

@@ -57,7 +57,7 @@ def test_held_out_reviews_are_about_other_things_in_other_words(seed: int):
     trained = clauses(reviews.review(Random(seed), "train").text)
     assert not trained & set(held.things)
     turned = {*held.adjectives[0], *held.adjectives[1]} & trained
-    # They are learnt from plain sentences only, where nothing turns them.
+    # Words are learnt from plain sentences only, where nothing negates them.
     assert not turned or not trained & {"not", "but", "although", "never", "agree", "wrong"}
     single = reviews.single_clause(Random(seed)).text
     assert single.count(".") == 1

@@ -68,7 +68,7 @@ def mask(output: Sequence[int], of: Grammar, **options: Any) -> set[int]:
 
 
 def brute_force(prefix: str, options: Sequence[str], ends: set[int]) -> set[int]:
-    """Every token after which some option can still be completed."""
+    """Return every token after which some option can still be completed."""
     ids = {
         token
         for token, text in enumerate(TEXTS)
@@ -96,7 +96,7 @@ def test_masks_are_what_trying_every_token_finds(options: list[str], data: st.Da
         ids = allowed(masks.compute([row(output, of)]))
         wanted = brute_force(prefix, options, {END})
         assert ids <= wanted
-        # Text that has no alternative is written in the tokens the tokenizer would choose.
+        # Text without an alternative is forced in the tokens that the tokenizer would choose.
         assert ids if is_forced(prefix, options) else ids == wanted
         token = data.draw(st.sampled_from(sorted(ids)))
         if token == END:
@@ -193,7 +193,7 @@ def test_only_a_sample_that_begins_with_the_start_is_free() -> None:
 
 def test_special_tokens_in_a_text_are_tokens() -> None:
     assert mask([], grammar(["<call>a"])) == {CALL}
-    # Inside a value of JSON they are nothing.
+    # Inside a JSON value special tokens have no meaning.
     schema = COMPILER.compile(specs.json_schema({"type": "string"}))
     ids = mask(ids_of('"'), Grammar(text=schema))
     assert not ids & SPECIAL

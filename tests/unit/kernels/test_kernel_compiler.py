@@ -14,7 +14,7 @@ TIMEOUT_S = 60
 
 
 class Fake:
-    """Compiles by turning a source around; notes what it was asked."""
+    """Compiles by reversing a source, and records its calls."""
 
     def __init__(self) -> None:
         self.sources: list[str] = []

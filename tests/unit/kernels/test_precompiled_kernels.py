@@ -60,12 +60,12 @@ class Device:
 
     @property
     def sources(self) -> list[bytes]:
-        """The code of every call, the probe's apart."""
+        """Return the code of every call but the probe's."""
         return [call["compiled_source"] for call in self.calls if call["name"] == TEXT.name]
 
 
 class Stock:
-    """MLX's own kernel."""
+    """Return MLX's own kernel."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ class Stock:
 
 
 class Parts:
-    """A kernel, and what it is made of."""
+    """Return a kernel and its parts."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ def test_every_combination_of_dtypes_has_its_own_code(tmp_path: Path) -> None:
         parts.run(dtype)
     assert [b"__nv_bfloat16* x" in source for source in device.sources[:2]] == [False, True]
     assert len(device.sources) == 3
-    assert len(parts.stock.calls) == 1  # CUDA's name of float64 is not in the table
+    assert len(parts.stock.calls) == 1  # The table lacks CUDA's name of float64.
 
 
 def test_known_dtypes_are_compiled_before_the_first_call(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_text_that_does_not_compile_is_left_to_mlx(
 
 def test_without_a_compiler_kernels_are_made_by_mlx() -> None:
     language = CudaLanguage(lambda: None)
-    # This is MLX's build for a CPU, which says who was asked.
+    # MLX's build for a CPU fails here; its error names the function that was called.
     with pytest.raises(RuntimeError, match="cuda_kernel"):
         language.make("k", ["x"], ["y"], "y[0] = x[0];", "", strided=False)
 
@@ -250,7 +250,7 @@ def test_a_key_has_the_hash_of_the_code(length: int) -> None:
     try:
         library = ctypes.CDLL("libstdc++.so.6")
     except OSError:
-        return  # another standard library: MLX's kernels are not launched there
+        return  # With another standard library MLX's kernels are not launched.
     of_library = library._ZSt11_Hash_bytesPKvmm
     of_library.restype = ctypes.c_uint64
     of_library.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]

@@ -73,7 +73,7 @@ def test_a_replay_knows_which_version_made_a_token() -> None:
 
 
 def scored(replay: Replay, seeds: dict[int, int]) -> Output:
-    """Some tokens with what the replay itself takes for their log-probabilities."""
+    """Return some tokens with the replay's own log-probabilities."""
     logits = mx.concatenate(replay.logits(GOOD.case, GOOD.output, seeds))
     shifted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     ids = mx.array(list(GOOD.output.token_ids))

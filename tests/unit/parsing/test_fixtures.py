@@ -78,7 +78,7 @@ def test_parts_wherever_the_text_is_cut(case: dict[str, Any]) -> None:
     text, expected = case["text"], expected_parts(case)
     assert parts_of(case, [text]) == expected
     assert parts_of(case, list(text)) == expected, "one character at a time"
-    # Three distant cuts a run: every place is cut once, in a third of the runs.
+    # Each run has three distant cuts, so a third as many runs cut every place once.
     third = max(1, math.ceil(len(text) / 3))
     for first in range(1, third + 1):
         bounds = [0, *range(first, len(text), third), len(text)]

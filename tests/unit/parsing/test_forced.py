@@ -87,7 +87,7 @@ def parts_of(form: ToolFormat, text: str, size: int) -> list[Part]:
 
 
 def check_calls(parts: list[Part], text: str) -> list[str]:
-    """Names of the calls; fails unless there is nothing but valid calls."""
+    """Return the names of the calls; fail unless there is nothing but valid calls."""
     schemas = {tool.name: arguments_schema(tool) for tool in tools_of(TOOLS)}
     names = []
     for begin, arguments in zip(parts[::2], parts[1::2], strict=True):

@@ -17,7 +17,7 @@ from mlx_parallm.parsing.registry import (
 )
 from mlx_parallm.types.errors import ConfigError
 
-# Pieces of each family's template that no other family has, and its tokens.
+# Each row has pieces of a family's template that no other family has, and its tokens.
 TOOL_SIGNS = [
     ("hermes", '<tool_call>\\n{"name": "\' + tool_call.name', ()),
     ("longcat", "<longcat_tool_call>", ()),

@@ -26,7 +26,7 @@ ENCODER_FOLDER = next(folder for name, folder in DEMO_FOLDERS.items() if folder 
 
 
 class Spy:
-    """A tokenizer of the library that notes what is called; what holds the interpreter fails."""
+    """A tokenizer that records its calls, and fails in methods that hold the GIL."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend

@@ -49,7 +49,7 @@ def _byte_level(normalizer: object = None, added: tuple[AddedToken, ...] = ()) -
 
 
 def _llama() -> Tokenizer:
-    """SentencePiece's BPE: spaces are marks, and the whole text is one word."""
+    """Return SentencePiece's BPE: spaces are marks, and the whole text is one word."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     letters = [*map(chr, range(0x21, 0x7F)), "\u2581", "\u00e9"]
     merges: list[tuple[str, str]] = []
@@ -203,7 +203,7 @@ def test_long_texts_of_words_are_cut(name: str) -> None:
     assert len(BOUNDS[name].tail(text, 100)) < SLICES
 
 
-# Cuts are looked for slice by slice.
+# Cuts are searched slice by slice.
 SLICES = 3 * SLICE_CHARS
 
 

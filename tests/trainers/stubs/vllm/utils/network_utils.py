@@ -4,7 +4,7 @@ import socket
 
 
 def get_ip() -> str:
-    """This machine's address for the other ranks."""
+    """Return this machine's address for the other ranks."""
     return "127.0.0.1"
 
 
