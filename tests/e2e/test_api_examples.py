@@ -32,7 +32,7 @@ def test_every_operation_has_an_example(document: dict[str, Any]) -> None:
 
 
 def missing(operation: dict[str, Any], example: Example) -> Iterator[str]:
-    """Yield what the document has no example of, though the operation has it."""
+    """Yield the parts of an operation that have no example in the document."""
     for parameter in operation.get("parameters", ()):
         if parameter["required"] and "example" not in parameter:
             yield parameter["name"]

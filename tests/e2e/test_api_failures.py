@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 BODIES = {CHAT: {"model": "alias", "messages": HI}, TEXT: {"model": "alias", "prompt": "hi"}}
-# Long enough for a loaded machine; only a failing test waits for it.
+# The limit is long enough for a loaded machine, and only a failing test waits for it.
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_full_queue_refuses_before_the_prompt_is_encoded(
     monkeypatch.setattr(engine.get_model("alias").tokenizer, "encode", encoded.append)
     engine.is_full = True
     assert post(url, path).status_code == 429
-    # What could never fit is not worth another try.
+    # Clients need not retry a request that can never fit.
     assert post(url, path, n=7).status_code == 400
     assert encoded == []
     assert engine.submitted.empty()
@@ -210,7 +210,7 @@ def test_silence_is_filled_with_comments(engine: FakeEngine, url: str, after: st
 def test_a_client_that_leaves_ends_its_request(path: str, stream: bool, after: str) -> None:
     engine = FakeEngine()
     engine.script = hang(after=after)
-    # Without keep-alive a stream waits for its first event: departure must be seen there too.
+    # Without keep-alive a stream waits for its first event, where it must see its client leave.
     with serve_fake(engine, ServerConfig(sse_keep_alive_s=0)) as url:
         leave(url, path, BODIES[path] | {"stream": stream}, engine.submitted.get)
         assert engine.aborted.get()
@@ -262,7 +262,7 @@ def test_health_says_whether_the_engine_lives(engine: FakeEngine, url: str) -> N
     alive = httpx2.get(f"{url}/health")
     assert (alive.status_code, alive.content) == (200, b"")
     with httpx2.Client() as client:
-        # Over one connection: a body after a HEAD would be taken for the next answer.
+        # On one connection, a client would take a body after a HEAD for the next answer.
         assert client.head(f"{url}/v1/models").status_code == 200
         assert client.head(f"{url}/health").status_code == 200
         engine.is_dead = True

@@ -116,7 +116,7 @@ def test_they_come_only_when_asked_for(engine: FakeEngine, url: str, path: str) 
     answer = post(url, path, **PROMPTS[path])
     (choice,) = answer["choices"]
     assert "weight_versions" not in choice
-    # vLLM's fields are null where they are not asked for.
+    # vLLM's fields are null if a request does not set their flags.
     assert (choice["token_ids"], (answer | choice)["prompt_token_ids"]) == (None, None)
     assert (answer | choice)["prompt_logprobs"] is None
     for chunk in stream(url, path, **PROMPTS[path]):

@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 
 
 class RecordingTokenizer(ByteTokenizer):
-    """Keeps what the template was given; ``opening`` is what it ends with."""
+    """Keeps the template's input; ``opening`` ends the text."""
 
     def __init__(self) -> None:
         self.opening = ""

@@ -69,7 +69,7 @@ class Trainee:
             return await client.request(method, self.policy.url + path, json=body)
 
     async def train(self, step: int, previous: Path | None, target: Path) -> Mapping[str, float]:
-        """In place of training; asks the server what it does meanwhile."""
+        """Query the server in place of training."""
         assert (previous is None) == (step == 1)
         try:
             self.statuses.append((await self.ask("GET", "/is_sleeping")).json()["is_sleeping"])
@@ -96,7 +96,7 @@ CASES = [(WeightSync.LORA, SHARED), (WeightSync.DISK, SHARED), (WeightSync.RESTA
 
 @pytest.mark.parametrize("trainee", CASES, indirect=True, ids=["lora", "disk", "restart"])
 async def test_shared_mode(trainee: Trainee) -> None:
-    """Memory is given back, training runs, the step serves; a failure leaves the one before."""
+    """Check that memory is freed, and the trained step served, or the old one after a failure."""
     policy, keeps = trainee.policy, trainee.policy._config.weight_sync_method is WeightSync.LORA
     before = await trainee.answer()
     assert await policy.train(trainee.train) == (1, {"loss": 1.0})
@@ -147,7 +147,7 @@ async def test_split_mode(trainee: Trainee) -> None:
     assert policy.step == 1
     assert await trainee.answer() == pytest.approx(first, abs=1e-4)
     await policy.forget(2)
-    # A server started again has the latest step.
+    # A restarted server has the latest step.
     await policy.start(Address(api_key=KEY))
     assert (policy.step, policy.inference_name()) == (1, "policy@1")
     assert await trainee.answer() == pytest.approx(first, abs=1e-4)

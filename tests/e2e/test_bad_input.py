@@ -19,7 +19,7 @@ DEEP: Any = "x"
 for _ in range(50):
     DEEP = [DEEP]
 
-# (path, body, the field that must be named)
+# Each row has a path, a body, and the field that the error names.
 BODIES: list[tuple[str, Any, str | None]] = [
     (CHAT, {}, "messages"),
     (CHAT, [], None),
@@ -173,7 +173,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
         (TEXT, {"model": MODEL, "prompt": prompt}, "prompt")
         for prompt in ("", [], [""], [[]], [["a"]], [1.5], [-1], [10**9], [[3], "a"], {"a": 1}, 7)
     ),
-    # More than the queue holds by default.
+    # The number exceeds the queue's default limit.
     (TEXT, {"model": MODEL, "prompt": ["a"] * 17, "n": 128}, "prompt"),
     (TEXT, {"model": MODEL, "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": MODEL, "prompt": "a", "best_of": 3}, "best_of"),
@@ -184,7 +184,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("logprobs", 1.5),
             ("logprobs", -2),
             ("logprobs", 50),
-            # All of them are more than --max-logprobs allows.
+            # Each value is more than --max-logprobs allows.
             ("logprobs", -1),
             ("prompt_logprobs", -1),
             ("prompt_logprobs", True),

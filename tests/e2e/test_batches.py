@@ -164,7 +164,7 @@ def test_uploads_have_limits_of_their_own_and_leave_nothing(
     with pytest.raises(openai.APIStatusError) as refusal:
         client.files.create(file=("big", b"x" * 20_001), purpose="batch")
     assert refusal.value.status_code == 413
-    # As long as it says to be, and of another type: refused without being read.
+    # The upload has its declared length but another type, so it is refused without being read.
     headers = {"authorization": "Bearer one", "content-type": "application/json"}
     response = httpx2.post(f"{url}/v1/files", headers=headers, content=b"[" * 20_000)
     assert response.status_code == 400
@@ -305,14 +305,14 @@ def test_interactive_requests_go_first_and_have_room(
         model="alias", prompt="say", extra_body={"priority": INT64 - 1}
     )
     assert answer.choices[0].text == "hello"
-    # The lines wait for one another: the only other request is the interactive one.
+    # The lines wait for one another, so the only other request is the interactive one.
     interactive = engine.submitted.get()
     assert interactive.priority == INT64 - 1
     assert engine.submitted.empty()
     gate.open()
     others = of_batch + [engine.submitted.get() for _ in range(16)]
     assert min(request.priority for request in others) > interactive.priority
-    # Turns between keys hold for batches too.
+    # Keys take turns with batches too.
     assert {request.client for request in others} == {interactive.client} != {""}
     until(client, batch, has_ended)
 

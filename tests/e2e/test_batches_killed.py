@@ -31,7 +31,7 @@ def client_of(server: ServerProcess) -> openai.OpenAI:
 
 
 def line(number: int) -> str:
-    # Every hundredth is at fault, so that the error file is put to the test too.
+    # Every hundredth line is wrong, so the error file is tested too.
     tokens = -1 if number % 100 == 7 else 3
     body = {"model": MODEL, "prompt": f"{number} +", "max_tokens": tokens, "temperature": 0}
     return json.dumps(
@@ -70,7 +70,7 @@ def test_a_batch_survives_two_kills(tmp_path: Path) -> None:
         server = serve(folder)
     batch = wait_for(server, batch_id, NUM_LINES + 1)
     assert NUM_LINES // 4 <= answered[0] < answered[1] < NUM_LINES
-    # What was answered before the kills was not answered again.
+    # Lines that were answered before the kills were not answered again.
     assert server.metric("vllm:generation_tokens_total") <= 3 * (NUM_LINES - answered[1])
     check_answers(server, batch)
     server.stop()

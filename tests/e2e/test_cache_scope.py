@@ -12,7 +12,7 @@ import pytest
 from tests.server_process import ServerProcess
 
 MODELS = ("mlx-parallm-demo", "demo:mlm")
-# Longer than a block, of which whole ones alone are found again.
+# The text is longer than a block, because only whole blocks are cached.
 PROMPT = "one two three four five six seven eight nine ten " * 4
 MASKED = "The capital of France is [MASK]."
 

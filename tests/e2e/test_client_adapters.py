@@ -51,14 +51,14 @@ async def put(client: RLClient, seed: int, **options: Any) -> AdapterInfo:
 
 
 async def sampled(client: RLClient, adapter: str | None = NAME) -> tuple[list[float], str]:
-    """Log-probabilities of a prompt and the version of what was sampled."""
+    """Return a prompt's log-probabilities and the version that sampled."""
     options: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
     rollout = await client.rollout([PROMPT], max_tokens=1, prompt_logprobs=0, **options)
     logprobs = rollout.groups[0].prompt.logprobs
     assert logprobs is not None
-    return [logprob for logprob in logprobs if logprob is not None], rollout.samples[0].versions[
-        0
-    ].version
+
+    version = rollout.samples[0].versions[0].version
+    return [logprob for logprob in logprobs if logprob is not None], version
 
 
 async def test_an_adapter_comes_changes_and_goes(client: RLClient) -> None:
@@ -197,7 +197,7 @@ def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) ->
 def test_the_example_samples_while_it_trains(live_server: ServerProcess, tmp_path: Path) -> None:
     steps = run_example(live_server, tmp_path, "--steps", "3", "--in-flight")
     assert steps[0]["versions"] == ["0"]
-    # Begun before the first update.
+    # The rollout began before the first update.
     assert steps[1]["versions"][0] == "0"
     assert steps[1]["mismatch"] is not None
 

@@ -107,7 +107,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
         for killed in before:
             os.kill(killed, signal.SIGKILL)
             assert http.get("/health").status_code == 200
-            # What is asked meanwhile is answered by the other.
+            # The other engine answers requests in the meantime.
             assert texts(client, "p", 8) == expected
             # A command is carried out by all engines, so it waits for the new one.
             while not (len(engines_of(server)) == 2 and killed not in engines_of(server)):

@@ -26,7 +26,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/rl/rollout": {"prompts": ["hi"]},
     "/v1/chat/completions/render": {"messages": HI},
 }
-# Their answers name no model, or not this way.
+# The answers of these routes name no model, or name it differently.
 NAMELESS: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": HI},
     "/v1/responses/input_tokens": {"input": "hi"},
@@ -37,7 +37,7 @@ NAMELESS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "hi"},
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {}},
 }
-# They name a model that is not served yet, or that is to be served no more.
+# These routes name a model that is not served yet, or that they unload.
 NAMING = {"/v1/models/load", "/v1/models/unload"}
 
 

@@ -55,10 +55,10 @@ def test_every_block_of_a_page_runs_or_says_why_not(
 
 
 def readers_files(page: str) -> dict[str, bytes]:
-    """Return the files that a page takes its reader to have."""
+    """Return the files that a page expects its reader to have."""
     config = json.dumps(adapter_files.CONFIG).encode()
     if page == "docs/weights.md":
-        # The model's own norm, so that the pages after this one meet the same model.
+        # The file has the model's own norm, so later pages find the same model.
         norm = load_file(DEMO_FOLDER / "model.safetensors")["model.norm.weight"]
         return {
             "adapter_config.json": config,
@@ -71,7 +71,7 @@ def readers_files(page: str) -> dict[str, bytes]:
 
 
 def reward_adapter() -> bytes:
-    """Return a LoRA of the embedded reward model that changes next to nothing."""
+    """Return a LoRA of the embedded reward model that changes almost nothing."""
     width, rank = 96, adapter_files.RANK
     random = np.random.default_rng(0)
     layer = "model.layers.0.attn.Wo"
@@ -82,7 +82,7 @@ def reward_adapter() -> bytes:
 
 
 def forget_adapters(server: ServerProcess) -> None:
-    """Unload what a page loaded, so that the next one meets the server as it was started."""
+    """Unload what a page loaded, so that the next page finds the server as it was started."""
     for adapter in httpx2.get(f"{server.url}/v1/adapters").json()["data"]:
         httpx2.delete(f"{server.url}/v1/adapters/{adapter['name']}").raise_for_status()
 

@@ -59,7 +59,7 @@ def test_all_forms_of_input_give_the_same_vectors(client: openai.OpenAI) -> None
     np.testing.assert_allclose(vectors(client, ids), embedded, atol=1e-5)
     np.testing.assert_allclose(vectors(client, texts[1]), embedded[1:2], atol=1e-5)
     np.testing.assert_allclose(vectors(client, ids[1]), embedded[1:2], atol=1e-5)
-    # The client asks for base64 where nothing is said.
+    # The client asks for base64 by default.
     as_numbers = vectors(client, texts, encoding_format="float")
     np.testing.assert_allclose(as_numbers, embedded, atol=1e-6)
 

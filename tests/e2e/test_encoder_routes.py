@@ -100,7 +100,7 @@ def test_teis_routes(server: ServerProcess) -> None:
     body = {"inputs": {"source_sentence": texts[0], "sentences": texts}, "model": "embedder"}
     cosines = post(server, "/similarity", body)
     np.testing.assert_allclose(cosines, vectors @ vectors[0], atol=1e-5)
-    # The first that can do it is taken where no model is named.
+    # Without a name the first model with the task answers.
     (weights,) = post(server, "/embed_sparse", {"inputs": texts[:1]})
     assert [weight["index"] for weight in weights] == sorted(
         {weight["index"] for weight in weights}
@@ -206,7 +206,7 @@ def test_replacing_under_load_gives_each_request_one_version(http: httpx2.Client
         answers = [future.result() for future in futures]
     for logits in answers:
         assert min(np.abs(logits - version).max() for version in wanted) < 1e-5
-    # The second one is there now, and what was kept of the first is not met.
+    # The second version serves now, and no cached result of the first is used.
     np.testing.assert_allclose(logits_of(http, "mine", texts), wanted[1], atol=1e-5)
     assert upload(http, "mine", "classifier", golden, contents[0]).status_code == 200
     np.testing.assert_allclose(logits_of(http, "mine", texts), wanted[0], atol=1e-5)
@@ -243,7 +243,7 @@ def test_bad_adapters_are_refused_and_the_one_before_serves_on(http: httpx2.Clie
 def test_adapters_are_found_by_name_in_their_directory(http: httpx2.Client) -> None:
     golden = read_golden_adapter("bert_new_head")
     ids = golden["input_ids"]
-    # The embedder tells no labels apart; the adapter brings a head for that.
+    # The embedder has no labels; the adapter brings a head for them.
     refused = http.post("/classify", json={"model": "embedder", "input": ids})
     assert refused.status_code == 400
     logits = logits_of(http, "embedder:bert_new_head", ids)
@@ -268,7 +268,7 @@ def test_an_adapter_of_a_classifier_may_be_a_reward_model(http: httpx2.Client) -
     content = encode_safetensors(tensors | of_one)
     assert upload(http, "judge", "classifier", golden, content).status_code == 200
     assert "judge" in http.get("/v1/rl/capabilities").json()["reward_models"]
-    # Its model tells three labels apart.
+    # The adapter's model has three labels.
     refused = http.post("/v1/rewards/score", json={**REWARD, "model": "classifier"})
     assert refused.status_code == 400
     rewards = http.post("/v1/rewards/score", json={**REWARD, "model": "judge"}).json()["data"]
@@ -311,7 +311,7 @@ def test_every_route_takes_an_adapter(
         config = {**config, "modules_to_save": None, "task_type": "FEATURE_EXTRACTION"}
         tensors = {name: tensor for name, tensor in tensors.items() if "lora" in name}
     if base == "decoder":
-        # One label makes a reward model of it, and a cross-encoder.
+        # With one label it is a reward model and a cross-encoder.
         tensors["base_model.model.score.weight"] = tensors["base_model.model.score.weight"][:1]
     answers = []
     for number, scale in enumerate((1.0, -1.0)):

@@ -84,7 +84,7 @@ def test_fill_mask(server: ServerProcess) -> None:
     predicted = client(server).fill_mask(call["inputs"], **call["parameters"])
     assert_alike([fields_of(element) for element in predicted], call["answer"])
     roberta = PIPELINES[1]["calls"][1]
-    # The text has the mask of another model than the first.
+    # The text has the mask token of another model than the first.
     predicted = client(server).fill_mask(roberta["inputs"], top_k=3)
     assert [element.token for element in predicted] == [
         element["token"] for element in roberta["answer"]
@@ -109,7 +109,7 @@ def test_text_classification(server: ServerProcess) -> None:
     labels = client(server, name).text_classification(call["inputs"][0])
     assert_alike([fields_of(element) for element in labels], call["answer"][0])
     name, call = golden("bert_sequence", 4)
-    # The parameters tell the task, and the first model that can do it is this one.
+    # The parameters imply the task, and this is the first model with it.
     labels = client(server).text_classification(call["inputs"][1], function_to_apply="none")
     assert_alike([fields_of(element) for element in labels], call["answer"][1])
     labels = client(server, name).text_classification(call["inputs"][1], top_k=1)

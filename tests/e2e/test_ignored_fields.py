@@ -21,7 +21,7 @@ from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
 
 HI = [{"role": "user", "content": "hi"}]
-# They read their bodies themselves, which may be tensors or files.
+# These routes read their bodies themselves, which may be tensors or files.
 OWN_READING = {
     "/v1/update_adapter_weights",
     "/load_lora_adapter_from_tensors",
@@ -72,7 +72,7 @@ def test_no_other_operation_has_a_body(tmp_path: Path) -> None:
         for operation in operations.values()
         if "requestBody" in operation
     }
-    # The schema leaves out that a part of a path may have slashes.
+    # The schema does not say that a part of a path may have slashes.
     compared = {
         route.path.replace(":path", "") for route in all_routes() if route.body_field is not None
     }

@@ -73,7 +73,7 @@ def scores(choice: dict[str, Any]) -> list[float]:
 
 
 def streamed(http: httpx2.Client, count: int) -> Iterator[dict[str, Any]]:
-    """Its chunks."""
+    """Return the chunks of a streamed answer."""
     body = {**chat(count), "stream": True}
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
@@ -87,7 +87,7 @@ def test_an_update_meets_a_running_request(http: httpx2.Client, roots: Path) -> 
     assert [span["generation_id"] for span in before["policy_token_spans"]] == ["policy@0"]
     chunks = streamed(http, 400)
     first = next(chunks)
-    # Its prompt is computed, and it is far from its end.
+    # The request's prompt is computed, and it is far from its end.
     while not next(chunks)["choices"][0]["token_ids"]:
         pass
     assert http.post("/pause?mode=keep").is_success
@@ -105,7 +105,7 @@ def test_an_update_meets_a_running_request(http: httpx2.Client, roots: Path) -> 
     (prompt,) = choice["prompt_policy_token_spans"]
     assert (prompt["start_token"], prompt["generation_id"]) == (1, "policy@0")
     assert prompt["end_token"] == len(first["prompt_token_ids"])
-    # It is the adapter of that step, as it is when it is loaded by another name.
+    # The tokens are those of that step's adapter when it is loaded by another name.
     after = whole(http, 8)
     body = {"lora_name": "policy:eval@1", "lora_path": str(roots / "1")}
     assert http.post("/v1/load_lora_adapter", json=body).is_success

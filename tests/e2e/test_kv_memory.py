@@ -1,4 +1,4 @@
-"""Memory that cannot be had ends the command with one line."""
+"""The command ends with one line if memory cannot be allocated."""
 
 from __future__ import annotations
 

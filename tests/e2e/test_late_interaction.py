@@ -45,7 +45,7 @@ def test_scores_are_those_of_sentence_transformers(server: ServerProcess, model:
         scores = {result["index"]: result["relevance_score"] for result in results}
         assert [scores[place] for place in range(len(DOCUMENTS))] == pytest.approx(wanted, abs=1e-4)
         assert list(scores) == sorted(scores, key=lambda place: -wanted[place])
-    # Each query beside one document.
+    # Each query is compared with one document.
     body = {"model": model, "text_1": QUERIES, "text_2": DOCUMENTS[: len(QUERIES)]}
     scores = [entry["score"] for entry in post(server, "/score", body)["data"]]
     assert scores == pytest.approx([row[place] for place, row in enumerate(golden)], abs=1e-4)
@@ -76,7 +76,7 @@ def test_long_texts_are_refused_or_cut(server: ServerProcess, model: str, longes
         post(server, "/rerank", {**cut, "query": query})["usage"]["prompt_tokens"]
         for query in (long, "w40")
     ]
-    # Both fill what a query has at least.
+    # A shorter query is padded to this length.
     short = {"stanford": 12, "pylate": 12, "native": 10}[model]
     assert usage[0] - usage[1] == longest - short
 
@@ -110,7 +110,7 @@ def test_an_input_type_is_for_what_is_compared(server: ServerProcess, body: Any)
 def test_every_token_of_a_text_has_a_vector(server: ServerProcess) -> None:
     body = {"model": "stanford", "input": DOCUMENTS[:1]}
     (entry,) = post(server, "/pooling", body)["data"]
-    # [CLS] and [SEP] around six words and marks.
+    # The tokens are [CLS] and [SEP] around six words and marks.
     assert [len(vector) for vector in entry["data"]] == [8] * 8
     info = httpx2.get(f"{server.url}/info", params={"model": "stanford"}).json()
     assert info["model_type"] == {"embedding": {"pooling": "none"}}

@@ -59,7 +59,7 @@ def http(server: ServerProcess, roots: Path) -> Iterator[httpx2.Client]:
 
 
 def sample(http: httpx2.Client) -> tuple[list[int], set[str]]:
-    """Greedy tokens and the versions that made them."""
+    """Return greedy tokens and the versions that made them."""
     params = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     body = {"token_ids": PROMPT, "sampling_params": params}
     choice = http.post("/inference/v1/generate", json=body).json()["choices"][0]

@@ -14,7 +14,7 @@ from tests.server_process import ServerProcess
 MODEL = "mlx-parallm-demo"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {"model": MODEL, "return_token_ids": True, "logprobs": 0}
-# float32, as docs/logprobs.md states.
+# The tolerance is that of float32 in docs/logprobs.md.
 TOLERANCE = 1e-4
 
 

@@ -88,7 +88,7 @@ def test_a_call_its_result_and_the_answer(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=history, tools=[WEATHER, ROLL])
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
-    # The answer before was whole: its prompt is cached.
+    # The answer before was complete, so its prompt is cached.
     assert usage.cache_read_input_tokens
 
 
@@ -123,7 +123,7 @@ def test_thinking_has_a_budget(client: anthropic.Anthropic) -> None:
     assert details[1].thinking_tokens < details[0].thinking_tokens
     none = ask(client, SUM, thinking={"type": "disabled"})
     assert [block.type for block in none.content] == ["text"]
-    # Thinking is taken back as it came.
+    # The server accepts its own thinking blocks unchanged.
     history = [*SUM, free.to_param(), {"role": "user", "content": "What is 2 + 3?"}]
     assert ask(client, history).stop_reason == "end_turn"
 

@@ -78,7 +78,7 @@ def check(server: ServerProcess, client: openai.OpenAI) -> None:
         labels = pool.submit(classify, server, texts)
         whole, q8, q4 = embedded
     assert sum(1 for _ in stream) > 30
-    # Rounding to 8 bits changes little, to 4 bits more.
+    # Quantising to 8 bits changes little, to 4 bits more.
     close, far = ((whole * quantised).sum(axis=1).min() for quantised in (q8, q4))
     assert close > 0.999
     assert close > far > 0.8

@@ -71,7 +71,7 @@ def test_what_was_asked_before_is_told_as_a_hit(server: ServerProcess) -> None:
     second = ask(server, texts=texts)["data"]
     assert [first["cache_hit"], *(entry["cache_hit"] for entry in second)] == [False, True, False]
     assert second[0]["predictions"] == first["predictions"]
-    # What is kept of a mask answers what wants fewer tokens of it, or some more.
+    # A cached mask also serves requests for fewer tokens.
     (fewer,) = ask(server, texts=texts[0], return_top_k=2)["data"]
     assert fewer["cache_hit"]
     assert fewer["predictions"][0]["top_k"] == first["predictions"][0]["top_k"][:2]

@@ -77,10 +77,10 @@ def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
     assert served(server)["mine"]["memory"]["cache_bytes"] > 0
     known = httpx2.get(f"{server.url}/server_info", headers=ADMIN).json()["models"]
     assert {model["names"][0]: model["memory"]["weights"] for model in known}["mine"] == size
-    # Another one beside it has its own vectors.
+    # A second model has other vectors.
     assert post(server, "/models/load", model="two").status_code == 200
     assert np.abs(embed(server, "two") - embed(server, "mine")).max() > 1e-3
-    # Again by its name: it is there.
+    # Another request to load it finds it loaded.
     assert post(server, "/v1/models/load", model="mine").json()["status"] == "loaded"
     gone = post(server, "/v1/models/unload", model="other")
     assert gone.json() == {"id": "mine", "object": "model", "unloaded": True}
@@ -173,7 +173,7 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
         content=golden_upload(golden),
         headers={"content-type": "application/octet-stream"},
     )
-    # Its model came back for it.
+    # The upload loaded the adapter's model again.
     assert answer.status_code == 200, answer.text
     cards = served(small)
     assert [cards[name]["status"] for name in ("one", "two", "mine")] == [

@@ -30,7 +30,7 @@ def test_every_cell_of_the_tutorial_runs(tmp_path: Path):
     stored = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     copy = tmp_path / NOTEBOOK.name
     copy.write_text(json.dumps(stored), encoding="utf-8")
-    # In a process of its own, whose end stops the notebook's server.
+    # The notebook runs in a process of its own, whose end stops the notebook's server.
     target = ["scripts.run_notebook", str(copy), "--store"]
     done = child_process.run(target, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -46,7 +46,7 @@ def processes_below(root: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """False for a zombie too: it waits for nobody but its new parent."""
+    """True if a process exists and is no zombie, which only waits for its parent."""
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return bool(state) and not state.startswith("Z")
@@ -66,6 +66,6 @@ def test_a_server_ends_with_a_killed_parent(
         servers = processes_below(int(parent.stdout.readline()))
         assert len(servers) == num_processes
         parent.kill()
-    # pytest's time limit ends it otherwise.
+    # pytest's time limit ends the loop otherwise.
     while any(map(is_running, servers)):
         pass

@@ -25,7 +25,7 @@ QUESTIONS = ("What is 17 + 25?", "Repeat this text: the quick brown fox", "Sort 
 
 
 class Rows:
-    """The demo model's embedding."""
+    """The rows of the demo model's embedding."""
 
     def __init__(self) -> None:
         self._model: Any = load_model(DEMO_FOLDER)[0]

@@ -27,7 +27,7 @@ def test_scores_are_those_of_sentence_transformers(server: ServerProcess, path: 
     assert scores(results) == pytest.approx(read_cross_encoder()["scores"][:3], abs=1e-4)
     assert [result["index"] for result in results] == [0, 2, 1]
     assert [result["document"] for result in results] == [{"text": DOCUMENTS[i]} for i in (0, 2, 1)]
-    # [CLS] query [SEP] document [SEP].
+    # A pair is [CLS] query [SEP] document [SEP].
     assert answer["usage"] == {"prompt_tokens": 8 + 14 + 7, "total_tokens": 29}
 
 

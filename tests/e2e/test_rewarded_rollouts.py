@@ -56,7 +56,7 @@ def test_rollouts_come_with_their_rewards(server: ServerProcess, streams: bool) 
 def rollout_samples(
     server: ServerProcess, body: dict[str, Any], *, streams: bool
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Each with the number of its prompt."""
+    """Return the samples, each with the number of its prompt."""
     if not streams:
         groups = post(server, "/v1/rl/rollout", body)["groups"]
         return [(group["index"], sample) for group in groups for sample in group["samples"]]

@@ -86,7 +86,7 @@ def test_a_trainer_learns_what_to_expect(live_server: ServerProcess) -> None:
     assert answer["logprobs_modes"] == ["raw_logprobs", "processed_logprobs"]
     assert answer["max_samples"] == 2048
     assert (answer["pause_modes"], answer["is_paused"]) == (["keep", "wait", "abort"], False)
-    # The first token id that is none.
+    # This is the first number beyond the token ids.
     item = {"prompt_token_ids": [1], "completion_token_ids": [model["vocab_size"]]}
     assert post(live_server, 400, items=[item])["error"]["param"] == "items"
 

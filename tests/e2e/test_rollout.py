@@ -163,7 +163,7 @@ def test_after_its_time_a_rollout_is_told_to_end(engine: FakeEngine, url: str) -
 
     leave(url, PATH, {"prompts": ["a", "b"], "timeout_s": 0.05}, wait)
     assert len(engine.cancelled) == 2
-    # The client has gone: both are taken from the engine, perhaps after what another test left.
+    # The client left, so both requests are aborted, perhaps after those of another test.
     left = set(engine.cancelled)
     while left:
         left.discard(engine.aborted.get())

@@ -16,7 +16,7 @@ MAX_TOKENS = 4
 
 
 def bound_samples(params: Any) -> None:
-    """Keep what vLLM and SGLang nest in a field of its own short too."""
+    """Limit the lengths in the nested fields of vLLM and SGLang too."""
     for options in params if isinstance(params, list) else [params]:
         if isinstance(options, dict):
             options["max_tokens"] = options["max_new_tokens"] = MAX_TOKENS
@@ -42,7 +42,7 @@ def call_at_random(operation: Any) -> None:
             if data.draw(st.booleans()):
                 case.body["model"] = MODEL
         response = case.call(timeout=None)
-        # The one route that nothing loaded can serve.
+        # No loaded model can serve this route.
         assert response.status_code < 500 or operation.path == "/v1/moderations", response.text
         assert response.status_code != 422
 
@@ -51,7 +51,7 @@ def call_at_random(operation: Any) -> None:
 
 def test_no_request_of_the_schema_is_a_server_error(live_server: ServerProcess) -> None:
     schema = schemathesis.openapi.from_url(f"{live_server.url}/openapi.json", timeout=None)
-    # Others would wait for ever on a server that was paused at random.
+    # Random pauses would make the other requests wait for ever.
     schema = schema.exclude(tag="control")
     for result in schema.get_all_operations():
         operation = result.ok() if isinstance(result, Ok) else None

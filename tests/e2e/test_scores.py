@@ -77,7 +77,7 @@ def test_labels_after_a_query_and_items(server: ServerProcess) -> None:
     assert score["scores"][1] == pytest.approx(
         next_probabilities(server, [1, 40, 41, 43, 44], labels), rel=1e-3
     )
-    # vLLM's name for it tells the first label's share of all labels.
+    # With vLLM's task name the score is the first label's share of all labels.
     answer = post(server, "/generative_scoring", {**body, **ids})
     assert answer["object"] == "list"
     first = [row[0] / sum(row) for row in score["scores"]]

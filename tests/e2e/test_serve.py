@@ -198,7 +198,7 @@ def test_a_batch_file_is_answered_line_by_line(tmp_path: Path) -> None:
     bad = {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": 1}}
     source.write_text("\n".join([*map(json.dumps, lines), json.dumps(bad), "{not json"]))
     ended = child_process.run(["mlx_parallm", "batch", str(source), str(target)], cwd=ROOT)
-    assert ended.returncode == 1  # some lines failed
+    assert ended.returncode == 1  # Status 1: some lines failed.
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     status = {a["custom_id"]: a["response"] and a["response"]["status_code"] for a in answers}
     assert status == {**{str(i): 200 for i in range(6)}, "bad": 400, None: None}

@@ -150,7 +150,7 @@ def test_the_body_of_atropos_for_vllm(live_server: ServerProcess) -> None:
     answer = send(live_server, **body)
     assert answer["finish_reasons"] == ["length", "length"]
     for token_ids, entries in zip(answer["token_ids"], answer["logprobs"], strict=True):
-        # As atropos reads them.
+        # atropos reads the log-probabilities in this way.
         assert [int(next(iter(item[0]))) for item in entries] == token_ids
         assert all(next(iter(item[0].values())) <= 0 for item in entries)
     scored = send(live_server, prompt={"prompt_token_ids": IDS}, prompt_logprobs=1, max_tokens=1)

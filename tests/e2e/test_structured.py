@@ -24,7 +24,7 @@ class Place(BaseModel):
     size: int = Field(ge=0, le=999)
 
 
-# Reasoning has no end that is certain to come.
+# Reasoning is off, because it might take all tokens.
 PLACE: dict[str, Any] = {
     "model": MODEL,
     "messages": HI,

@@ -214,7 +214,7 @@ def test_a_budget_ends_the_reasoning(client: openai.OpenAI, budget: int) -> None
     assert answer.usage is not None
     details = answer.usage.completion_tokens_details
     assert details is not None
-    # The start marker counts too.
+    # The usage counts the start marker too.
     assert (details.reasoning_tokens or 0) <= budget + 1
     assert answer.choices[0].message.content
     assert "</think>" not in answer.choices[0].message.content
