@@ -135,28 +135,38 @@ class ModelRunner:
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
-        kv_bytes = 0 if isinstance(self._path, AlonePath) else num_blocks * plan.block_bytes
-        self._info = RunnerInfo(
-            path=self._path.name,
-            vocab_size=vocab_size,
-            max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
-            num_blocks=num_blocks,
-            block_size=plan.block_size,
-            kv_bytes=kv_bytes,
-            weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
-            has_state=self._path.has_state,
-            attention_backend=backend.name,
-            dtype=loaded.dtype,
-            kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
-            runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
-            is_compiled=self._path.is_compiled,
-            input_width=0 if self._embedding is None else self._embedding.width,
-        )
+        self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
 
     @property
     def info(self) -> RunnerInfo:
         """Facts about the loaded model."""
         return self._info
+
+    def _facts(
+        self,
+        loaded: LoadedModel,
+        plan: KVPlan,
+        num_blocks: int,
+        backend: AttentionBackend,
+        vocab_size: int,
+    ) -> RunnerInfo:
+        path, draft = self._path, self._draft
+        return RunnerInfo(
+            path=path.name,
+            vocab_size=vocab_size,
+            max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            kv_bytes=0 if isinstance(path, AlonePath) else num_blocks * plan.block_bytes,
+            weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
+            has_state=path.has_state,
+            attention_backend=backend.name,
+            dtype=loaded.dtype,
+            kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
+            runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
+            is_compiled=path.is_compiled,
+            input_width=0 if self._embedding is None else self._embedding.width,
+        )
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step and wait for its results."""
