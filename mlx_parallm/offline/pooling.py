@@ -16,7 +16,7 @@ from mlx_parallm.api.pooling.inputs.encode import ANY_TEXT, Reading, Role, singl
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt
 from mlx_parallm.api.pooling.rewards.request import reward_model, reward_of
 from mlx_parallm.api.pooling.score.pairs import Pairs, score_pairs, scoring_model
-from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, finished_result
+from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS
 from mlx_parallm.offline.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -51,7 +51,7 @@ class OfflinePooling:
         check_dimensions(dimensions, self._loaded.model)
 
         def make(vector: np.ndarray, _: PoolingModel) -> EmbeddingOutput:
-            (row,) = finished([vector], dimensions, normalizes=info.normalizes)
+            (row,) = finished([vector], "embed", info, dimensions=dimensions)
             return EmbeddingOutput(embedding=row.tolist())
 
         role = Role(prompt=named_prompt(info, None))
@@ -90,7 +90,7 @@ class OfflinePooling:
         chosen: Task = task or (tasks[0] if tasks else "embed")
 
         def make(result: np.ndarray, model: PoolingModel) -> PoolingOutput:
-            return PoolingOutput(data=finished_result(result, chosen, model.info))
+            return PoolingOutput(data=finished([result], chosen, model.info)[0])
 
         return self._each(prompts, chosen, make, truncate=truncate)
 

@@ -1,4 +1,4 @@
-"""The way of a request through a pooling route: model, inputs, results, answer."""
+"""The path of a request through a pooling route: model, inputs, results, answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Depends, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.pooling.encoded import ModelCall, num_numbers
@@ -18,7 +18,7 @@ from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 # MAX_NUMBERS: most numbers of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24
@@ -26,26 +26,32 @@ MAX_NUMBERS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class PoolingPrelude:
-    """What is known of a request before its body is worked on.
+    """A request before its body is worked on.
 
     Attributes:
-        request: of HTTP.
-        client: as the caller may use them.
+        request: the HTTP request.
+        client: the pooling models, as the caller may use them.
     """
 
     request: Request
     client: PoolingClient
 
+    def open(
+        self, kind: str, name: str | None, *tasks: Task, own_id: str | None = None
+    ) -> PoolingCall:
+        """Return the call of the model with this name; see ``call`` and ``PoolingClient.get``."""
+        return self.call(self.client.get(name, *tasks), name, kind, own_id)
+
     def call(
         self, model: PoolingModel, name: str | None, kind: str, own_id: str | None = None
     ) -> PoolingCall:
-        """Go on with the model that was chosen.
+        """Return the call of a model that the route chose.
 
         Args:
             model: reads the inputs.
-            name: what the body calls it, if it does.
-            kind: begins the answer's id.
-            own_id: the body's part of that id; None: a new one.
+            name: the model's name in the body; None if the body names none.
+            kind: prefix of the answer's id.
+            own_id: the rest of that id, if the body chooses it; None: a new one.
         """
         new_id = self.request.state.answer_id
         return PoolingCall(
@@ -59,7 +65,7 @@ class PoolingPrelude:
 
 
 async def get_pooling_prelude(request: Request, engine: EngineDep) -> PoolingPrelude:
-    """Return what is known of a request before its body is worked on."""
+    """Return a request before its body is worked on."""
     return PoolingPrelude(request, engine.pooling)
 
 
@@ -68,12 +74,12 @@ PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingCall(ModelCall):
-    """A request of HTTP whose model is known.
+    """An HTTP request whose model is known.
 
     Attributes:
-        request: of HTTP.
-        name: what the answer calls the model.
-        answer_id: the answer's.
+        request: the HTTP request.
+        name: the model's name in the answer.
+        answer_id: the answer's id.
     """
 
     request: Request
@@ -83,7 +89,7 @@ class PoolingCall(ModelCall):
     async def respond(
         self,
         inputs: Sequence[PoolingInput],
-        write: Callable[[Encoded], Response],
+        answer: Callable[[Encoded], Any],
         *,
         param: str = "input",
         reduce: Callable[[np.ndarray], Any] | None = None,
@@ -91,10 +97,11 @@ class PoolingCall(ModelCall):
         """Compute the results and write the answer, unless the client goes away.
 
         Args:
-            inputs: at least one, of one task.
-            write: makes the answer, on a thread: thousands of vectors take long.
+            inputs: at least one, all of one task.
+            answer: makes the JSON of the answer, or the response itself. It runs on a thread,
+                because thousands of vectors take long to write.
             param: the field of the body that the inputs came from.
-            reduce: makes something small of each result, as soon as some of them are there.
+            reduce: makes something small of each result, as soon as some of them are computed.
 
         Raises:
             InvalidRequestError: the answer would be too large.
@@ -104,8 +111,12 @@ class PoolingCall(ModelCall):
             _check_size(inputs, self.model, param)
 
         async def work() -> Response:
-            results = await self._results(inputs, reduce)
-            return await asyncio.to_thread(write, Encoded(self, inputs, results))
+            encoded = Encoded(self, inputs, await self._results(inputs, reduce))
+            return await asyncio.to_thread(write, encoded)
+
+        def write(encoded: Encoded) -> Response:
+            content = answer(encoded)
+            return content if isinstance(content, Response) else JSONResponse(content)
 
         return await unless_disconnected(self.request, work())
 
@@ -123,10 +134,10 @@ class Encoded:
     """Inputs with their results.
 
     Attributes:
-        call: what they are of.
+        call: the request and its model.
         inputs: at least one.
-        results: of each input; ``Task`` has the shapes of those that were not reduced.
-        created: when, in seconds of Unix time.
+        results: one for each input; ``Task`` has the shapes of those that were not reduced.
+        created: Unix time in seconds.
     """
 
     call: PoolingCall
@@ -158,7 +169,7 @@ def prompt_usage(count: int) -> dict[str, int]:
 
 def _check_size(inputs: Sequence[PoolingInput], model: PoolingModel, param: str) -> None:
     numbers = sum(num_numbers(each, model.info) for each in inputs)
-    # That of vectors is bounded by the number of inputs.
+    # The number of inputs bounds how many numbers vectors have.
     if inputs[0].task != "embed" and numbers > MAX_NUMBERS:
         raise InvalidRequestError(
             f"The answer would have {numbers} numbers; {MAX_NUMBERS} are the most: send less.",

@@ -1,4 +1,4 @@
-"""How well texts fit queries by the vectors of their tokens: MaxSim.
+"""Scores of texts for queries by the vectors of their tokens: MaxSim.
 
 ColBERT (Khattab & Zaharia 2020, https://arxiv.org/abs/2004.12832), equation 3: for each token of a
 query the largest cosine with a token of the document, summed.
@@ -41,7 +41,7 @@ async def side_inputs(
 def side_vectors(
     encoded: PoolingInput, vectors: np.ndarray, side: Side, late: LateInteraction
 ) -> np.ndarray:
-    """Return the vectors of a query or a document that count; see ``compared``."""
+    """Return the vectors of a query's or document's tokens that count; see ``compared``."""
     skips = side == "document" or late.skips_in_queries
     return compared(encoded, vectors, late.skipped_ids if skips else frozenset())
 

@@ -44,7 +44,7 @@ async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
 
 @routes.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
-    """The text of tokens, special ones included."""
+    """Return the text of tokens, special ones included."""
     tokenizer = tokenizing_model(engine, body.model).tokenizer
 
     def work() -> str:

@@ -1,21 +1,17 @@
-"""Answers about the labels of texts, in vLLM's shape."""
+"""The answer about the labels of texts, in vLLM's shape."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.api.pooling.answer import Encoded
+from mlx_parallm.api.pooling.embeddings.answer import finished
 
 
-def classified(encoded: Encoded, *, use_activation: bool) -> dict[str, Any]:
+def classified(encoded: Encoded, *, use_activation: bool | None) -> dict[str, Any]:
     """Return the likeliest label of each text, and the probabilities of all labels in order."""
     info = encoded.call.model.info
-    values = np.stack(encoded.results)
-    if use_activation:
-        values = activated(values, info.problem_type)
+    rows = finished(encoded.results, "classify", info, use_activation=use_activation)
     return encoded.answer(
         [
             {
@@ -24,6 +20,6 @@ def classified(encoded: Encoded, *, use_activation: bool) -> dict[str, Any]:
                 "probs": row.tolist(),
                 "num_classes": len(row),
             }
-            for index, row in enumerate(values)
+            for index, row in enumerate(rows)
         ]
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import Response
-from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
@@ -16,15 +15,13 @@ from mlx_parallm.api.pooling.inputs.request import request_inputs
 routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-# SGLang has the first with the prefix of OpenAI's routes.
+# SGLang serves /classify also with the prefix of OpenAI's routes.
 @routes.post("/v1/classify")
 @routes.post("/v1/classifications", include_in_schema=False)
 async def classify(body: ClassifyRequest, pooling: PoolingDep) -> Response:
-    """The likeliest label of each text, and the probabilities of all labels."""
-    model = pooling.client.get(body.model, "classify")
-    call = pooling.call(model, body.model, "classify", body.request_id)
-    inputs = await request_inputs(body, model, "classify")
-    activates = body.use_activation is not False
+    """Return the likeliest label of each text, and the probabilities of all labels."""
+    call = pooling.open("classify", body.model, "classify", own_id=body.request_id)
+    inputs = await request_inputs(body, call.model, "classify")
     return await call.respond(
-        inputs, lambda encoded: JSONResponse(classified(encoded, use_activation=activates))
+        inputs, lambda encoded: classified(encoded, use_activation=body.use_activation)
     )

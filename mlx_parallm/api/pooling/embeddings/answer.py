@@ -1,17 +1,15 @@
-"""Between OpenAI's embeddings and what an encoder takes and gives."""
+"""From the results of a pooling model to the vectors and probabilities of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from starlette.responses import Response
 
-from mlx_parallm.api.pooling.answer import Encoded
-from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_response
-from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
+from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import LABEL_TASKS, PoolingInfo, Task
 
 
 def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
@@ -29,26 +27,39 @@ def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
 
 
 def finished(
-    vectors: Sequence[np.ndarray], dimensions: int | None, *, normalizes: bool
-) -> np.ndarray:
-    """Return vectors of a length that was checked, float32 ``[inputs, dimensions]``.
+    results: Sequence[np.ndarray],
+    task: Task,
+    info: PoolingInfo,
+    dimensions: int | None = None,
+    use_activation: bool | None = None,
+) -> Sequence[np.ndarray]:
+    """Return results as the answer gives them: probabilities, or vectors of their final length.
 
-    They are cut (Matryoshka, https://arxiv.org/abs/2205.13147), then divided by their lengths.
+    Vectors are cut (Matryoshka, https://arxiv.org/abs/2205.13147), then divided by their norms.
+
+    Args:
+        results: at least one.
+        task: the task of all inputs.
+        info: the model's facts.
+        dimensions: length of vectors, which was checked; None: the model's.
+        use_activation: False: logits stay, vectors are not normalised; None: the model's way.
     """
-    cut = np.stack(vectors)[:, :dimensions]
-    if normalizes:
-        cut = unit_vectors(cut)
-    return cut
+    if task in LABEL_TASKS:
+        activates = use_activation is not False
+        return [activated(row, info.problem_type) for row in results] if activates else results
+    normalizes = info.normalizes if use_activation is None else use_activation
+    # Vectors of texts have one length, so that NumPy can work on all of them together.
+    cut = [each[..., :dimensions] for each in ([np.stack(results)] if task == "embed" else results)]
+    vectors = [unit_vectors(each) for each in cut] if normalizes else cut
+    return list(vectors[0]) if task == "embed" else vectors
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors ``[..., dims]`` divided by their lengths; one without a length stays."""
+    """Return vectors ``[..., dims]`` divided by their norms; a vector of zeros stays."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
-def embeddings_response(encoded: Encoded, body: EmbeddingsRequest) -> Response:
-    """Return OpenAI's list of embeddings with vLLM's ``id`` and ``created``, or the bytes alone."""
-    info = encoded.call.model.info
-    normalizes = info.normalizes if body.use_activation is None else body.use_activation
-    vectors = finished(encoded.results, body.dimensions, normalizes=normalizes)
-    return arrays_response(list(vectors), encoded, body, kind="embedding", field="embedding")
+def similarities(vectors: Sequence[np.ndarray]) -> list[float]:
+    """Return the cosine of the first vector with each other one."""
+    array = unit_vectors(np.stack(vectors).astype(np.float64))
+    return (array[1:] @ array[0]).tolist()

@@ -1,4 +1,4 @@
-"""Arrays of numbers in answers: as numbers, in base64, or as bytes, as vLLM has it."""
+"""Arrays in answers: as numbers, in base64 or as bytes, as in vLLM."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mlx_parallm.api.pooling.answer import Encoded
+from mlx_parallm.api.pooling.embeddings.answer import finished
 from mlx_parallm.api.pooling.embeddings.schema import ArraysRequest
 from mlx_parallm.types.errors import InvalidRequestError
 
-# Clients take heads of some 64 KiB: the entry of an array has 110 bytes.
+# MAX_DESCRIBED: arrays that a header can describe. Clients accept heads of some 64 KiB, and each
+# array adds 110 bytes.
 MAX_DESCRIBED = 256
 _DTYPES: Mapping[str, str] = {"float32": "f4", "float16": "f2"}
 
 
 def check_format(body: ArraysRequest, num_arrays: int) -> None:
-    """Raise InvalidRequestError if so many arrays cannot be written as the body asks."""
+    """Raise InvalidRequestError if the body's format cannot hold so many arrays."""
     if body.encoding_format == "bytes" and num_arrays > MAX_DESCRIBED:
         raise InvalidRequestError(
             f"The header that bytes come with describes at most {MAX_DESCRIBED} inputs; "
@@ -30,18 +32,18 @@ def check_format(body: ArraysRequest, num_arrays: int) -> None:
 
 
 def _in_json(array: np.ndarray, body: ArraysRequest) -> Any:
-    """Nested lists of numbers, or the base64 of their bytes in the order of rows."""
+    """Return nested lists of numbers, or the base64 of their bytes in the order of rows."""
     if body.encoding_format == "float":
         return array.tolist()
     return base64.b64encode(as_bytes(array, body.embed_dtype, body.endianness)).decode()
 
 
 def as_bytes(array: np.ndarray, dtype: str = "float32", endianness: str = "little") -> bytes:
-    """Return the numbers one after the other; native is little-endian, whatever the machine."""
+    """Return the numbers as bytes, in the order of rows; "native" is little-endian everywhere."""
     order = ">" if endianness == "big" else "<"
     if dtype == "bfloat16":
         return _bfloat16(array).astype(f"{order}u2").tobytes()
-    # What is larger than a number of 16 bits can be becomes infinite, as in vLLM.
+    # A number that 16 bits cannot hold becomes infinite, as in vLLM.
     with np.errstate(over="ignore"):
         return array.astype(order + _DTYPES[dtype]).tobytes()
 
@@ -55,25 +57,26 @@ def _bfloat16(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def arrays_response(
-    arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest, *, kind: str, field: str
-) -> Response:
+def arrays_answer(
+    encoded: Encoded, body: ArraysRequest, *, kind: str, field: str
+) -> dict[str, Any] | Response:
     """Return vLLM's list with an array for each input, or the bytes of all arrays alone.
 
     Args:
-        arrays: of the inputs.
-        encoded: has them.
-        body: says how they are written.
-        kind: what the entries of the list are called.
-        field: their field that has the array.
+        encoded: the inputs and their results.
+        body: chooses the format.
+        kind: ``object`` of the list's entries.
+        field: the entries' field that has the array.
     """
+    task, info = encoded.inputs[0].task, encoded.call.model.info
+    arrays = finished(encoded.results, task, info, body.dimensions, body.use_activation)
     if body.encoding_format in ("bytes", "bytes_only"):
         return _bytes_response(arrays, encoded, body)
     data = [
         {"object": kind, "index": index, field: _in_json(array, body)}
         for index, array in enumerate(arrays)
     ]
-    return JSONResponse(encoded.answer(data))
+    return encoded.answer(data)
 
 
 def _bytes_response(

@@ -8,8 +8,8 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import PoolingDep
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, embeddings_response
-from mlx_parallm.api.pooling.embeddings.array_encoding import check_format
+from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
+from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_answer, check_format
 from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt, prompt_of_type
 from mlx_parallm.api.pooling.inputs.request import request_inputs
@@ -21,31 +21,32 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v1/embeddings", batchable=True)
 async def create_embeddings(body: EmbeddingsRequest, pooling: PoolingDep) -> Response:
-    """A vector for each text."""
-    model = pooling.client.get(body.model, "embed")
-    check_dimensions(body.dimensions, model)
-    call = pooling.call(model, body.model, "embd", body.request_id)
-    prompt = asked_prompt(body, model.info)
-    inputs = await request_inputs(body, model, "embed", prompt=prompt)
+    """Return a vector for each text."""
+    call = pooling.open("embd", body.model, "embed", own_id=body.request_id)
+    check_dimensions(body.dimensions, call.model)
+    prompt = asked_prompt(body, call.model.info)
+    inputs = await request_inputs(body, call.model, "embed", prompt=prompt)
     check_format(body, len(inputs))
-    return await call.respond(inputs, lambda encoded: embeddings_response(encoded, body))
+    return await call.respond(
+        inputs, lambda encoded: arrays_answer(encoded, body, kind="embedding", field="embedding")
+    )
 
 
 def asked_prompt(body: EmbeddingsRequest, info: PoolingInfo) -> str:
-    """Return the prompt that a request asks for; the model's default where it asks for none.
+    """Return the prompt that a request chooses, else the model's default.
 
     Raises:
-        InvalidRequestError: the model has none of this name, or the inputs are no texts.
+        InvalidRequestError: the model has no such prompt, or the inputs are not texts.
     """
-    given = {"prompt": body.prompt, "prompt_name": body.prompt_name, "input_type": body.input_type}
-    asked = [name for name, value in given.items() if value is not None]
-    if len(asked) > 1:
+    names = ("prompt", "prompt_name", "input_type")
+    present = [name for name in names if getattr(body, name) is not None]
+    if len(present) > 1:
         raise InvalidRequestError(
-            f"Only one of {', '.join(asked)} can be asked for.", param=asked[1]
+            f"Only one of {', '.join(present)} can be asked for.", param=present[1]
         )
     is_text = body.messages is None and body.input is not None and isinstance(body.input[0], str)
-    if asked and not is_text:
-        raise InvalidRequestError(f"{asked[0]} is for texts.", param=asked[0])
+    if present and not is_text:
+        raise InvalidRequestError(f"{present[0]} is for texts.", param=present[0])
     if body.prompt is not None:
         return body.prompt
     if body.input_type is not None:

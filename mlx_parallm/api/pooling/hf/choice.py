@@ -1,4 +1,4 @@
-"""Which task a body asks for, and which model does it."""
+"""The task of a body, and the model for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mlx_parallm.api.pooling.hf.fill_mask import fill_mask
-from mlx_parallm.api.pooling.hf.job import Done, Job
+from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.hf.schema import TaskParameters
 from mlx_parallm.api.pooling.hf.text_classification import text_classification
 from mlx_parallm.api.pooling.hf.token_classification import token_classification
@@ -17,9 +17,10 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.pooling import Task
 
-Run = Callable[[Job], Awaitable[Done]]
+#: Does a task and returns the JSON of its answer.
+Run = Callable[[Job], Awaitable[Any]]
 
-#: What a model must be able to do, and what does it, by Hugging Face's names.
+#: The task that a model must be able to do, and its function, by Hugging Face's names.
 TASKS: Mapping[str, tuple[Task, Run]] = {
     "fill-mask": ("mlm", fill_mask),
     "text-classification": ("classify", text_classification),
@@ -29,15 +30,15 @@ TASKS: Mapping[str, tuple[Task, Run]] = {
     "feature-extraction": ("embed", feature_extraction),
     "sentence-similarity": ("embed", sentence_similarity),
 }
-#: What a model was made for, by Hugging Face's names.
+#: Hugging Face's name of the main task of a model.
 DEFAULTS: Mapping[Task, str] = {
     "mlm": "fill-mask",
     "classify": "text-classification",
     "token_classify": "token-classification",
     "embed": "feature-extraction",
 }
-#: Parameters that one task alone has.
-TELLING: Mapping[str, str] = {
+#: Parameters that only one task has.
+TASK_OF_PARAMETER: Mapping[str, str] = {
     "targets": "fill-mask",
     "function_to_apply": "text-classification",
     "aggregation_strategy": "token-classification",
@@ -57,32 +58,33 @@ def choose(
     name: str | None = None,
     task: str | None = None,
 ) -> tuple[PoolingModel, Run]:
-    """Return the model, and what it shall do.
+    """Return the model, and the function of the task.
 
-    The task is the one of the path, or what the body tells, or what the model was made for. Without
-    a name it is the first model that can do the task, or whose mask token a text has, or the first.
+    The task is that of the path, else the one that the body implies, else the model's main one.
+    Without a name, the model is the first that can do the task; without a task, the first whose
+    mask token is in the text, else the first of all.
 
     Raises:
-        ModelNotFoundError, InvalidRequestError: there is no such model; it cannot do the task; the
-            task is not known.
+        ModelNotFoundError, InvalidRequestError: there is no such model, it cannot do the task, or
+            the task is unknown.
     """
+    task = task or _implied_task(inputs, parameters)
     if task is None:
-        task = _told(inputs, parameters)
-    if task is not None:
-        if task not in TASKS:
-            raise InvalidRequestError(f"The task is one of {', '.join(TASKS)}.", param="task")
-        needed, run = TASKS[task]
-        return client.get(name, needed), run
-    model = _first(client, inputs) if name is None else client.get(name, *DEFAULTS)
-    made_for = [DEFAULTS.get(task) for task in model.info.tasks]
-    return model, next(TASKS[task][1] for task in made_for if task is not None)
+        model = _first(client, inputs) if name is None else client.get(name, *DEFAULTS)
+        default = next(DEFAULTS[each] for each in model.info.tasks if each in DEFAULTS)
+        return model, TASKS[default][1]
+    if task not in TASKS:
+        raise InvalidRequestError(f"The task is one of {', '.join(TASKS)}.", param="task")
+    needed, run = TASKS[task]
+    return client.get(name, needed), run
 
 
-def _told(inputs: Any, parameters: TaskParameters) -> str | None:
+def _implied_task(inputs: Any, parameters: TaskParameters) -> str | None:
+    """Return the task that the body's inputs or parameters belong to; None: any task."""
     if isinstance(inputs, dict):
         return "sentence-similarity" if "sentences" in inputs else "text-classification"
     names = parameters.model_fields_set
-    return next((task for field, task in TELLING.items() if field in names), None)
+    return next((task for field, task in TASK_OF_PARAMETER.items() if field in names), None)
 
 
 def _first(client: PoolingClient, inputs: Any) -> PoolingModel:

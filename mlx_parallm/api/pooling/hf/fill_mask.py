@@ -8,32 +8,29 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.pooling.encoded import ModelCall
-from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.inputs.encode import Reading
-from mlx_parallm.api.pooling.mlm.fill_mask import fillings, kept_top_k
-from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
-from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.api.pooling.mlm.fill_mask import fillings
+from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 TOP_K = 5
 
 
-async def fill_mask(job: Job) -> Done:
+async def fill_mask(job: Job) -> Any:
     """Return the fillings of a text; a list for each mask if it has several, and for each text.
 
     Raises:
         ParallmError: see ``filled``.
     """
     parameters = job.parameters
+    top_k, targets = parameters.top_k or TOP_K, parameters.targets
     answers, warnings = await filled(
-        job.call,
-        texts_of(job.inputs),
-        reading(parameters),
-        top_k=parameters.top_k or TOP_K,
-        targets=parameters.targets,
+        job.call, job.texts(), job.reading, top_k=top_k, targets=targets
     )
-    # transformers does not tell a list of one text from the text.
-    return Done(answers[0] if len(answers) == 1 else answers, warnings)
+    job.warnings.extend(warnings)
+    # transformers answers a list of one text as it does the text alone.
+    return answers[0] if len(answers) == 1 else answers
 
 
 async def filled(
@@ -57,17 +54,9 @@ async def filled(
         ParallmError: see ``masked_inputs``, ``candidates_of`` and ``ModelCall.written``.
     """
     model = call.model
-    words = Candidates()
-    if targets is not None:
-        words = await candidates_of(targets, model, "targets")
-    inputs = await masked_inputs(
-        texts,
-        model,
-        "mlm_logprobs" if words.ids else "mlm_top",
-        reading,
-        words.ids,
-        top_k=0 if words.ids else kept_top_k(top_k, model),
-    )
+    words = await candidates_of(targets, model, "targets")
+    task: Task = "mlm_logprobs" if words.ids else "mlm_top"
+    inputs = await masked_inputs(texts, model, task, reading, words.ids, top_k=top_k)
 
     def write(text: PoolingInput, result: np.ndarray) -> list[Any]:
         masks = fillings(text, result, top_k, model)

@@ -25,13 +25,13 @@ MAX_WARNING_CHARS = 1000
 
 @routes.post("/")
 async def run_task(body: TaskRequest, pooling: PoolingDep) -> Response:
-    """A task of the first model that can do it."""
+    """Do the task that the body implies, with the first model that can do it."""
     return await _run(body, pooling, None, None)
 
 
 @routes.post("/models/{name:path}")
 async def run_task_of_model(name: str, body: TaskRequest, pooling: PoolingDep) -> Response:
-    """A task of this model; its name may end with ``/pipeline/{task}``."""
+    """Do a task of this model; its name may end with ``/pipeline/{task}``."""
     before, marker, task = name.rpartition("/pipeline/")
     if marker and task in TASKS:
         return await _run(body, pooling, before, task)
@@ -40,7 +40,7 @@ async def run_task_of_model(name: str, body: TaskRequest, pooling: PoolingDep) -
 
 @routes.post("/pipeline/{task}")
 async def run_named_task(task: str, body: TaskRequest, pooling: PoolingDep) -> Response:
-    """This task, by the first model that can do it."""
+    """Do this task, with the first model that can do it."""
     return await _run(body, pooling, None, task)
 
 
@@ -48,7 +48,7 @@ async def run_named_task(task: str, body: TaskRequest, pooling: PoolingDep) -> R
 async def run_named_task_of_model(
     task: str, name: str, body: TaskRequest, pooling: PoolingDep
 ) -> Response:
-    """This task of this model."""
+    """Do this task, with this model."""
     return await _run(body, pooling, name, task)
 
 
@@ -60,17 +60,17 @@ async def _run(
     job = Job(body.inputs, parameters, pooling.call(model, name, "task"))
 
     async def work() -> Response:
-        done = await run(job)
+        answer = await run(job)
         # Thousands of vectors take long to write.
-        response = await asyncio.to_thread(JSONResponse, done.answer)
-        if done.warnings:
-            response.headers[WARNINGS] = _plain(done.warnings)
+        response = await asyncio.to_thread(JSONResponse, answer)
+        if job.warnings:
+            response.headers[WARNINGS] = _plain(job.warnings)
         return response
 
     return await unless_disconnected(pooling.request, work())
 
 
 def _plain(warnings: Iterable[str]) -> str:
-    """As a header can hold it."""
+    """Return the warnings as one line of ASCII, which a header can hold."""
     text = " ".join(warnings).encode("ascii", "backslashreplace").decode()
     return "".join(char for char in text if char.isprintable())[:MAX_WARNING_CHARS]

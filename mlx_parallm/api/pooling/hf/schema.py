@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.api.pooling.inputs.encode import Reading
 
 MAX_TOP_K = 1000
 MAX_TARGETS = 10_000
@@ -49,19 +50,21 @@ class TaskParameters(OpenForm):
         None, description="The end of a text at which it is cut."
     )
 
+    def reading(self, param: str) -> Reading:
+        """Return how the inputs in this field of the body are read."""
+        is_left = (self.truncation_direction or "").lower() == "left"
+        return Reading(truncate=-1 if self.truncate else None, from_left=is_left, param=param)
+
 
 class TaskRequest(TaskParameters):
-    """What Hugging Face's InferenceClient posts. Parameters may also stand beside ``inputs``."""
+    """The body of Hugging Face's InferenceClient; parameters may also stand beside ``inputs``."""
 
     inputs: Any = Field(description="A text, several, or what else the task takes.")
     parameters: TaskParameters | None = Field(None, description="Of the task.")
     options: dict[str, Any] = Field(default_factory=dict, description="Not read.")
 
     def all_parameters(self) -> TaskParameters:
-        """Those of ``parameters``, and those beside ``inputs``."""
-        beside = {
-            name: getattr(self, name)
-            for name in self.model_fields_set & TaskParameters.model_fields.keys()
-        }
+        """Return the fields of ``parameters``, and those beside ``inputs``."""
+        beside = self.model_dump(include={*TaskParameters.model_fields}, exclude_unset=True)
         within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
         return TaskParameters.model_validate({**beside, **within})

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.pooling.activation import activated, ranked_labels, softmax
-from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, is_list_of
 from mlx_parallm.types.errors import InvalidRequestError
@@ -22,7 +21,7 @@ PROBLEMS: dict[str, ProblemType] = {
 }
 
 
-async def text_classification(job: Job) -> Done:
+async def text_classification(job: Job) -> list[Any]:
     """Return a list of labels and scores for each text, also for a text alone.
 
     Raises:
@@ -36,15 +35,14 @@ async def text_classification(job: Job) -> Done:
         return ranked_labels(_scores(job, logits), labels)[: job.parameters.top_k]
 
     answers, _ = await job.call.written(inputs, write)
-    return Done(answers)
+    return answers
 
 
 async def _inputs(job: Job) -> tuple[PoolingInput, ...]:
-    model, how = job.call.model, reading(job.parameters)
     pairs: Any = [job.inputs] if is_object(job.inputs) else job.inputs
     if is_list_of(pairs, dict) and len(pairs) <= MAX_INPUTS:
-        return await pair_inputs([_pair(each) for each in pairs], model, how)
-    return await single_inputs(texts_of(job.inputs), model, "classify", how)
+        return await pair_inputs([_pair(each) for each in pairs], job.call.model, job.reading)
+    return await single_inputs(job.texts(), job.call.model, "classify", job.reading)
 
 
 def _pair(pair: dict[str, Any]) -> tuple[str, str]:

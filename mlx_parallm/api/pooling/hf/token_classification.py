@@ -9,8 +9,7 @@ import numpy as np
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.activation import softmax
 from mlx_parallm.api.pooling.hf.entities import LabelledTokens, entities
-from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, TokenSpan
@@ -20,19 +19,19 @@ STRATEGY = "simple"
 OUTSIDE = ["O"]
 
 
-async def token_classification(job: Job) -> Done:
+async def token_classification(job: Job) -> list[Any]:
     """Return a list of entities for a text; for several a list of these.
 
     Raises:
-        ParallmError: texts are to be cut at their beginnings; see also ``texts_of``,
+        ParallmError: texts are to be cut at their beginnings; see also ``Job.texts``,
             ``single_inputs`` and ``PoolingCall.written``.
     """
-    how, model = reading(job.parameters), job.call.model
+    how, model = job.reading, job.call.model
     if how.from_left:
         raise InvalidRequestError(
             "Texts whose tokens are classified are cut at their ends.", param="truncation_direction"
         )
-    texts, tokenizer = texts_of(job.inputs), model.tokenizer
+    texts, tokenizer = job.texts(), model.tokenizer
     length, limit = sum(map(len, texts)), text_limit(model, how)
     spans = await maybe_in_thread(lambda: tokenizer.spans(texts, limit=limit), length)
     ids = [tuple(span.token_id for span in own) for own in spans]
@@ -50,7 +49,7 @@ async def token_classification(job: Job) -> Done:
         return [entity for entity in all_entities if _label(entity) not in ignored]
 
     answers = await maybe_in_thread(lambda: list(map(write, spans, inputs, logits)), length)
-    return Done(answers if isinstance(job.inputs, list) else answers[0])
+    return answers if isinstance(job.inputs, list) else answers[0]
 
 
 def _kept(spans: list[TokenSpan], length: int) -> list[int]:

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished
+from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished, similarities
 from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
-from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import reading, texts_of
-from mlx_parallm.api.pooling.inputs.encode import Role, single_inputs
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.hf.job import Job
+from mlx_parallm.api.pooling.inputs.request import prompted_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
-from mlx_parallm.api.pooling.tei.answer import similarities
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 
 
-async def feature_extraction(job: Job) -> Done:
+async def feature_extraction(job: Job) -> list[Any]:
     """Return a list with a vector for each text, also for a text alone.
 
     Raises:
-        ParallmError: see ``texts_of``, ``single_inputs`` and ``PoolingCall.written``.
+        ParallmError: see ``Job.texts``, ``single_inputs`` and ``PoolingCall.written``.
     """
-    vectors = await _vectors(job, texts_of(job.inputs))
+    vectors = await _vectors(job, job.texts())
     if job.parameters.encoding_format == "base64":
-        return Done([base64.b64encode(as_bytes(vector)).decode() for vector in vectors])
-    return Done(vectors.tolist())
+        return [base64.b64encode(as_bytes(vector)).decode() for vector in vectors]
+    return [vector.tolist() for vector in vectors]
 
 
-async def sentence_similarity(job: Job) -> Done:
+async def sentence_similarity(job: Job) -> list[float]:
     """Return the cosine of each sentence with the source sentence.
 
     Raises:
@@ -44,16 +42,14 @@ async def sentence_similarity(job: Job) -> Done:
             "inputs must have source_sentence, a text, and sentences, a list of texts.",
             param="inputs",
         )
-    vectors = await _vectors(job, texts_of([source, *sentences]))
-    return Done(similarities(list(vectors)))
+    return similarities(await _vectors(job, job.texts([source, *sentences])))
 
 
-async def _vectors(job: Job, texts: Sequence[str]) -> np.ndarray:
-    """Return vectors of the length that was asked for, float32 ``[texts, dimensions]``."""
+async def _vectors(job: Job, texts: Sequence[str]) -> Sequence[np.ndarray]:
+    """Return vectors as the parameters say, float32 ``[dimensions]`` each."""
     model, parameters = job.call.model, job.parameters
     check_dimensions(parameters.dimensions, model)
-    role = Role(prompt=named_prompt(model.info, parameters.prompt_name))
-    inputs = await single_inputs(texts, model, "embed", reading(parameters), role=role)
+    inputs = await prompted_inputs(texts, model, "embed", job.reading, parameters.prompt_name)
     vectors, _ = await job.call.written(inputs, lambda _, result: result)
-    normalizes = model.info.normalizes if parameters.normalize is None else parameters.normalize
-    return finished(vectors, parameters.dimensions, normalizes=normalizes)
+    options = (parameters.dimensions, parameters.normalize)
+    return finished(vectors, "embed", model.info, *options)

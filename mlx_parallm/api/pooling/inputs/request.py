@@ -1,4 +1,4 @@
-"""From the body of a route to what an encoder reads."""
+"""From the body of a route to the inputs of a pooling model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, Role, single_inputs, text_limit
+from mlx_parallm.api.pooling.inputs.prompts import named_prompt
 from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel
@@ -74,3 +75,17 @@ async def _rendered(
 def _conversations(messages: Sequence[Any] | None) -> list[Sequence[ChatMessage]]:
     conversation = list(messages or ())
     return conversation if isinstance(conversation[0], list) else [conversation]
+
+
+async def prompted_inputs(
+    sources: Sequence[Any], model: PoolingModel, task: Task, reading: Reading, prompt: str | None
+) -> tuple[PoolingInput, ...]:
+    """Return inputs: texts with the model's prompt of this name, or token ids.
+
+    Raises:
+        InvalidRequestError: see ``single_inputs`` and ``named_prompt``; or token ids have a prompt.
+    """
+    if prompt is not None and not isinstance(sources[0], str):
+        raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
+    role = Role(prompt=named_prompt(model.info, prompt))
+    return await single_inputs(sources, model, task, reading, role=role)

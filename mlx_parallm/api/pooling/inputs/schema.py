@@ -1,8 +1,8 @@
-"""What the bodies of an encoder's routes share."""
+"""Fields and types that the bodies of pooling routes share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -19,9 +19,9 @@ from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 from mlx_parallm.types.json_values import is_list
 
-#: OpenAI takes 2,048.
+# MAX_INPUTS: inputs of a request; OpenAI takes 2,048.
 MAX_INPUTS = 8192
-# MAX_INPUT_IDS: token ids of one input, of which the model's context then refuses most.
+# MAX_INPUT_IDS: token ids of one input. The context length of the model is checked later.
 MAX_INPUT_IDS = 2**20
 TEXT = {"type": "string", "minLength": 1}
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -43,6 +43,13 @@ def as_texts(value: Any) -> list[str] | None:
     return texts if is_list_of(texts, str) and len(texts) <= MAX_INPUTS else None
 
 
+def as_ids(value: Any) -> list[list[int]] | None:
+    """Return token ids of one input or of several as lists; None for something else."""
+    lists = [value] if is_list_of(value, int) else value
+    is_many = is_list_of(lists, list) and len(lists) <= MAX_INPUTS
+    return lists if is_many and all(is_list_of(ids, int) for ids in lists) else None
+
+
 def _texts(value: Any) -> list[str]:
     texts = as_texts(value)
     if texts is None:
@@ -50,22 +57,17 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
-def _is_longer(value: Any, most: int) -> bool:
-    return isinstance(value, list) and len(cast("list[Any]", value)) > most
-
-
 def _inputs(value: Any) -> list[str] | list[list[int]]:
-    """Return every input, as texts or as ids; one message for whatever else there is."""
+    """Return every input, as texts or as ids; refuse anything else with one message."""
     texts = as_texts(value)
     if texts is not None:
         if "" in texts:
             raise ValueError(f"text {texts.index('')} is empty")
         return texts
-    if _is_longer(value, MAX_INPUT_IDS):
+    if is_list(value) and len(value) > MAX_INPUT_IDS:
         raise ValueError(f"is longer than {MAX_INPUT_IDS} entries")
-    lists = [value] if is_list_of(value, int) else value
-    is_many = is_list_of(lists, list) and len(lists) <= MAX_INPUTS
-    if is_many and all(is_list_of(ids, int) for ids in lists):
+    lists = as_ids(value)
+    if lists is not None:
         return lists
     raise ValueError(
         f"must be a text, a list of 1 to {MAX_INPUTS} texts, token ids, or a list of lists of ids"

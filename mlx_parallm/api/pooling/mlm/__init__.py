@@ -1,1 +1,1 @@
-"""What masked LMs say of masks and of whole texts."""
+"""Masked LMs: predictions for masks, and scores of whole texts."""

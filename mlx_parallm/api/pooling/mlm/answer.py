@@ -1,4 +1,4 @@
-"""Between the body of ``POST /v1/mlm`` and what a masked LM reads and gives."""
+"""From the body of ``POST /v1/mlm`` to inputs of a masked LM, and from results to the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_parallm.api.pooling.activation import log_softmax
 from mlx_parallm.api.pooling.answer import prompt_usage
-from mlx_parallm.api.pooling.mlm.fill_mask import fillings, kept_top_k
+from mlx_parallm.api.pooling.mlm.fill_mask import fillings
 from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.pooling.mlm.schema import MlmRequest
 from mlx_parallm.pooling.model import PoolingModel
@@ -22,15 +22,15 @@ MAX_LOGITS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class MaskQuestion:
-    """What a request asks of each mask.
+    """The question of a request about each mask.
 
     Label words are compared with each other, so that only their logits are computed. The scores of
     targets are shares of the whole vocabulary.
 
     Attributes:
-        body: asks.
-        model: answers.
-        words: those of the body.
+        body: the request.
+        model: the masked LM.
+        words: the body's words, as tokens.
     """
 
     body: MlmRequest
@@ -44,30 +44,24 @@ class MaskQuestion:
         Raises:
             InvalidRequestError: see ``candidates_of``.
         """
-        if body.words is None:
-            return cls(body, model, Candidates())
         param = "targets" if body.label_words is None else "label_words"
         return cls(body, model, await candidates_of(body.words, model, param))
 
     async def inputs(self) -> tuple[PoolingInput, ...]:
-        """Return what the model reads.
+        """Return the inputs of the model.
 
         Raises:
-            InvalidRequestError: see ``masked_inputs``; the answer would be too long.
+            InvalidRequestError: see ``masked_inputs``; or the answer would be too long.
         """
         body = self.body
-        # Targets are shares of the vocabulary, whose logits are then all there to be told.
+        # Targets are shares of the vocabulary, all of whose logits are computed then.
         all_logits = body.return_logits and body.label_words is None
-        task: Task = "mlm" if all_logits or body.label_words is not None else "mlm_logprobs"
-        if task == "mlm_logprobs" and not self.words.ids:
-            task = "mlm_top"
+        words = () if all_logits else self.words.ids
+        task: Task = "mlm_logprobs" if words else "mlm_top"
+        if all_logits or body.label_words is not None:
+            task = "mlm"
         inputs = await masked_inputs(
-            body.given,
-            self.model,
-            task,
-            body.given_reading,
-            () if all_logits else self.words.ids,
-            top_k=kept_top_k(body.return_top_k, self.model) if task == "mlm_top" else 0,
+            body.sources, self.model, task, body.source_reading, words, top_k=body.return_top_k
         )
         num_words = len(self.words.ids) or self.model.info.vocab_size
         if body.return_logits and num_words * sum(len(each.places) for each in inputs) > MAX_LOGITS:
@@ -77,9 +71,9 @@ class MaskQuestion:
         return inputs
 
     def answer(self, text: PoolingInput, result: np.ndarray) -> dict[str, Any]:
-        """Return what is told of a text."""
+        """Return the answer about a text."""
         logits = result if text.task == "mlm" else None
-        # The result of ``mlm_top`` is what ``fillings`` takes.
+        # ``fillings`` reads the results of ``mlm_top`` as they are.
         logprobs = result if logits is None else log_softmax(result)
         if self.words.ids and not text.candidates and logits is not None:
             text = replace(text, candidates=self.words.ids)

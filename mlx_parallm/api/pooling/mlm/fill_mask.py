@@ -1,4 +1,4 @@
-"""What a masked LM says of each mask, as Hugging Face's fill-mask pipeline tells it."""
+"""The likeliest tokens at each mask, in the form of Hugging Face's fill-mask pipeline."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ import numpy as np
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import PoolingInput
 
-# LEAST_TOP_K: fewest tokens that are asked of the model for a mask, so that one kept result serves
-# requests for different numbers of them.
-LEAST_TOP_K = 16
-
-
-def kept_top_k(top_k: int, model: PoolingModel) -> int:
-    """Return how many tokens of a mask are asked of the model where so many are told."""
-    return min(max(LEAST_TOP_K, 1 << (top_k - 1).bit_length()), model.info.vocab_size)
-
 
 def fillings(
     text: PoolingInput, results: np.ndarray, top_k: int, model: PoolingModel
@@ -25,11 +16,11 @@ def fillings(
     """Return the likeliest tokens at each mask of an input, best first.
 
     Args:
-        text: its places are its masks.
+        text: an input whose places are its masks.
         results: the result of ``mlm_top``, or log-probabilities of its candidates or of the whole
             vocabulary, float32 ``[masks, candidates or vocabulary]``.
-        top_k: how many of each mask.
-        model: whose tokens they are.
+        top_k: how many tokens of each mask.
+        model: has the vocabulary.
     """
     return [
         [
@@ -41,7 +32,7 @@ def fillings(
 
 
 def _likeliest(text: PoolingInput, row: np.ndarray, top_k: int) -> list[tuple[int, float]]:
-    """Tokens with their log-probabilities, best first; of equal ones the earlier."""
+    """Return tokens with their log-probabilities, best first; of equals the earlier one first."""
     if text.task == "mlm_top":
         ids, logprobs = row[:, :top_k].tolist()
         return [(int(token), logprob) for token, logprob in zip(ids, logprobs, strict=True)]

@@ -1,4 +1,4 @@
-"""From texts with masks to what a masked LM reads, and from words to the ids they stand for."""
+"""From texts with masks to the inputs of a masked LM, and from words to their ids."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.request import TokenLimit
 
-# To look up a word takes as long as to encode so many characters.
+# _WORD_CHARS: characters that can be encoded in the time of looking up a word.
 _WORD_CHARS = 16
+# LEAST_TOP_K: fewest tokens that the model reports for a mask.
+LEAST_TOP_K = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,9 @@ class Candidates:
     """Tokens that are compared, each once.
 
     Attributes:
-        ids: in the order they were given.
-        labels: what each was asked for as.
-        warnings: what was read as something else.
+        ids: the tokens, in the order of the request.
+        labels: the request's name of each token.
+        warnings: sentences about words that were read in another way than they were written.
     """
 
     ids: tuple[int, ...] = ()
@@ -34,10 +36,10 @@ class Candidates:
 
 
 def mask_id(model: PoolingModel) -> int:
-    """Return the id that stands for a word to be found.
+    """Return the id of the mask token.
 
     Raises:
-        InvalidRequestError: the model's tokenizer has none.
+        InvalidRequestError: the model's tokenizer has no mask token.
     """
     token = model.tokenizer.mask_token
     known = None if token is None else model.tokenizer.token_id(token)
@@ -55,13 +57,24 @@ async def masked_inputs(
     *,
     top_k: int = 0,
 ) -> tuple[PoolingInput, ...]:
-    """Inputs whose places are their masks; see ``single_inputs`` and ``PoolingInput``.
+    """Return inputs whose places are their masks; see ``single_inputs`` and ``PoolingInput``.
+
+    Args:
+        sources: texts, or token ids.
+        model: reads them.
+        task: the task of all.
+        reading: how the request has them read.
+        candidates: ids that are compared; none: the whole vocabulary.
+        top_k: for ``mlm_top``: how many tokens of each mask the answer needs.
 
     Raises:
-        InvalidRequestError: a text has no mask, perhaps because it was cut.
-        ContextLengthError: one is too long and is not to be cut.
+        InvalidRequestError: a text has no mask, which cutting may have removed.
+        ContextLengthError: a text is too long, and the request does not allow cutting.
     """
     mask = mask_id(model)
+    # A few numbers of tokens serve all requests, which can then share results.
+    rounded = max(LEAST_TOP_K, 1 << (top_k - 1).bit_length()) if task == "mlm_top" else 0
+    kept = min(rounded, model.info.vocab_size)
     inputs: list[PoolingInput] = []
     for number, each in enumerate(await single_inputs(sources, model, task, reading)):
         places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
@@ -70,33 +83,31 @@ async def masked_inputs(
                 f"{reading.param} {number} has no {model.tokenizer.mask_token}.",
                 param=reading.param,
             )
-        inputs.append(replace(each, places=places, candidates=candidates, top_k=top_k))
+        inputs.append(replace(each, places=places, candidates=candidates, top_k=kept))
     return tuple(inputs)
 
 
 async def candidates_of(
-    words: Mapping[str, str | int] | Iterable[str], model: PoolingModel, param: str
+    words: Mapping[str, str | int] | Iterable[str] | None, model: PoolingModel, param: str
 ) -> Candidates:
-    """Return the ids of words, by the rule of transformers' fill-mask pipeline.
+    """Return the ids of words, by the rule of transformers' fill-mask pipeline; none for None.
 
     A word that is no token is tokenised, and its first token stands for it. Among words with the
     same id, the first is kept.
 
     Args:
-        words: tokens, words or ids; perhaps by their labels.
-        model: whose vocabulary is meant.
+        words: tokens, words or ids; with labels as a mapping.
+        model: has the vocabulary.
         param: the field of the body that they came from.
 
     Raises:
-        InvalidRequestError: an id is outside the vocabulary; no word is left.
+        InvalidRequestError: an id is outside the vocabulary, or no word is left.
     """
-    labelled = _labelled(words)
+    if words is None:
+        return Candidates()
+    labelled = words if is_mapping(words) else {word: word for word in words}
     length = sum(len(str(word)) + _WORD_CHARS for word in labelled.values())
     return await maybe_in_thread(lambda: _candidates(labelled, model, param), length)
-
-
-def _labelled(words: Mapping[str, str | int] | Iterable[str]) -> Mapping[str, str | int]:
-    return words if is_mapping(words) else {word: word for word in words}
 
 
 def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str) -> Candidates:

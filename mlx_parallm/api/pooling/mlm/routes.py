@@ -1,4 +1,4 @@
-"""``POST /v1/mlm``: what a masked LM says of masks, or of whole texts."""
+"""``POST /v1/mlm``: predictions of a masked LM for masks, or scores of whole texts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v1/mlm")
 async def predict_masks(body: MlmRequest, pooling: PoolingDep) -> Response:
-    """The likeliest tokens at each mask, the scores of given words, or those of whole texts."""
+    """Return the likeliest tokens at each mask, scores of words there, or of whole texts."""
     body.check()
-    call = pooling.call(pooling.client.get(body.model, "mlm"), body.model, "mlm")
+    call = pooling.open("mlm", body.model, "mlm")
     answer = _score if body.pseudo_log_likelihood else _fill
     return await unless_disconnected(pooling.request, answer(body, call))
 
@@ -34,7 +34,7 @@ async def _fill(body: MlmRequest, call: PoolingCall) -> Response:
 
 
 async def _score(body: MlmRequest, call: PoolingCall) -> Response:
-    texts = await scored_texts(body.given, call.model, body.given_reading)
+    texts = await scored_texts(body.sources, call.model, body.source_reading)
     logprobs, hits = await call.written(
         masked_one_by_one(texts, call.model), lambda _, result: float(result[0, 0])
     )

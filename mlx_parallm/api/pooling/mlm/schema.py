@@ -19,7 +19,7 @@ from mlx_parallm.api.pooling.inputs.schema import (
     TOKEN_IDS,
     PoolingFields,
     Texts,
-    is_list_of,
+    as_ids,
     many,
 )
 from mlx_parallm.types.errors import InvalidRequestError
@@ -32,11 +32,10 @@ _WORD = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
 
 
 def _token_ids(value: Any) -> list[list[int]]:
-    values = [value] if is_list_of(value, int) else value
-    is_list = is_list_of(values, list) and len(values) <= MAX_INPUTS
-    if is_list and all(is_list_of(ids, int) for ids in values):
-        return values
-    raise ValueError(f"must be token ids, or a list of 1 to {MAX_INPUTS} lists of them")
+    lists = as_ids(value)
+    if lists is None:
+        raise ValueError(f"must be token ids, or a list of 1 to {MAX_INPUTS} lists of them")
+    return lists
 
 
 def _words(value: Any) -> dict[str, str | int]:
@@ -110,7 +109,7 @@ class MlmRequest(PoolingFields):
             raise InvalidRequestError("texts or token_ids is needed, and not both.", param="texts")
         if self.targets is not None and self.label_words is not None:
             raise InvalidRequestError("Give targets or label_words, not both.", param="targets")
-        if self.request_ids is not None and len(self.request_ids) != len(self.given):
+        if self.request_ids is not None and len(self.request_ids) != len(self.sources):
             raise InvalidRequestError("There must be an id for each text.", param="request_ids")
         if self.pseudo_log_likelihood and (self.words is not None or self.return_logits):
             raise InvalidRequestError(
@@ -124,11 +123,11 @@ class MlmRequest(PoolingFields):
         return self.label_words if self.targets is None else self.targets
 
     @property
-    def given(self) -> list[str] | list[list[int]]:
+    def sources(self) -> list[str] | list[list[int]]:
         """Return the texts, or their ids."""
         return self.token_ids if self.texts is None else self.texts
 
     @property
-    def given_reading(self) -> Reading:
-        """Return how ``given`` is read."""
+    def source_reading(self) -> Reading:
+        """Return how ``sources`` are read."""
         return self.reading("token_ids" if self.texts is None else "texts")

@@ -17,14 +17,14 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 
-# Each is a text once through the model.
+# MAX_SCORED_TOKENS: the model reads a text once for each of its tokens.
 MAX_SCORED_TOKENS = 8192
 
 
 async def scored_texts(
     sources: Sequence[Any], model: PoolingModel, reading: Reading
 ) -> list[PoolingInput]:
-    """Return texts whose places are those of all tokens but the special ones.
+    """Return texts whose places are all their tokens but the special ones.
 
     Raises:
         InvalidRequestError: they have too many tokens together; see also ``single_inputs``.
@@ -48,7 +48,7 @@ async def scored_texts(
 
 
 def masked_one_by_one(texts: Sequence[PoolingInput], model: PoolingModel) -> list[PoolingInput]:
-    """Return an input for each place of each text, with a mask there."""
+    """Return an input for each place of each text, with a mask at that place."""
     mask = mask_id(model)
     return [
         PoolingInput(
@@ -65,12 +65,12 @@ def masked_one_by_one(texts: Sequence[PoolingInput], model: PoolingModel) -> lis
 def text_scores(
     texts: Sequence[PoolingInput], logprobs: Sequence[float], hits: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Return what is told of each text.
+    """Return the answer about each text.
 
     Args:
-        texts: whose tokens were masked.
-        logprobs: of their inputs, in their order.
-        hits: whether the results of these inputs were kept.
+        texts: the texts whose tokens were masked.
+        logprobs: one for each masked token, in the order of the texts.
+        hits: for each of these, True if it came from the cache.
     """
     entries: list[dict[str, Any]] = []
     begin = 0

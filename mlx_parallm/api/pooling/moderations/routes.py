@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastapi import Response
-from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.error_schema import ErrorResponse
@@ -23,8 +22,6 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
     responses={501: {"model": ErrorResponse, "description": "No such classifier is loaded."}},
 )
 async def create_moderation(body: ModerationRequest, pooling: PoolingDep) -> Response:
-    """What of each text is harmful."""
-    model = moderator(pooling.client, body.model)
-    call = pooling.call(model, body.model, "modr")
-    inputs = await single_inputs(body.input, model, "classify")
-    return await call.respond(inputs, lambda encoded: JSONResponse(moderated(encoded)))
+    """Say of each text whether it is harmful, and how."""
+    call = pooling.call(moderator(pooling.client, body.model), body.model, "modr")
+    return await call.respond(await single_inputs(body.input, call.model, "classify"), moderated)

@@ -11,7 +11,7 @@ from mlx_parallm.api.pooling.score.pairs import PairScores
 
 
 def ranked(values: Sequence[float]) -> list[int]:
-    """Places of the values, the highest first; of equal ones the first."""
+    """Return the places of the values, the highest value first; equal values keep their order."""
     return sorted(range(len(values)), key=lambda place: (-values[place], place))
 
 
@@ -19,18 +19,17 @@ def rerank_answer(
     scores: PairScores, body: RerankRequest, documents: Sequence[str], call: PoolingCall
 ) -> dict[str, Any]:
     """Return the object of Jina, Cohere and vLLM."""
-    results: list[dict[str, Any]] = []
-    for place in ranked(scores.values)[: body.top_n or None]:
-        result: dict[str, Any] = {"index": place, "relevance_score": scores.values[place]}
-        if body.return_documents:
-            result["document"] = {"text": documents[place]}
-        results.append(result)
+    results = [
+        {"index": place, "relevance_score": scores.values[place]}
+        | ({"document": {"text": documents[place]}} if body.return_documents else {})
+        for place in ranked(scores.values)[: body.top_n or None]
+    ]
     usage = prompt_usage(scores.num_tokens)
     return {"id": call.answer_id, "model": call.name, "usage": usage, "results": results}
 
 
 def tei_answer(
-    scores: PairScores, body: RerankRequest, documents: Sequence[str]
+    scores: PairScores, body: RerankRequest, documents: Sequence[str], _: PoolingCall
 ) -> list[dict[str, Any]]:
     """Return TEI's list."""
     return [

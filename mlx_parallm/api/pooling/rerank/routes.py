@@ -42,9 +42,8 @@ async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
         scores = await score_pairs(call, pairs, _activation(body))
 
         def write() -> Response:
-            if body.is_tei:
-                return JSONResponse(tei_answer(scores, body, documents))
-            return JSONResponse(rerank_answer(scores, body, documents, call))
+            answer = tei_answer if body.is_tei else rerank_answer
+            return JSONResponse(answer(scores, body, documents, call))
 
         # Thousands of documents take long to write.
         return await asyncio.to_thread(write)

@@ -1,4 +1,4 @@
-"""Rewards: what a reward model says of texts and conversations."""
+"""Rewards of texts and conversations, by a reward model."""
 
 from __future__ import annotations
 
@@ -116,28 +116,34 @@ def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
     return logistic(value) if sigmoid else value
 
 
-def step_token_id(token: str | int, model: PoolingModel) -> int:
+async def step_token_id(token: str | int, model: PoolingModel) -> int:
     """Return the id of the token that ends a step.
 
     Raises:
         InvalidRequestError: the model has no such token.
     """
     if isinstance(token, int):
-        ids = [token] if 0 <= token < model.info.vocab_size else []
-    elif (known := model.tokenizer.token_id(token)) is not None:
-        ids = [known]
+        ids: Sequence[int] = [token] if 0 <= token < model.info.vocab_size else []
     else:
-        # A token may be written otherwise in the vocabulary, such as a line break. Two tokens are
-        # enough to see that a text has several.
-        limit = TokenLimit(most=1, cuts=True)
-        (ids,) = model.tokenizer.encode([token], add_special_tokens=False, limit=limit)
+        ids = await maybe_in_thread(lambda: _token_ids(token, model), len(token))
     if len(ids) != 1:
         raise InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
     return ids[0]
 
 
+def _token_ids(token: str, model: PoolingModel) -> Sequence[int]:
+    """Return the id of a token, or those of a text that is no single token."""
+    known = model.tokenizer.token_id(token)
+    if known is not None:
+        return [known]
+    # The vocabulary may write a token in another way, such as a line break. Two tokens are enough
+    # to see that a text has several.
+    limit = TokenLimit(most=1, cuts=True)
+    return model.tokenizer.encode([token], add_special_tokens=False, limit=limit)[0]
+
+
 def _length(text: Text) -> int:
-    """About how many characters there are to tokenise."""
+    """Return roughly how many characters there are to tokenise."""
     if isinstance(text, str):
         return len(text)
     return sum(len(str(message.get("content"))) + 64 for message in text)

@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 from fastapi import Response
-from starlette.responses import JSONResponse
 
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
@@ -26,7 +24,6 @@ from mlx_parallm.api.pooling.rewards.request import (
 from mlx_parallm.api.pooling.rewards.schema import RewardsRequest, Scored
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 
@@ -35,7 +32,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v1/rewards/score", batchable=True)
 async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
-    """A reward for each text or conversation, or for each of its steps."""
+    """Return a reward for each text or conversation, or for each of its steps."""
     param, scored = body.param, body.scored()
     if body.step_token is not None and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
@@ -45,7 +42,7 @@ async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
     chats = None if all(isinstance(each.content, str) for each in scored) else param
     model = reward_model(pooling.client, body.model, task, chats=chats)
     call = pooling.call(model, body.model, "rewards", body.request_id)
-    step_id = None if body.step_token is None else await _step_id(body.step_token, model)
+    step_id = None if body.step_token is None else await step_token_id(body.step_token, model)
     with named_by({"messages": param}):
         inputs = await reward_inputs(
             [_text(each) for each in scored],
@@ -57,13 +54,8 @@ async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
     if step_id is not None:
         _check_steps(inputs, step_id, param)
     return await call.respond(
-        inputs,
-        lambda encoded: JSONResponse(encoded.answer(_data(body, scored, encoded, step_id))),
+        inputs, lambda encoded: encoded.answer(_data(body, scored, encoded, step_id))
     )
-
-
-async def _step_id(token: str | int, model: PoolingModel) -> int:
-    return await maybe_in_thread(lambda: step_token_id(token, model), len(str(token)))
 
 
 def _text(scored: Scored) -> Text:

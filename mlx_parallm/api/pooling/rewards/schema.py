@@ -13,12 +13,12 @@ from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.types.errors import InvalidRequestError
 
 Completion = StrictStr | list[ChatMessage]
-# The fields of which a body has exactly one.
+# KINDS: a body has exactly one of these fields.
 KINDS = ("texts", "chats", "completions", "prompts")
 
 
 class RewardPrompt(NullIsAbsent):
-    """A prompt and what may follow it."""
+    """A prompt with its completions."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,10 +57,10 @@ class RewardsRequest(PoolingFields):
 
     @property
     def param(self) -> str:
-        """Return the field that has what is scored.
+        """Return the field with the texts to be scored.
 
         Raises:
-            InvalidRequestError: not exactly one kind is there.
+            InvalidRequestError: the body has not exactly one kind.
         """
         kinds = [name for name in KINDS if getattr(self, name) is not None]
         if len(kinds) != 1 or (self.prompt is None) != (self.completions is None):
@@ -71,10 +71,10 @@ class RewardsRequest(PoolingFields):
         return kinds[0]
 
     def scored(self) -> list[Scored]:
-        """Return everything that is to be scored, in its order.
+        """Return all texts and conversations to be scored, in order.
 
         Raises:
-            InvalidRequestError: see ``param``; or it is too much.
+            InvalidRequestError: see ``param``; or they are too many.
         """
         param = self.param
         if self.prompts is not None:
@@ -94,11 +94,11 @@ class RewardsRequest(PoolingFields):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What gets a reward.
+    """A text or conversation that gets a reward.
 
     Attributes:
         content: a text, read as it is, or a conversation, read by the chat template.
-        prompt_index: which of several prompts it follows.
+        prompt_index: index of the prompt that it follows; None if there are not several.
     """
 
     content: Completion
@@ -106,7 +106,7 @@ class Scored:
 
 
 def _joined(prompt: Completion, completion: Completion, param: str) -> Completion:
-    """Return a prompt with what follows it: text and text, or messages and a turn or messages."""
+    """Return a prompt with its completion: two texts, or messages and a turn or messages."""
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise InvalidRequestError("A text is completed by a text.", param=param)

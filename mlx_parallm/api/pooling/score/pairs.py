@@ -1,4 +1,4 @@
-"""How well texts fit queries, by a cross-encoder or by vectors of texts or of their tokens."""
+"""Scores of texts for queries, by a cross-encoder or by vectors of texts or of their tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Pairs:
         return Reading(truncate=self.truncate, param=self.params[SIDES.index(side)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PairScores:
     """A score for each document, and the tokens that were read for them."""
 
@@ -153,7 +153,7 @@ async def _logits(call: ModelCall, pairs: Pairs) -> PairScores:
         list(zip(queries, pairs.documents, strict=True)), call.model, pairs.reading("document")
     )
     logits = await call.encode(inputs)
-    return PairScores(values=[float(row[0]) for row in logits], num_tokens=num_tokens(inputs))
+    return PairScores([float(row[0]) for row in logits], num_tokens(inputs))
 
 
 async def _cosines(call: ModelCall, pairs: Pairs) -> PairScores:
@@ -162,10 +162,10 @@ async def _cosines(call: ModelCall, pairs: Pairs) -> PairScores:
         role = Role(prompt=prompt_of_type(call.model.info, side))
         inputs += await single_inputs(texts, call.model, "embed", pairs.reading(side), role=role)
     vectors = unit_vectors(np.stack(await call.encode(inputs)).astype(np.float64))
-    # One query stands beside all documents.
+    # NumPy repeats a single query for all documents.
     queries, documents = np.split(vectors, [len(pairs.queries)])
     values = (queries * documents).sum(axis=1).tolist()
-    return PairScores(values=values, num_tokens=num_tokens(inputs))
+    return PairScores(values, num_tokens(inputs))
 
 
 async def _max_sims(call: ModelCall, pairs: Pairs) -> PairScores:
@@ -174,24 +174,21 @@ async def _max_sims(call: ModelCall, pairs: Pairs) -> PairScores:
     queries = await side_inputs(pairs.queries, model, "query", pairs.reading("query"))
     documents = await side_inputs(pairs.documents, model, "document", pairs.reading("document"))
     vectors, _ = await call.written(
-        queries,
-        lambda query, result: side_vectors(query, result, "query", late),
-        part="queries",
+        queries, lambda query, result: side_vectors(query, result, "query", late), part="queries"
     )
-    # One query stands beside all documents, whose results come in their order.
+    # A single query is compared with all documents, whose results come in their order.
     beside = itertools.cycle(vectors)
-    values, _ = await call.written(
-        documents,
-        lambda document, result: max_sim(
-            next(beside), side_vectors(document, result, "document", late), is_mean=late.is_mean
-        ),
-        part="documents",
-    )
-    return PairScores(values=values, num_tokens=num_tokens((*queries, *documents)))
+
+    def score(document: PoolingInput, result: np.ndarray) -> float:
+        compared = side_vectors(document, result, "document", late)
+        return max_sim(next(beside), compared, is_mean=late.is_mean)
+
+    values, _ = await call.written(documents, score, part="documents")
+    return PairScores(values, num_tokens((*queries, *documents)))
 
 
 def logistic(value: float) -> float:
-    """1 / (1 + exp(-value)), which cannot overflow like this."""
+    """Return 1 / (1 + exp(-value)), in a form that cannot overflow."""
     return 0.5 * (1 + math.tanh(value / 2))
 
 

@@ -36,7 +36,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v1/score", batchable=True)
 async def score(body: ScoreRequest, prelude: PreludeDep, pooling: PoolingDep) -> Response:
-    """How well pairs of texts fit, or how probable labels are after a query and each item."""
+    """Score pairs of texts, or the probability of labels after a query and each item."""
 
     async def work() -> Response:
         if body.query is None:
@@ -54,7 +54,7 @@ async def score(body: ScoreRequest, prelude: PreludeDep, pooling: PoolingDep) ->
 async def generative_scoring(
     body: ScoreRequest, prelude: PreludeDep, pooling: PoolingDep
 ) -> Response:
-    """How probable the first label is after a query and each item."""
+    """Return the probability of the first label after a query and each item."""
 
     async def work() -> Response:
         name, scores = await _labels(body, prelude, pooling, softmax=True, joins_texts=False)

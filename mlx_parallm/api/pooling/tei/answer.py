@@ -1,4 +1,4 @@
-"""Between the bodies of text-embeddings-inference and what an encoder takes and gives."""
+"""From bodies of text-embeddings-inference to inputs, and from results to its answers."""
 
 from __future__ import annotations
 
@@ -10,28 +10,16 @@ import numpy as np
 
 from mlx_parallm import __version__
 from mlx_parallm.api.pooling.activation import activated, ranked_labels
-from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
-from mlx_parallm.api.pooling.inputs.encode import Role, pair_inputs, single_inputs
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
-from mlx_parallm.api.pooling.tei.schema import EmbedOptions, PredictRequest
+from mlx_parallm.api.pooling.tei.schema import PredictRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task, TokenSpan
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, TokenSpan
 
 PARAM = "inputs"
-# Where TEI's name is another.
+# TEI's names of poolings, where they differ.
 _POOLINGS = {"last": "last_token"}
-
-
-async def embed_inputs(
-    inputs: Sequence[Any], options: EmbedOptions, model: PoolingModel, task: Task
-) -> tuple[PoolingInput, ...]:
-    """Return inputs: texts with the prompt that is asked for, or token ids."""
-    if options.prompt_name is not None and not isinstance(inputs[0], str):
-        raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
-    role = Role(prompt=named_prompt(model.info, options.prompt_name))
-    return await single_inputs(inputs, model, task, options.reading(PARAM), role=role)
 
 
 async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[PoolingInput, ...]:
@@ -57,35 +45,30 @@ def predictions(logits: np.ndarray, info: PoolingInfo, *, raw_scores: bool) -> l
 
 
 def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
-    """Return the words of the vocabulary that have a weight, in its order."""
+    """Return the tokens of the vocabulary that have a weight, by id."""
     (places,) = weights.nonzero()
-    values = weights[places].tolist()
-    return [
-        {"index": place, "value": value}
-        for place, value in zip(places.tolist(), values, strict=True)
-    ]
+    pairs = zip(places.tolist(), weights[places].tolist(), strict=True)
+    return [{"index": place, "value": value} for place, value in pairs]
 
 
 def text_tokens(text: str, spans: Sequence[TokenSpan]) -> list[dict[str, Any]]:
-    """Return the tokens of a text and their places in its UTF-8 bytes; special ones have none."""
+    """Return the tokens of a text with their offsets in its UTF-8 bytes; null for special ones."""
     places = {place for span in spans for place in (span.start, span.end)}
     at_byte = _byte_offsets(text, sorted(places))
     return [
-        {"id": span.token_id, "text": span.token, "special": True, "start": None, "stop": None}
-        if span.is_special
-        else {
+        {
             "id": span.token_id,
-            "text": text[span.start : span.end],
-            "special": False,
-            "start": at_byte[span.start],
-            "stop": at_byte[span.end],
+            "text": span.token if span.is_special else text[span.start : span.end],
+            "special": span.is_special,
+            "start": None if span.is_special else at_byte[span.start],
+            "stop": None if span.is_special else at_byte[span.end],
         }
         for span in spans
     ]
 
 
 def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
-    """Return where characters at ascending places are among the bytes."""
+    """Return the byte offsets of characters at ascending places."""
     offsets: dict[int, int] = {}
     begin = num_bytes = 0
     for place in places:
@@ -95,7 +78,7 @@ def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
 
 
 def model_facts(model: PoolingModel) -> dict[str, Any]:
-    """Return what TEI tells of a model, and of what is done with it here."""
+    """Return TEI's facts about a model and its limits here."""
     return {
         "model_id": model.root,
         "model_sha": None,
@@ -108,7 +91,7 @@ def model_facts(model: PoolingModel) -> dict[str, Any]:
         "max_batch_requests": None,
         "max_client_batch_size": MAX_INPUTS,
         "auto_truncate": True,
-        # That of the tokenizers library, which uses all.
+        # The tokenizers library uses all processors.
         "tokenization_workers": os.cpu_count() or 1,
         "version": __version__,
         "sha": None,
@@ -117,7 +100,7 @@ def model_facts(model: PoolingModel) -> dict[str, Any]:
 
 
 def _model_type(info: PoolingInfo) -> dict[str, Any]:
-    """TEI's ``classifier``, ``reranker`` (of one label) or ``embedding``."""
+    """Return TEI's ``classifier``, ``reranker`` (with one label) or ``embedding``."""
     purpose = info.tasks[0]
     if purpose in ("classify", "token_classify"):
         kind = "reranker" if purpose == "classify" and len(info.labels) == 1 else "classifier"
@@ -127,9 +110,3 @@ def _model_type(info: PoolingInfo) -> dict[str, Any]:
     poolings = [_POOLINGS.get(name, name) for name in info.poolings]
     pooling = {"mlm": "splade", "token_embed": "none"}.get(purpose, "+".join(poolings))
     return {"embedding": {"pooling": pooling}}
-
-
-def similarities(vectors: Sequence[np.ndarray]) -> list[float]:
-    """Return the cosine of the first vector with each of the others."""
-    array = unit_vectors(np.stack(vectors).astype(np.float64))
-    return (array[1:] @ array[0]).tolist()

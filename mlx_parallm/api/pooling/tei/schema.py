@@ -23,7 +23,7 @@ _PAIR = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems"
 
 
 def _sequences(value: Any) -> Sequences:
-    """Every text or pair of texts, and whether they came as a batch."""
+    """Return every text or pair of texts, and True if they came as a batch."""
     if isinstance(value, str):
         value = [value]
     if _is_sequence(value):
@@ -37,7 +37,7 @@ def _sequences(value: Any) -> Sequences:
 
 
 def _is_sequence(value: Any) -> bool:
-    """True if it is a list of one text or two."""
+    """True if a value is a list of one text or two."""
     return (
         is_list(value)
         and len(value) in (1, 2)
@@ -50,7 +50,7 @@ def _lowered(value: Any) -> Any:
 
 
 class TeiFields(OpenForm):
-    """What the bodies share; ``model`` is this server's."""
+    """Fields of all bodies; TEI itself has no ``model``."""
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
     truncate: StrictBool = Field(
@@ -67,7 +67,7 @@ class TeiFields(OpenForm):
 
 
 class EmbedOptions(TeiFields):
-    """How texts are read that become vectors."""
+    """Options for texts that become vectors."""
 
     prompt_name: StrictStr | None = Field(
         None, description="The name of a prompt of the model, which is put before the texts."
@@ -75,7 +75,7 @@ class EmbedOptions(TeiFields):
 
 
 class EmbedAllRequest(EmbedOptions):
-    """Also of ``POST /embed_sparse``."""
+    """Texts for vectors of tokens, or for sparse vectors."""
 
     inputs: Inputs = Field(description="A text or several, or the token ids of one or of several.")
 
@@ -112,7 +112,7 @@ class SimilarityInputs(NullIsAbsent):
 
 
 class SimilarityRequest(OpenForm):
-    """As Hugging Face's task of this name has it."""
+    """Hugging Face's body of the task sentence-similarity."""
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
     inputs: SimilarityInputs = Field(description="The texts.")

@@ -1,1 +1,1 @@
-"""vLLM's route for whatever a pooling model gives."""
+"""vLLM's route for any result of a pooling model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fastapi import Response
 
@@ -11,11 +12,11 @@ from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
-from mlx_parallm.api.pooling.embeddings.array_encoding import check_format
+from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_answer, check_format
 from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
 from mlx_parallm.api.pooling.inputs.request import request_inputs
 from mlx_parallm.api.pooling.late_interaction import side_inputs, side_vectors
-from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, pooling_response, pooling_task
+from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, pooling_task
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
@@ -25,16 +26,18 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v1/pooling")
 async def pool(body: PoolingRequest, pooling: PoolingDep) -> Response:
-    """A vector, or probabilities of labels, for each text or for each of its tokens."""
-    model = pooling.client.get(body.model, *((body.task,) if body.task else POOLING_TASKS))
-    task = pooling_task(body, model.info)
-    check_dimensions(body.dimensions, model)
-    call = pooling.call(model, body.model, "pool", body.request_id)
-    inputs = await _inputs(body, model, task)
+    """Return a vector, or probabilities of labels, for each text or for each of its tokens."""
+    tasks = (body.task,) if body.task else POOLING_TASKS
+    call = pooling.open("pool", body.model, *tasks, own_id=body.request_id)
+    task = pooling_task(body, call.model.info)
+    check_dimensions(body.dimensions, call.model)
+    inputs = await _inputs(body, call.model, task)
     check_format(body, len(inputs))
-    return await call.respond(
-        inputs, lambda encoded: pooling_response(_counting(encoded, body), body, task)
-    )
+
+    def answer(encoded: Encoded) -> dict[str, Any] | Response:
+        return arrays_answer(_compared(encoded, body), body, kind="pooling", field="data")
+
+    return await call.respond(inputs, answer)
 
 
 async def _inputs(
@@ -45,7 +48,7 @@ async def _inputs(
     if task != "token_embed" or body.input is None or body.messages is not None:
         raise InvalidRequestError("input_type is for token_embed of input.", param="input_type")
     if body.truncation_side == "left":
-        # The mark of the side would be cut off.
+        # Cutting would remove the marker of the side.
         raise InvalidRequestError(
             "With input_type texts are cut at their ends.", param="truncation_side"
         )
@@ -60,8 +63,8 @@ async def _inputs(
     return await side_inputs(body.input, model, body.input_type, body.reading("input"))
 
 
-def _counting(encoded: Encoded, body: PoolingRequest) -> Encoded:
-    """Return the same with those tokens alone that count when texts are compared."""
+def _compared(encoded: Encoded, body: PoolingRequest) -> Encoded:
+    """Return the results with only those tokens that count when texts are compared."""
     late = encoded.call.model.info.late
     if body.input_type is None or late is None:
         return encoded
