@@ -155,6 +155,6 @@ def test_requests_without_a_token_move_from_a_dead_engine_and_the_others_end() -
 def test_the_death_of_the_last_engine_is_that_of_the_fleet() -> None:
     with fleet_of(1) as fleet:
         fleet.order(0, Die())
-        assert fleet.ended.wait(60)
+        assert fleet.ended.wait()
         with pytest.raises(Death):
             fleet.fleet.check()
