@@ -123,18 +123,17 @@ class LLM:
             # No stream would wait for the first step of a shape.
             warm_up=False,
         )
-        self._loaded = build_model(config, MetricFamilies(), lambda _text, _share: None)
+        self._loaded = build_model(config, MetricFamilies())
         self._ids = count()
         self._offline: OfflinePooling | None = None
 
     @property
     def _generator(self) -> LoadedGenerator:
         """The model, if it generates; raise InvalidRequestError if it does not."""
-        generator = self._loaded.generator
-        if generator is None:
-            name = self._loaded.built.model.names[0]
+        if not isinstance(self._loaded, LoadedGenerator):
+            name = self._loaded.model.names[0]
             raise InvalidRequestError(f"{name} is an encoder: it generates nothing.", param="model")
-        return generator
+        return self._loaded
 
     @property
     def _model(self) -> GenerationModel:
@@ -149,13 +148,12 @@ class LLM:
         """The model, if it is a pooling model; raise InvalidRequestError if it is none."""
         if self._offline is not None:
             return self._offline
-        pooling = self._loaded.pooling
-        if pooling is None:
-            name = self._loaded.built.model.names[0]
+        if isinstance(self._loaded, LoadedGenerator):
+            name = self._loaded.model.names[0]
             raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
         # The paths of routes import FastAPI, which a model that generates does not need.
         module = importlib.import_module("mlx_parallm.offline.pooling")
-        offline: OfflinePooling = module.OfflinePooling(pooling)
+        offline: OfflinePooling = module.OfflinePooling(self._loaded)
         self._offline = offline
         return offline
 

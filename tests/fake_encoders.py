@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
+from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.defaults import AnswerReader
 from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.residency import ModelEntry
@@ -177,7 +178,7 @@ class FakeAdapters:
 
 
 class FakeCore:
-    """Answers at once. Implements ``pooling.client.Core``."""
+    """Answers at once. It has the methods of ``EngineCore`` that ``AsyncPooling`` calls."""
 
     control = FakeAdapters()
 
@@ -227,4 +228,4 @@ class FakeEncoders(AsyncPooling):
 
     def __init__(self, *models: PoolingModel) -> None:
         self.thread = FakeCore(models)
-        super().__init__(self.thread)
+        super().__init__(cast("EngineCore", self.thread))

@@ -8,7 +8,8 @@ from typing import Any
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.life import Build, LocalLife
 from mlx_parallm.engine.remote.life import RemoteLife
-from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 

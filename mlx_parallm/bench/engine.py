@@ -92,12 +92,11 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
         scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
     )
     # MLX takes long to import, and ``bench serve`` does not need it.
-    build = importlib.import_module("mlx_parallm.serving.kinds")
-    return build.build_generator(config, MetricFamilies(), _ignore_progress, tracer=recorder)
-
-
-def _ignore_progress(_text: str, _share: float) -> None:
-    """Show nothing while the model is loaded."""
+    kinds = importlib.import_module("mlx_parallm.serving.kinds")
+    loaded = kinds.build_model(config, MetricFamilies(), tracer=recorder)
+    if not isinstance(loaded, kinds.LoadedGenerator):
+        raise ConfigError(f"{loaded.model.names[0]} is an encoder: it generates nothing.")
+    return loaded
 
 
 def _write(recorder: TraceRecorder, path: Path) -> None:

@@ -186,15 +186,16 @@ class GenerationModel:
     parent: str | None = None
     adapter: str | None = None
 
+    #: Its chat template may write tools.
     reads_tools = True
 
     @property
     def max_model_len(self) -> int:
-        """See ``TokenizingModel``."""
+        """Return the most tokens of a prompt and its completion."""
         return self.info.max_model_len
 
     def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """See ``TokenizingModel``."""
+        """Return the ids of a text of any length."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=ANY_LENGTH)
 
     def chat_ids(
@@ -205,14 +206,24 @@ class GenerationModel:
         template_kwargs: Mapping[str, Any],
         **ends: Any,
     ) -> Sequence[int]:
-        """See ``TokenizingModel``."""
+        """Return the ids of a conversation of any length.
+
+        Args:
+            messages: as templates take them.
+            tools: likewise.
+            template_kwargs: variables of the template.
+            ends: how the conversation ends; see ``Tokenizer.render_chat``.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it refuses (param "messages").
+        """
         variables = {**self.chat_template_kwargs, **template_kwargs}
         return self.tokenizer.encode_chat(
             messages, tools=tools, template_kwargs=variables, limit=ANY_LENGTH, **ends
         )
 
     def vocabulary_string(self, token_id: int) -> str:
-        """See ``TokenizingModel``."""
+        """Return a token as it is written in the vocabulary."""
         return self.tokenizer.vocabulary_string(token_id)
 
     @property

@@ -6,53 +6,19 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol
 
-from mlx_parallm.engine.adapter_names import AdapterNames
+from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.defaults import AnswerReader
 from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, ModelNotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
-
-
-class Core(Protocol):
-    """The methods of ``EngineCore`` that ``AsyncPooling`` uses."""
-
-    @property
-    def control(self) -> AdapterNames:
-        """Return the adapters by name."""
-        ...
-
-    def statuses(self) -> Sequence[ModelStatus]:
-        """Return the models that requests may name, with those that are loading."""
-        ...
-
-    def find(self, name: str) -> ModelStatus | None:
-        """Return the model or adapter with this name; None if there is none."""
-        ...
-
-    def not_found(self, name: str) -> ModelNotFoundError:
-        """Return the error for a name that no model or adapter has."""
-        ...
-
-    async def wait(self, name: str) -> None:
-        """Return once a model or adapter is loaded."""
-        ...
-
-    async def open_reader(self, request: Any) -> Any:
-        """Admit a request; return the reader of its events."""
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """Abort a request."""
-        ...
 
 
 class AsyncPooling:
     """The pooling models of an engine. Implements ``PoolingClient``."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._numbers = count()
 

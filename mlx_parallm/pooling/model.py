@@ -168,16 +168,17 @@ class PoolingModel(ModelDefaults):
     parent: str | None = None
     head: OwnHead | None = None
 
+    #: No chat template of a pooling model writes tools, so no tool call has an id.
     reads_tools = False
     call_id_length = None
 
     @property
     def max_model_len(self) -> int:
-        """See ``TokenizingModel``."""
+        """Return the most tokens of an input."""
         return self.info.max_model_len
 
     def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """See ``TokenizingModel``."""
+        """See ``GenerationModel.text_ids``."""
         return self.tokenizer.encode([text], add_special_tokens=add_special_tokens)[0]
 
     def chat_ids(
@@ -188,12 +189,12 @@ class PoolingModel(ModelDefaults):
         template_kwargs: Mapping[str, Any],
         **ends: Any,
     ) -> Sequence[int]:
-        """See ``TokenizingModel``; there are no tools."""
+        """See ``GenerationModel.chat_ids``; there are no tools."""
         assert not tools, "the model reads none"
         return self.tokenizer.encode_chat(messages, template_kwargs=template_kwargs, **ends)
 
     def vocabulary_string(self, token_id: int) -> str:
-        """See ``TokenizingModel``."""
+        """See ``GenerationModel.vocabulary_string``."""
         return self.tokenizer.token_string(token_id)
 
     @property

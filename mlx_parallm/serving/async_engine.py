@@ -8,15 +8,12 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.life import EngineLife, LocalLife
-from mlx_parallm.generation.client import GenerationClient
+from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling
-from mlx_parallm.serving.kinds import KINDS, build_engines
+from mlx_parallm.serving.kinds import KINDS, build_engines, ignore_progress
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
-
-
-def ignore_progress(_text: str, _fraction: float) -> None:
-    """Report nothing."""
 
 
 class AsyncEngine(EngineCore):
@@ -31,30 +28,42 @@ class AsyncEngine(EngineCore):
     ) -> None:
         """``life``: where the engines live; a thread of this process if it is not given."""
         super().__init__(config, KINDS, life or LocalLife(config, on_progress, build_engines))
-        self._generation = GenerationClient(self)
         self.pooling = AsyncPooling(self)
 
     def models(self) -> Sequence[GenerationModel]:
-        """See ``GenerationClient``."""
-        return self._generation.models()
+        """See ``EngineClient``."""
+        models = (status.model for status in self.statuses())
+        return [model for model in models if isinstance(model, GenerationModel)]
 
     def first_model(self) -> GenerationModel:
-        """See ``GenerationClient``."""
-        return self._generation.first_model()
+        """See ``EngineClient``."""
+        models = self.models()
+        if not models:
+            raise InvalidRequestError("No model that generates is served here.", param="model")
+        return models[0]
 
     def get_model(self, name: str) -> GenerationModel:
-        """See ``GenerationClient``."""
-        return self._generation.get_model(name)
+        """See ``EngineClient``."""
+        status = self.find(name)
+        if status is None:
+            raise self.not_found(name)
+        if not isinstance(status.model, GenerationModel):
+            raise status.wrong_kind(name)
+        return status.model
 
     async def check_room(self, model: str, client: str, n: int) -> None:
         """See ``EngineClient``."""
         self.check_health()
-        await self._generation.check_room(model, client, n)
+        served = self.get_model(model)
+        await self.check_queue(served.parent or served.names[0], client, n)
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """See ``EngineClient``."""
-        return await self._generation.submit(request)
+        self.check_open()
+        self.get_model(request.model)
+        stream: EventStream = await self.open_reader(request)
+        return RequestHandle(request_id=request.request_id, events=stream, gather=stream.gather)
 
     def open_requests(self) -> Sequence[GenerateRequest]:
         """See ``EngineClient``."""
-        return self._generation.open_requests()
+        return [each for each in self.all_requests() if isinstance(each, GenerateRequest)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
@@ -14,76 +14,8 @@ from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
 
-
-class IdsTokenizer(Protocol):
-    """The part of a tokenizer that every kind of model with a vocabulary has."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of token ids, added tokens included."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of ids."""
-        ...
-
-
-class TokenizingModel(Protocol):
-    """A model that reads texts as tokens, whatever it makes of them."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names that requests may use; the first is the one reported."""
-        ...
-
-    @property
-    def tokenizer(self) -> IdsTokenizer:
-        """Return its tokenizer."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Return the most tokens that it reads."""
-        ...
-
-    @property
-    def reads_tools(self) -> bool:
-        """True if its chat template may write tools."""
-        ...
-
-    @property
-    def call_id_length(self) -> int | None:
-        """Return the letters and digits of a tool call's id; None for any id."""
-        ...
-
-    def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
-        """Return the ids of a text of any length."""
-        ...
-
-    def chat_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any],
-        **ends: Any,
-    ) -> Sequence[int]:
-        """Return the ids of a conversation of any length.
-
-        Args:
-            messages: as templates take them.
-            tools: likewise; only where ``reads_tools``.
-            template_kwargs: variables of the template.
-            ends: how the conversation ends; see ``Tokenizer.render_chat``.
-
-        Raises:
-            InvalidRequestError: there is no chat template, or it refuses (param "messages").
-        """
-        ...
-
-    def vocabulary_string(self, token_id: int) -> str:
-        """Return a token as it is written in the vocabulary."""
-        ...
+#: ``TokenizingModel`` reads texts as tokens, whatever it makes of them.
+TokenizingModel = GenerationModel | PoolingModel
 
 
 class PoolingCalls(Protocol):

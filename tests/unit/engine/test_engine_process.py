@@ -31,7 +31,8 @@ from mlx_parallm.engine.remote.life import RemoteLife, _spawned
 from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.generation.remote_grammars import compile_grammar
-from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
