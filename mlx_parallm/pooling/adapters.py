@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, Self
 
 from mlx_parallm.config import EngineConfig
@@ -32,37 +32,6 @@ class BatchSlots(AdapterSlots):
         return content in self._slots or self.num_movable > 1
 
 
-class OpenRequests:
-    """The requests that use adapters. Implements ``policies.AdapterUsers``."""
-
-    def __init__(self, num_slots: int) -> None:
-        """``num_slots``: most adapters of a batch."""
-        # One more slot is uploaded to while batches run.
-        self.adapters = BatchSlots(num_slots + 1)
-        self._open: Counter[str] = Counter()
-
-    def begin(self, content: str) -> None:
-        """Count a request of an adapter when it is admitted."""
-        self._open[content] += 1
-
-    def end(self, content: str) -> None:
-        """Count a request of an adapter as ended."""
-        self._open[content] -= 1
-        if not self._open[content]:
-            del self._open[content]
-
-    def uses(self, content: str) -> bool:
-        """See ``AdapterUsers``."""
-        return content in self._open
-
-    def num_running(self, content: str) -> int:
-        """See ``AdapterUsers``; requests count from their admission."""
-        return self._open[content]
-
-    def refresh_weights(self) -> None:
-        """Do nothing: a request ends with the adapter version that it began with."""
-
-
 class SlotStore(AdapterStore, Protocol):
     """An ``AdapterStore`` with slots that batches name."""
 
@@ -75,39 +44,69 @@ class SlotStore(AdapterStore, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class EncoderAdapterSet:
-    """The adapters of a model, which outlive its eviction: a reloaded model has them again.
+    """The adapters of a model and the requests that use them.
+
+    They outlive the model's eviction: a reloaded model has them again. Implements ``AdapterSet``
+    and ``policies.AdapterUsers``.
 
     Attributes:
         policies: the adapters by name.
-        requests: the requests that use them.
-        store: keeps their tensors; None if the model takes no adapters.
+        adapters: their slots.
     """
 
-    policies: Policies
-    requests: OpenRequests
-    store: SlotStore | None = None
+    def __init__(
+        self,
+        name: str = "",
+        store: SlotStore | None = None,
+        *,
+        num_slots: int = 0,
+        max_loaded: int = 0,
+        max_rank: int = 0,
+    ) -> None:
+        """Return an empty set.
 
-    @classmethod
-    def empty(cls) -> Self:
-        """Return the set of a model that takes no adapters."""
-        requests = OpenRequests(0)
-        policies = Policies(model="", users=requests, store=NoAdapters(), max_loaded=0)
-        return cls(policies, requests)
+        Args:
+            name: the model's first name.
+            store: keeps the adapters' tensors; None if the model takes no adapters.
+            num_slots: most adapters of a batch.
+            max_loaded: see ``Policies``.
+            max_rank: see ``Policies``.
+        """
+        # One more slot is uploaded to while batches run.
+        self.adapters = BatchSlots(num_slots + 1)
+        self.policies = Policies(
+            model=name,
+            users=self,
+            store=store or NoAdapters(),
+            max_loaded=max_loaded,
+            max_rank=max_rank,
+        )
+        self._store = store
+        # Requests by their adapter's content; they count from their admission.
+        self._open: Counter[str] = Counter()
 
     @classmethod
     def of_model(cls, name: str, store: SlotStore, config: EngineConfig) -> Self:
         """Return an empty set for the model with this first name."""
-        requests = OpenRequests(config.scheduler.max_loras)
-        policies = Policies(
-            model=name,
-            users=requests,
-            store=store,
+        return cls(
+            name,
+            store,
+            num_slots=config.scheduler.max_loras,
             max_loaded=config.adapters.max_loaded,
             max_rank=config.adapters.max_rank,
         )
-        return cls(policies, requests, store)
+
+    def uses(self, content: str) -> bool:
+        """See ``AdapterUsers``."""
+        return self._open[content] > 0
+
+    def num_running(self, content: str) -> int:
+        """See ``AdapterUsers``."""
+        return self._open[content]
+
+    def refresh_weights(self) -> None:
+        """Do nothing: a request ends with the adapter version that it began with."""
 
     def begin(self, request: PoolRequest) -> PoolRequest:
         """Return the request with inputs that name its adapter's content, kept until ``end``.
@@ -123,7 +122,7 @@ class EncoderAdapterSet:
         assert version is not None, f"{request.adapter} names no adapter"
         if self.policies.head_of(request.adapter) != request.head:
             raise ModelLoadingError(request.adapter)
-        self.requests.begin(version.content)
+        self._open[version.content] += 1
         inputs = tuple(replace(item, adapter=version.content) for item in request.inputs)
         return replace(request, inputs=inputs)
 
@@ -132,25 +131,26 @@ class EncoderAdapterSet:
         if request.adapter is not None:
             content = request.inputs[0].adapter
             assert content is not None, "the request was not begun"
-            self.requests.end(content)
+            self._open[content] -= 1
+            if not self._open[content]:
+                del self._open[content]
             self.policies.forget_unused()
 
     @contextmanager
     def placed(self, contents: Collection[str]) -> Generator[Mapping[str, int]]:
         """Hold a slot for each adapter within the ``with`` block; yield them by content."""
-        adapters = self.requests.adapters
-        slots = {content: adapters.acquire(content) for content in contents}
+        slots = {content: self.adapters.acquire(content) for content in contents}
         try:
-            if self.store is not None:
-                self.store.ensure(contents)
+            if self._store is not None:
+                self._store.ensure(contents)
             yield slots
         finally:
             for content in contents:
-                adapters.release(content)
+                self.adapters.release(content)
 
     def release(self) -> None:
         """Free the adapters' tensors on the device, because the model is evicted."""
-        if self.store is not None:
-            self.store.release()
-        for content in list(self.requests.adapters.resident):
-            self.requests.adapters.forget(content)
+        if self._store is not None:
+            self._store.release()
+        for content in list(self.adapters.resident):
+            self.adapters.forget(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,33 +99,16 @@ class PoolingKind(KindDefaults):
         for folder in models:
             text = f"Loading {folder.names[0]}"
             context.on_progress(text, 0.0)
-            pending = PendingPoolingModel(
-                folder.config,
-                folder.path,
-                folder.names,
-                context.settings,
-                context.families,
-                context.worker,
-            )
-            built.append(pending.finish())
+            with load_failures(folder.path):
+                opens = self.read(folder.config, folder.path, context.settings)
+            built.append(opens(context.families, context.worker).finish())
             context.on_progress(text, 1.0)
         return built
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Read the tokenizer; see ``Kind``."""
-        return partial(_open, config, path, settings, tokenizer_of(config, path))
-
-
-def _open(
-    config: ModelConfig,
-    path: Path,
-    settings: EngineConfig,
-    tokenizer: TextEncoder,
-    families: MetricFamilies,
-    worker: Worker,
-) -> PendingPoolingModel:
-    names = config.served_names
-    return PendingPoolingModel(config, path, names, settings, families, worker, tokenizer=tokenizer)
+        folder = ModelFolder(config, path)
+        return partial(PendingPoolingModel, folder, settings, tokenizer_of(config, path))
 
 
 class DeviceEncoder:
@@ -160,45 +143,36 @@ class PendingPoolingModel:
 
     def __init__(
         self,
-        config: ModelConfig,
-        path: Path,
-        names: tuple[str, ...],
+        folder: ModelFolder,
         settings: EngineConfig,
+        tokenizer: TextEncoder,
         families: MetricFamilies,
         worker: Worker,
-        *,
-        tokenizer: TextEncoder | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begin to load a folder for which ``is_read`` is true.
-
-        ``tokenizer`` is read from the folder if it is None.
 
         Raises:
             ConfigError: the dtype is unknown.
             ModelLoadError: the model cannot be loaded.
         """
-        self._config = config
-        self._path = path
-        self._names = names
+        self._folder = folder
         self._settings = settings
+        self._tokenizer = tokenizer
         self._families = families
         self._worker = worker
-        self._clock = clock
-        with load_failures(path):
-            self._tokenizer = tokenizer or tokenizer_of(config, path)
-            spec = pooling_spec(config, path, self._tokenizer)
-            opened: Any = worker.begin(Load(model=names[0], spec=spec))
+        with load_failures(folder.path):
+            spec = pooling_spec(folder.config, folder.path, tokenizer)
+            opened: Any = worker.begin(Load(model=self.name, spec=spec))
         self._pending: PendingLoad | None = opened
         self.num_bytes: int = opened.num_bytes
         self._num_stages = max(1, opened.num_stages - 1)
 
     def advance(self) -> float:
         """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
-        opened, end_s = self._opened, self._clock() + ADVANCE_S
+        opened, end_s = self._opened, time.perf_counter() + ADVANCE_S
         while opened.num_stages > 1:
             opened.advance()
-            if self._clock() >= end_s:
+            if time.perf_counter() >= end_s:
                 break
         return 1.0 - (opened.num_stages - 1) / self._num_stages
 
@@ -209,7 +183,7 @@ class PendingPoolingModel:
     @property
     def name(self) -> str:
         """Return the first of its names."""
-        return self._names[0]
+        return self._folder.names[0]
 
     @property
     def _opened(self) -> PendingLoad:
@@ -224,13 +198,16 @@ class PendingPoolingModel:
         Raises:
             ConfigError: ``max_model_len`` is more than the model takes.
         """
-        with load_failures(self._path):
+        config, path = self._folder.config, self._folder.path
+        with load_failures(path):
             plan: PoolingPlan = self._opened.wait()
             info = self._info(plan.info)
-        max_tokens = self._settings.scheduler.max_num_batched_tokens or _max_tokens()
+        max_tokens = self._settings.scheduler.max_num_batched_tokens or (
+            CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS
+        )
         model = PoolingModel(
-            names=self._names,
-            root=self._config.path or str(self._path),
+            names=self._folder.names,
+            root=config.path or str(path),
             created=int(time.time()),
             tokenizer=self._tokenizer,
             info=info,
@@ -241,14 +218,14 @@ class PendingPoolingModel:
             DeviceEncoder(self._worker, self.name, plan.info),
             max_tokens=max_tokens,
             max_waiting=MAX_WAITING,
-            metrics=PoolingMetrics(self._families, self._names[0]),
+            metrics=PoolingMetrics(self._families, self.name),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
             # On a CPU, a launch costs no more than the padding that is always accepted.
             joins_lengths=backend_name() == "cuda",
             adapters=self._adapters(kept),
         )
-        return BuiltModel(self._config, model, engine)
+        return BuiltModel(config, model, engine)
 
     def _adapters(self, kept: AdapterSet | None) -> EncoderAdapterSet:
         if isinstance(kept, EncoderAdapterSet):
@@ -257,37 +234,36 @@ class PendingPoolingModel:
         return EncoderAdapterSet.of_model(self.name, store, self._settings)
 
     def _info(self, info: PoolingInfo) -> PoolingInfo:
-        if self._config.task != "auto":
-            info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
-        task = task_of(self._config, self._path)
+        config, path = self._folder.config, self._folder.path
+        if config.task != "auto":
+            info = replace(info, tasks=tasks_for(config.task, info.tasks, self.name))
+        task = task_of(config, path)
         # A config does not say that an encoder is a reward model; the names of its labels may.
-        is_reward_by_label = self._config.task == "auto" and names_reward(info.labels)
+        is_reward_by_label = config.task == "auto" and names_reward(info.labels)
         info = replace(info, is_reward=task == "reward" or is_reward_by_label)
         if len(info.labels) == 1:
-            info = replace(info, scores_are_logits=scores_are_logits(self._path))
+            info = replace(info, scores_are_logits=scores_are_logits(path))
         if info.tasks[0] == "token_embed":
             info = self._with_late_interaction(info)
-        longest = self._settings.max_len_of(self._config, info.max_model_len)
+        longest = self._settings.max_len_of(config, info.max_model_len)
         if longest is None:
             return info
         if longest > info.max_model_len:
             raise ConfigError(
-                f"--max-model-len is {longest}; {self._names[0]} takes {info.max_model_len} tokens."
+                f"--max-model-len is {longest}; {self.name} takes {info.max_model_len} tokens."
             )
         return replace(info, max_model_len=longest)
 
     def _with_late_interaction(self, info: PoolingInfo) -> PoolingInfo:
         """Return the facts of a model that compares token vectors."""
-        spec = read_late_spec(self._path)
-        length = self._settings.max_len_of(self._config, info.max_model_len)
-        if length is not None and length == self._config.max_model_len:
+        spec = read_late_spec(self._folder.path)
+        length = self._settings.max_len_of(self._folder.config, info.max_model_len)
+        if length is not None and length == self._folder.config.max_model_len:
             # The limit that the user sets may be above the length of the training documents.
             spec = replace(spec, settings=replace(spec.settings, document_length=None))
-        return with_late_interaction(info, spec, self._tokenizer, reads_on=reads_on(self._path))
-
-
-def _max_tokens() -> int:
-    return CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS
+        return with_late_interaction(
+            info, spec, self._tokenizer, reads_on=reads_on(self._folder.path)
+        )
 
 
 def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:

@@ -120,7 +120,7 @@ class PoolingEngine(EngineDefaults):
         super().__init__()
         self._encoder = encoder
         #: The model's adapters, which stay when it is evicted.
-        self.adapters = adapters or EncoderAdapterSet.empty()
+        self.adapters = adapters or EncoderAdapterSet()
         self._queue = PoolingQueue()
         self._cache = ResultCache(cache_bytes)
         self._cost = BatchCost()
@@ -203,13 +203,13 @@ class PoolingEngine(EngineDefaults):
     @property
     def waiting_since_s(self) -> float:
         """Return when the longest-waiting input arrived; call it only with work."""
-        return -math.inf if self._running is not None else self._queue.oldest_s
+        return -math.inf if self._running is not None else self._queue.oldest.arrival_s
 
     def ready_in_s(self) -> float:
         """Return how long the next batch may still wait for more inputs; call it only with work."""
         if self._running is not None or self._queue.num_tokens >= self._max_tokens:
             return 0.0
-        return max(0.0, self._queue.oldest_s + self._max_wait_s - self._clock())
+        return max(0.0, self._queue.oldest.arrival_s + self._max_wait_s - self._clock())
 
     def step(self, within_s: float | None = None) -> list[PoolingEvent | ErrorEvent] | None:
         """Run one batch, or some layers of it; return the answers that it completes.
@@ -256,7 +256,7 @@ class PoolingEngine(EngineDefaults):
 
     def _take(self, within_s: float | None, *, is_alone: bool) -> _Running | None:
         """Return the next batch; None if uploads hold every slot that it could use."""
-        num_adapters = self.adapters.requests.adapters.num_movable
+        num_adapters = self.adapters.adapters.num_movable
         joins = self._joins_lengths and within_s is None
         batch = self._queue.take(
             self._budget(within_s),
@@ -278,7 +278,7 @@ class PoolingEngine(EngineDefaults):
         """
         if within_s is None:
             return self._max_tokens
-        length = self._queue.oldest_length
+        length = len(self._queue.oldest.input.token_ids)
         tokens = self._cost.tokens_within(within_s, length)
         if tokens < length:
             tokens = self._cost.tokens_within(within_s * self._num_stages, length)

@@ -34,40 +34,33 @@ class WaitingInput:
     askers: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Return the sort key: length, then arrival."""
-        return len(self.input.token_ids), self.number
+    def key(self) -> tuple[int, int, WaitingInput]:
+        """Return the sort key, length and then arrival, with the input itself."""
+        return len(self.input.token_ids), self.number, self
 
 
 class PoolingQueue:
-    """The inputs of all requests, equal ones once. It is not thread-safe."""
+    """The inputs of all requests, equal ones once. It is not thread-safe.
+
+    Attributes:
+        num_tokens: tokens of all inputs that wait.
+    """
 
     def __init__(self) -> None:
+        # In the order of arrival.
         self._by_input: dict[PoolingInput, WaitingInput] = {}
-        # Keys sorted by length. ``_by_number`` has the order of arrival.
-        self._by_length: list[tuple[int, int]] = []
-        self._by_number: dict[int, WaitingInput] = {}
+        self._by_length: list[tuple[int, int, WaitingInput]] = []
         self._count = 0
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         """Return the number of distinct inputs that wait."""
-        return len(self._by_number)
+        return len(self._by_input)
 
     @property
-    def num_tokens(self) -> int:
-        """Return the tokens of all inputs that wait."""
-        return self._num_tokens
-
-    @property
-    def oldest_s(self) -> float:
-        """Return when the oldest input arrived; the queue must not be empty."""
-        return next(iter(self._by_number.values())).arrival_s
-
-    @property
-    def oldest_length(self) -> int:
-        """Return the tokens of the oldest input; the queue must not be empty."""
-        return len(next(iter(self._by_number.values())).input.token_ids)
+    def oldest(self) -> WaitingInput:
+        """Return the input that arrived first; the queue must not be empty."""
+        return next(iter(self._by_input.values()))
 
     @property
     def longest(self) -> int:
@@ -88,8 +81,8 @@ class PoolingQueue:
             if waiting is None:
                 waiting = WaitingInput(item, self._count, arrival_s)
                 self._count += 1
-                self._num_tokens += len(item.token_ids)
-                self._by_input[item] = self._by_number[waiting.number] = waiting
+                self.num_tokens += len(item.token_ids)
+                self._by_input[item] = waiting
                 bisect.insort(self._by_length, waiting.key)
             waiting.askers.append((request.request_id, place))
 
@@ -115,14 +108,13 @@ class PoolingQueue:
             seconds: predicts a batch's seconds. Groups of other lengths join if one batch is
                 predicted to cost less than two. None: no group joins.
         """
-        oldest = next(iter(self._by_number.values()), None)
-        if oldest is None or (oldest.input.adapter is not None and not max_adapters):
+        if not self._by_input or (self.oldest.input.adapter is not None and not max_adapters):
             return []
-        first = bisect.bisect_left(self._by_length, oldest.key)
+        first = bisect.bisect_left(self._by_length, self.oldest.key)
         begin, end = self._widen(first, max_tokens, max_adapters)
         if seconds is not None:
             begin, end = self._join_groups(begin, end, max_tokens, max_adapters, seconds)
-        batch = [self._by_number[number] for _, number in self._by_length[begin:end]]
+        batch = [waiting for _, _, waiting in self._by_length[begin:end]]
         for waiting in batch:
             self._forget(waiting)
         return batch
@@ -200,11 +192,11 @@ class PoolingQueue:
 
     def _adapter(self, place: int) -> str | None:
         """Return the adapter of the input at this place of ``_by_length``."""
-        return self._by_number[self._by_length[place][1]].input.adapter
+        return self._by_length[place][2].input.adapter
 
     def _forget(self, waiting: WaitingInput) -> None:
-        del self._by_input[waiting.input], self._by_number[waiting.number]
-        self._num_tokens -= len(waiting.input.token_ids)
+        del self._by_input[waiting.input]
+        self.num_tokens -= len(waiting.input.token_ids)
         del self._by_length[bisect.bisect_left(self._by_length, waiting.key)]
 
 

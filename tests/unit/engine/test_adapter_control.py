@@ -88,7 +88,7 @@ def check_one_owner(thread: TwoEncoders, found: list[Any]) -> None:
     assert refusal.param == "name"
     assert "unload it first" in str(refusal)
     assert len(owners(thread)) == 1
-    assert [one.requests.adapters.num_used for one in thread.sets.values()] == [0, 0]
+    assert [one.adapters.num_used for one in thread.sets.values()] == [0, 0]
 
 
 async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(

@@ -145,10 +145,10 @@ def test_unknown_names_and_those_that_are_gone_are_refused() -> None:
     ask(engine, answers, "gone", (1,), name="a")
     assert isinstance(answers["gone"], ModelNotFoundError)
     assert store.contents == {"digest-1"}
-    assert adapters.requests.num_running("digest-1") == 1
+    assert adapters.num_running("digest-1") == 1
     assert engine.abort("here")
     assert store.contents == set()
-    assert adapters.requests.num_running("digest-1") == 0
+    assert adapters.num_running("digest-1") == 0
 
 
 def test_adapters_without_a_place_wait_for_the_next_batch() -> None:
@@ -263,7 +263,7 @@ def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, 
     assert answers == wanted
     assert store.contents == set(loaded.values())
     assert encoder.most <= MAX_LORAS + 1
-    assert adapters.requests.adapters.num_used == 0
+    assert adapters.adapters.num_used == 0
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 4)), min_size=1), st.integers(0, 3))
