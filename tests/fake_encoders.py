@@ -16,6 +16,7 @@ from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 from mlx_parallm.types.pooling import (
     PoolingEvent,
@@ -32,7 +33,10 @@ Compute = Callable[[PoolingInput, PoolingInfo], np.ndarray]
 
 
 class WordEncoder:
-    """Words ``w5`` and so on are tokens; others are token 1. A text gets CLS and SEP around it."""
+    """Stands in for an ``EncoderTokenizer``.
+
+    Words ``w5`` and so on are tokens; others are token 1. A text gets CLS and SEP around it.
+    """
 
     vocab_size = 100
     mask_token = "w4"
@@ -137,7 +141,7 @@ def make_encoder(*names: str, chats: bool = False, **changes: Any) -> PoolingMod
         names=names or ("encoder",),
         root="/models/encoder",
         created=1,
-        tokenizer=WordEncoder(has_chat_template=chats),
+        tokenizer=cast("EncoderTokenizer", WordEncoder(has_chat_template=chats)),
         info=PoolingInfo(**(facts | changes)),
         max_batch_tokens=64,
         max_waiting=100,

@@ -38,8 +38,8 @@ from mlx_parallm.pooling.decoder_build import (
 from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.pooling.metrics import PoolingFamilies, PoolingMetrics
-from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel, TextEncoder
-from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
@@ -145,7 +145,7 @@ class PendingPoolingModel:
         self,
         folder: ModelFolder,
         settings: EngineConfig,
-        tokenizer: TextEncoder,
+        tokenizer: EncoderTokenizer,
         families: MetricFamilies,
         worker: Worker,
     ) -> None:
@@ -266,7 +266,7 @@ class PendingPoolingModel:
         )
 
 
-def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
+def tokenizer_of(config: ModelConfig, path: Path) -> EncoderTokenizer:
     """Return the tokenizer of a folder for which ``is_read`` is true.
 
     Raises:
@@ -278,7 +278,7 @@ def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
     return load_encoder_tokenizer(model_folder, trust_remote_code=config.trust_remote_code)
 
 
-def pooling_spec(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PoolingSpec:
+def pooling_spec(config: ModelConfig, path: Path, tokenizer: EncoderTokenizer) -> PoolingSpec:
     """Return the worker's spec of a folder for which ``is_read`` is true.
 
     Raises:

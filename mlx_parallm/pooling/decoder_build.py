@@ -16,8 +16,8 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
     transformer_folder,
 )
 from mlx_parallm.models.loading import ARCHITECTURES
-from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_object
 
@@ -41,7 +41,7 @@ def reads_on(path: Path) -> bool:
     return model_config.get("model_type") not in ARCHITECTURES and not reads_both_ways(model_config)
 
 
-def chosen_tokens(path: Path, task: ModelTask, tokenizer: TextEncoder) -> tuple[int, ...]:
+def chosen_tokens(path: Path, task: ModelTask, tokenizer: EncoderTokenizer) -> tuple[int, ...]:
     """Return the ids of the tokens by which a decoder scores; see ``PoolingSpec.chosen``.
 
     Raises:
@@ -72,7 +72,7 @@ def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
     )
 
 
-def _chosen(path: Path, config: dict[str, Any], tokenizer: TextEncoder) -> tuple[int, ...]:
+def _chosen(path: Path, config: dict[str, Any], tokenizer: EncoderTokenizer) -> tuple[int, ...]:
     """Return the ids by which a reranker without a head scores, that of a match first.
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec
-from mlx_parallm.pooling.model import TextEncoder
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo
 
 
 def with_late_interaction(
-    info: PoolingInfo, spec: LateSpec, tokenizer: TextEncoder, *, reads_on: bool
+    info: PoolingInfo, spec: LateSpec, tokenizer: EncoderTokenizer, *, reads_on: bool
 ) -> PoolingInfo:
     """Return the facts of a model that was trained for late interaction.
 
@@ -44,7 +44,7 @@ def with_late_interaction(
     return replace(info, late=late, prompts=prompts)
 
 
-def _marked(prefix: str, tokenizer: TextEncoder) -> tuple[tuple[int, ...], str]:
+def _marked(prefix: str, tokenizer: EncoderTokenizer) -> tuple[tuple[int, ...], str]:
     """Return a prefix as token ids, or as text if the vocabulary does not have it."""
     if not prefix.strip():
         return (), prefix
@@ -61,7 +61,7 @@ def _before(prompts: Mapping[str, str], texts: Mapping[str, str]) -> Mapping[str
     return {**prompts, **changed}
 
 
-def _expansion_id(spec: LateSpec, tokenizer: TextEncoder) -> int:
+def _expansion_id(spec: LateSpec, tokenizer: EncoderTokenizer) -> int:
     token = spec.expansion_token or tokenizer.mask_token
     token_id = None if token is None else tokenizer.token_id(token)
     if token_id is None:
@@ -69,7 +69,7 @@ def _expansion_id(spec: LateSpec, tokenizer: TextEncoder) -> int:
     return token_id
 
 
-def _known(words: tuple[str, ...], tokenizer: TextEncoder) -> list[int]:
+def _known(words: tuple[str, ...], tokenizer: EncoderTokenizer) -> list[int]:
     """Return the ids of the words that are tokens; the others never occur in a text."""
     ids = [tokenizer.token_id(word) for word in words]
     return [token_id for token_id in ids if token_id is not None]

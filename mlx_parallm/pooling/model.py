@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.defaults import ModelDefaults
@@ -15,9 +15,10 @@ from mlx_parallm.types.pooling import (
     PoolingInfo,
     PoolingInput,
     PoolRequest,
-    TokenSpan,
 )
-from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+
+if TYPE_CHECKING:
+    from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 
 POOLING_TRAITS = KindTraits(
     name="pooling",
@@ -25,121 +26,6 @@ POOLING_TRAITS = KindTraits(
     refuses_change="is an encoder: its weights stay as they were loaded.",
     refuses_other="is an encoder: it reads texts and generates none (docs/encoders.md).",
 )
-
-
-class TextEncoder(Protocol):
-    """The tokenizer of a pooling model. Its methods may be called from any thread."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of token ids, added tokens included."""
-        ...
-
-    @property
-    def mask_token(self) -> str | None:
-        """Return the token that stands for a masked word; None if there is none."""
-        ...
-
-    @property
-    def pad_id(self) -> int | None:
-        """Return the id that pads short inputs; None if there is none."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the ids of tokens that are not text, such as those around an input."""
-        ...
-
-    @property
-    def begin_ids(self) -> tuple[int, ...]:
-        """Return the special tokens before a text."""
-        ...
-
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool = True,
-        limit: TokenLimit = ANY_LENGTH,
-    ) -> list[tuple[int, ...]]:
-        """Return the ids of each text, with the model's special tokens around them if wanted.
-
-        Raises:
-            ContextLengthError: a text has more tokens than ``limit`` allows. If its length in
-                characters shows that, nothing was encoded.
-        """
-        ...
-
-    @property
-    def has_chat_template(self) -> bool:
-        """True if ``encode_chat`` works."""
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        limit: TokenLimit = ANY_LENGTH,
-        **options: Any,
-    ) -> tuple[int, ...]:
-        """Return the ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
-
-        Raises:
-            InvalidRequestError: there is no chat template, or it refuses (param "messages").
-            ContextLengthError: as in ``encode``.
-        """
-        ...
-
-    def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
-    ) -> list[tuple[tuple[int, ...], int | None]]:
-        """Return, for each pair, the ids of both texts and the index where the second begins.
-
-        Special tokens are included. The index is None if the tokenizer gives all tokens one type.
-
-        Raises:
-            ContextLengthError: as in ``encode``.
-        """
-        ...
-
-    def spans(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool = True,
-        limit: TokenLimit = ANY_LENGTH,
-    ) -> list[list[TokenSpan]]:
-        """Return the tokens of each text and their places in it, special ones if wanted.
-
-        Raises:
-            ContextLengthError: as in ``encode``.
-        """
-        ...
-
-    def join(self, tokens: Sequence[str]) -> str:
-        """Return the text of tokens that are given as in the vocabulary."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary; None if the text is not one token."""
-        ...
-
-    def token_string(self, token_id: int) -> str:
-        """Return a token's text in the vocabulary, with the marks that it has there."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-        ...
-
-    def cut(
-        self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
-    ) -> tuple[int, ...]:
-        """Return an input cut to ``length`` tokens; the special ones at its ends stay.
-
-        ``from_left`` keeps the last tokens instead of the first.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +47,7 @@ class PoolingModel(ModelDefaults):
     names: tuple[str, ...]
     root: str
     created: int
-    tokenizer: TextEncoder
+    tokenizer: EncoderTokenizer
     info: PoolingInfo
     max_batch_tokens: int
     max_waiting: int

@@ -28,7 +28,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 class DecoderTokenizer(EncoderTokenizer):
-    """Implements ``engine.interface.TextEncoder`` for a decoder.
+    """The tokenizer of a decoder that is a pooling model.
 
     Args:
         chat: the folder's tokenizer in the form of models that generate.
@@ -64,13 +64,13 @@ class DecoderTokenizer(EncoderTokenizer):
         limit: TokenLimit = ANY_LENGTH,
         **options: Any,
     ) -> tuple[int, ...]:
-        """See ``TextEncoder.encode_chat``."""
+        """See ``EncoderTokenizer.encode_chat``."""
         return tuple(self._chat.encode_chat(messages, limit=limit, **options))
 
     def encode_pairs(
         self, pairs: Pairs, *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """See ``TextEncoder.encode_pairs``."""
+        """See ``EncoderTokenizer.encode_pairs``."""
         if self._pairs is None:
             return super().encode_pairs(pairs, limit=limit)
         return [(ids, None) for ids in self._pairs(pairs, limit)]

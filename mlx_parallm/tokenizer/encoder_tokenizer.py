@@ -20,7 +20,7 @@ from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
 class EncoderTokenizer:
-    """Implements ``TextEncoder`` with the tokenizers library; safe from any thread."""
+    """The tokenizer of a pooling model. Its methods may be called from any thread."""
 
     def __init__(
         self,
@@ -76,12 +76,17 @@ class EncoderTokenizer:
         add_special_tokens: bool = True,
         limit: TokenLimit = ANY_LENGTH,
     ) -> list[tuple[int, ...]]:
-        """See ``TextEncoder.encode``."""
+        """Return the ids of each text, with the model's special tokens around them if wanted.
+
+        Raises:
+            ContextLengthError: a text has more tokens than ``limit`` allows. If its length in
+                characters shows that, nothing was encoded.
+        """
         return self._released.ids(texts, limit, add_special_tokens=add_special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
-        """See ``TextEncoder.has_chat_template``."""
+        """True if ``encode_chat`` works."""
         return self._template is not None
 
     def encode_chat(
@@ -91,7 +96,12 @@ class EncoderTokenizer:
         limit: TokenLimit = ANY_LENGTH,
         **options: Any,
     ) -> tuple[int, ...]:
-        """See ``TextEncoder.encode_chat``."""
+        """Return the ids of a conversation; ``options`` are those of ``ChatTemplate.render``.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it refuses (param "messages").
+            ContextLengthError: as in ``encode``.
+        """
         if self._template is None:
             raise InvalidRequestError(
                 "This model has no chat template: send texts in place of messages.",
@@ -104,7 +114,13 @@ class EncoderTokenizer:
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """See ``TextEncoder.encode_pairs``."""
+        """Return, for each pair, the ids of both texts and the index where the second begins.
+
+        Special tokens are included. The index is None if the tokenizer gives all tokens one type.
+
+        Raises:
+            ContextLengthError: as in ``encode``.
+        """
         encoded: list[tuple[tuple[int, ...], int | None]] = []
         fitting = self._fitting(pairs, limit)
         for encoding in self._released.encodings(fitting, add_special_tokens=True):
@@ -130,10 +146,13 @@ class EncoderTokenizer:
         add_special_tokens: bool = True,
         limit: TokenLimit = ANY_LENGTH,
     ) -> list[list[TokenSpan]]:
-        """See ``TextEncoder.spans``.
+        """Return the tokens of each text and their places in it, special ones if wanted.
 
         A token continues a word by the rule of transformers' token classification: by the
         vocabulary's continuation prefix, or by the spaces of the text if there is none.
+
+        Raises:
+            ContextLengthError: as in ``encode``.
         """
         prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
         unknown = self._special.unk
@@ -157,7 +176,7 @@ class EncoderTokenizer:
             yield token_id, token, encoding.token_to_chars(place) or (0, 0), mask
 
     def join(self, tokens: Sequence[str]) -> str:
-        """See ``TextEncoder.join``."""
+        """Return the text of tokens that are given as in the vocabulary."""
         decoder = self._backend.decoder
         return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
 
@@ -176,7 +195,10 @@ class EncoderTokenizer:
     def cut(
         self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
     ) -> tuple[int, ...]:
-        """See ``TextEncoder.cut``."""
+        """Return an input cut to ``length`` tokens; the special ones at its ends stay.
+
+        ``from_left`` keeps the last tokens instead of the first.
+        """
         return cut_ids(token_ids, length, from_left=from_left, begin=self._begin, end=self._end)
 
 

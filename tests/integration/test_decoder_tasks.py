@@ -16,8 +16,8 @@ from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.pooling.build import is_read, pooling_spec, tokenizer_of
-from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import PoolingInput, PoolingRunner
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
@@ -32,7 +32,7 @@ PAIR_TEMPLATE = (
 )
 
 
-def built(folder: Path, task: Any = "auto") -> tuple[PoolingRunner, TextEncoder]:
+def built(folder: Path, task: Any = "auto") -> tuple[PoolingRunner, EncoderTokenizer]:
     config = ModelConfig(path=str(folder), task=task)
     assert is_read(config, folder)
     tokenizer = tokenizer_of(config, folder)
