@@ -312,7 +312,7 @@ class VersionHarness:
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
         """Reset the prefix cache as the command does."""
         self._hear(self.engine.settle())
-        self.engine.reset_prefix_cache(reset_running=reset_running)
+        self.engine.reset_cache(reset_running=reset_running)
 
     def step(self) -> None:
         """Step the engine as its thread does."""

@@ -13,13 +13,12 @@ import numpy as np
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import (
     CacheConfig,
-    EngineConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
 from mlx_parallm.demo_models.folders import DEMO_NAME
-from mlx_parallm.engine.build import fetch_model, model_names
+from mlx_parallm.engine.build import fetch_model
 from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder
@@ -85,17 +84,14 @@ class _Loaded:
     """A model in memory, before it has any KV.
 
     Attributes:
-        config: its settings.
-        path: its folder.
+        folder: its settings and its files.
         tokenizer: its own.
         kv: what a block of it and of its draft model takes.
         plan: its weights.
-        draft: the plan of its draft model, whose name in the worker is ``draft_name``; None if it
-            has none.
+        draft: the plan of its draft model; None if it has none.
     """
 
-    config: ModelConfig
-    path: Path
+    folder: ModelFolder
     tokenizer: ParallmTokenizer
     kv: KVPlan
     plan: GenerationPlan
@@ -104,12 +100,12 @@ class _Loaded:
     @property
     def name(self) -> str:
         """The model's name in the worker."""
-        return model_names(self.config)[0]
+        return self.folder.names[0]
 
     @property
-    def draft_name(self) -> str | None:
-        """The draft model's name in the worker."""
-        return None if self.draft is None else _draft_name(self.name)
+    def draft_name(self) -> str:
+        """The name that a draft model of it has in the worker."""
+        return f"{self.name} draft"
 
     @property
     def weight_bytes(self) -> int:
@@ -183,12 +179,10 @@ class GenerationKind(KindDefaults):
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models and share one byte budget of KV among them; see ``Kind``."""
-        loaded = _load_all(models, context)
-        shares = _kv_shares(loaded, context.settings.cache)
-        for share in shares:
+        shared = _load_all(models, context)
+        for _, share in shared:
             logger.info("%s: %s", share.name, share)
-        pairs = zip(loaded, shares, strict=True)
-        return [_assemble(each, share, context) for each, share in pairs]
+        return [_assemble(loaded, share, context) for loaded, share in shared]
 
 
 def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:
@@ -196,34 +190,23 @@ def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KV
 
     Raises as ``Kind.build`` does.
     """
-    return _kv_shares(_load_all(models, context), context.settings.cache)
+    return [share for _, share in _load_all(models, context)]
 
 
-def _load_all(models: Collection[ModelFolder], context: BuildContext) -> list[_Loaded]:
-    loaded: list[_Loaded] = []
-    for folder in models:
-        with load_failures(folder.path):
-            loaded.append(_load(folder.config, folder.path, context))
-    return loaded
-
-
-def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
-    """Return the limits, with the backend's token budget if they name none."""
-    if config.max_num_batched_tokens is not None or backend != "cuda":
-        return config
-    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
-
-
-def _kv_shares(models: Sequence[_Loaded], cache: CacheConfig) -> list[KVShare]:
-    """Share the KV memory among the models; log a warning for each whose context is cut.
+def _load_all(
+    models: Collection[ModelFolder], context: BuildContext
+) -> list[tuple[_Loaded, KVShare]]:
+    """Load models and share the KV memory among them.
 
     Raises:
         ConfigError: there is not even a block for each.
     """
-    plans = [loaded.kv for loaded in models]
-    blocks = share_budget(plans, _kv_budget(models, cache))
-    names = [loaded.name for loaded in models]
-    shares = [KVShare(*parts) for parts in zip(names, plans, blocks, strict=True)]
+    loaded = [_load(folder, context) for folder in models]
+    plans = [each.kv for each in loaded]
+    blocks = share_budget(plans, _kv_budget(loaded, context.settings.cache))
+    shares = [
+        KVShare(each.name, each.kv, count) for each, count in zip(loaded, blocks, strict=True)
+    ]
     for share in shares:
         if share.is_cut:
             logger.warning(
@@ -233,7 +216,14 @@ def _kv_shares(models: Sequence[_Loaded], cache: CacheConfig) -> list[KVShare]:
                 share.plan.max_model_len,
                 share.context,
             )
-    return shares
+    return list(zip(loaded, shares, strict=True))
+
+
+def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
+    """Return the limits, with the backend's token budget if they name none."""
+    if config.max_num_batched_tokens is not None or backend != "cuda":
+        return config
+    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
 def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
@@ -254,12 +244,12 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
 
 
 def _free_for_kv(num_bytes: int) -> int:
-    """Return the number of bytes, which a person asked for.
+    """Return the configured number of bytes.
 
     Raises:
         ConfigError: so much is not free.
     """
-    # What loading took and needs no more would count as taken.
+    # Memory that loading took and no longer needs would count as taken.
     give_back_memory()
     free = free_memory_bytes()
     if free is not None and num_bytes + STEP_BYTES > free:
@@ -270,17 +260,18 @@ def _free_for_kv(num_bytes: int) -> int:
     return num_bytes
 
 
-def _load(model: ModelConfig, path: Path, context: BuildContext) -> _Loaded:
-    name = model_names(model)[0]
-    context.on_progress(f"Loading {name}", 0.0)
-    plan = _read(model, path, name, context)
-    tokenizer = load_tokenizer(
-        path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
-    )
-    context.on_progress(f"Loading {name}", 1.0)
-    loaded = _Loaded(model, path, tokenizer, plan.kv, plan)
-    source = context.settings.speculative and context.settings.speculative.model
-    return loaded if source is None else _with_draft(loaded, source, context)
+def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
+    config, path, name = folder.config, folder.path, folder.names[0]
+    with load_failures(path):
+        context.on_progress(f"Loading {name}", 0.0)
+        plan = _read(config, path, name, context)
+        tokenizer = load_tokenizer(
+            path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
+        )
+        context.on_progress(f"Loading {name}", 1.0)
+        loaded = _Loaded(folder, tokenizer, plan.kv, plan)
+        source = context.settings.speculative and context.settings.speculative.model
+        return loaded if source is None else _with_draft(loaded, source, context)
 
 
 def _read(model: ModelConfig, path: Path, name: str, context: BuildContext) -> GenerationPlan:
@@ -299,15 +290,11 @@ def _with_draft(loaded: _Loaded, source: str, context: BuildContext) -> _Loaded:
     try:
         draft = _load_draft(source, loaded, context)
     except (ConfigError, ModelLoadError) as problem:
-        # Without the name it might be the served model that is at fault.
+        # The setting's name says that the problem is not one of the served model.
         raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
     # A block of the budget has KV of both models, of equally many tokens.
     kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.kv.block_bytes)
     return replace(loaded, draft=draft, kv=kv)
-
-
-def _draft_name(model: str) -> str:
-    return f"{model} draft"
 
 
 def _load_draft(source: str, target: _Loaded, context: BuildContext) -> GenerationPlan:
@@ -317,7 +304,7 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
         ConfigError: its tokens are not those of the model.
         ModelLoadError: it could not be fetched or loaded.
     """
-    model = target.config
+    model = target.folder.config
     config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
     path = fetch_model(config, source, context.on_progress)
     own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
@@ -326,7 +313,7 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
             f"{source} has other tokens than {target.name}; both need the same vocabulary."
         )
     config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
-    return _read(config, path, _draft_name(target.name), context)
+    return _read(config, path, target.draft_name, context)
 
 
 def speculative_for(
@@ -350,79 +337,74 @@ def speculative_for(
     return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
 
 
-def _vocabulary(loaded: _Loaded) -> GrammarVocabulary:
-    tokenizer = loaded.tokenizer
-    return GrammarVocabulary(
-        tokenizer.backend_json, tokenizer.eos_ids, loaded.plan.vocab_size, tokenizer.vocab_size
-    )
-
-
-def _warm_up(runner: DeviceRunner, scheduler: Scheduler, config: EngineConfig) -> WarmUp:
-    return WarmUp(
-        runner,
-        num_seqs=config.scheduler.max_num_seqs,
-        tokens=scheduler.token_budget,
-        clock=time.monotonic,
-    )
-
-
 def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:
-    config, worker = context.settings, context.worker
-    grammars = GrammarCompiler(_vocabulary(loaded))
-    plan = worker.execute(
+    config, tokenizer = loaded.folder.config, loaded.tokenizer
+    grammars = GrammarCompiler(
+        GrammarVocabulary(
+            tokenizer.backend_json, tokenizer.eos_ids, loaded.plan.vocab_size, tokenizer.vocab_size
+        )
+    )
+    plan = context.worker.execute(
         Allocate(
             model=loaded.name,
             num_blocks=share.num_blocks,
             grammars=grammars,
-            draft=loaded.draft_name,
+            draft=None if loaded.draft is None else loaded.draft_name,
         )
     )
-    runner = DeviceRunner(worker, loaded.name, plan)
-    info = runner.info
-    kv = KVCacheManager(
-        info.num_blocks,
-        info.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
+    runner = DeviceRunner(context.worker, loaded.name, plan)
+    model = GenerationModel(
+        names=loaded.folder.names,
+        root=config.path or DEMO_NAME,
+        created=int(time.time()),
+        tokenizer=tokenizer.limited(runner.info.max_model_len),
+        info=runner.info,
+        chat_template_kwargs=config.chat_template_kwargs,
+        tool_format=tool_format_of(config, tokenizer),
+        reasoning_format=reasoning_format_of(config, tokenizer),
+        allows_auto_tools=config.enable_auto_tool_choice,
+        parses_tools=config.tool_call_parser != "none",
+        grammars=grammars,
+        revision=folder_revision(loaded.folder.path),
     )
-    names = model_names(loaded.config)
+    return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
+
+
+def _engine(
+    loaded: _Loaded, runner: DeviceRunner, grammars: GrammarCompiler, context: BuildContext
+) -> GenerationEngine:
+    settings, info, name = context.settings, runner.info, loaded.name
+    has_prefix_cache = settings.cache.enable_prefix_caching and not info.has_state
     scheduler = Scheduler(
-        with_token_budget(config.scheduler, backend_name()),
-        kv,
+        with_token_budget(settings.scheduler, backend_name()),
+        KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=has_prefix_cache),
         max_model_len=info.max_model_len,
         has_state=info.has_state,
-        speculative=speculative_for(config.speculative, info, names[0]),
+        speculative=speculative_for(settings.speculative, info, name),
     )
-    metrics = EngineMetrics(context.families, names[0], info)
     policies = Policies(
-        model=names[0],
+        model=name,
         users=scheduler,
-        store=DeviceAdapters(worker, loaded.name),
-        max_loaded=config.adapters.max_loaded,
-        max_rank=config.adapters.max_rank,
+        store=DeviceAdapters(context.worker, name),
+        max_loaded=settings.adapters.max_loaded,
+        max_rank=settings.adapters.max_rank,
     )
-    engine = GenerationEngine(
+    warm_up = None
+    if settings.warm_up:
+        warm_up = WarmUp(
+            runner,
+            num_seqs=settings.scheduler.max_num_seqs,
+            tokens=scheduler.token_budget,
+            clock=time.monotonic,
+        )
+    return GenerationEngine(
         scheduler,
         runner,
         loaded.tokenizer,
-        metrics,
-        live=LiveWeights(policies, DeviceWeights(worker, loaded.name), scheduler),
+        EngineMetrics(context.families, name, info),
+        live=LiveWeights(policies, DeviceWeights(context.worker, name), scheduler),
         grammars=grammars,
-        warm_up=_warm_up(runner, scheduler, config) if config.warm_up else None,
-        seed=config.seed,
+        warm_up=warm_up,
+        seed=settings.seed,
         tracer=context.tracer,
     )
-    model = GenerationModel(
-        names=names,
-        root=loaded.config.path or DEMO_NAME,
-        created=int(time.time()),
-        tokenizer=loaded.tokenizer.limited(info.max_model_len),
-        info=info,
-        chat_template_kwargs=loaded.config.chat_template_kwargs,
-        tool_format=tool_format_of(loaded.config, loaded.tokenizer),
-        reasoning_format=reasoning_format_of(loaded.config, loaded.tokenizer),
-        allows_auto_tools=loaded.config.enable_auto_tool_choice,
-        parses_tools=loaded.config.tool_call_parser != "none",
-        grammars=grammars,
-        revision=folder_revision(loaded.path),
-    )
-    return BuiltModel(loaded.config, model, engine)

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
+from mlx_parallm.engine.defaults import EngineDefaults
 from mlx_parallm.engine.interface import QueueLoad
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import NoAdapters, Policies
@@ -26,20 +27,26 @@ from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpd
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepInFlight
+from mlx_parallm.types.step import Runner, ScheduledBatch, StepInFlight
 from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
+
+if TYPE_CHECKING:
+    from mlx_parallm.worker.generation.warm_up import WarmUp
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Decode steps that say what the next one takes.
+# NUM_STEPS: latest decode steps whose median predicts the next one.
 NUM_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that was submitted, and the time since the end of the one before, or its begin."""
+    """A step that was submitted.
+
+    ``seconds``: from the end of the step before, or from this one's begin, to the submission.
+    """
 
     batch: ScheduledBatch
     step: StepInFlight
@@ -62,31 +69,18 @@ class StepPace:
         return median(self._seconds) if self._seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationAdapters:
-    """Implements ``AdapterSet``."""
+class GenerationEngine(EngineDefaults):
+    """Steps one model; every method runs on the engine thread.
 
-    policies: Policies
-
-
-class WarmUp(Protocol):
-    """Steps that make later steps of the same shapes faster."""
-
-    @property
-    def is_done(self) -> bool:
-        """True if no step is left."""
-        ...
-
-    def run_next(self, block: int) -> None:
-        """Run the next step on an unused KV block."""
-        ...
-
-
-class GenerationEngine:
-    """Steps one model; every method runs on the engine thread."""
+    Attributes:
+        info: facts about the loaded model.
+        tokenizer: the model's tokenizer.
+        policies: the names under which the model computes.
+        live: the model's own weights; None if they never change.
+        grammars: compiles the grammars that samples must match; None if no request has one.
+    """
 
     turn_class = TurnClass.STREAMS
-    settles_others = False
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
@@ -102,55 +96,38 @@ class GenerationEngine:
         tracer: StepTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__()
+        self.info = runner.info
+        self.tokenizer = tokenizer
+        self.live = live
+        self.grammars = grammars
+        if live is None:
+            none = NoAdapters()
+            self.policies = Policies(model="", users=scheduler, store=none, max_loaded=0)
+        else:
+            self.policies = live.policies
         self._scheduler = scheduler
         self._runner = runner
-        self._tokenizer = tokenizer
         self._metrics = metrics
         self._processor = OutputProcessor()
         self._seeds = random.Random(seed)
         self._tracer = tracer or NoTracer()
         self._clock = clock
         self._in_flight: _Begun | None = None
-        #: Whether nothing runs, whatever waits.
-        self.is_paused = False
-        #: The model's own weights; None where they never change.
-        self.live = live
-        #: Compiles what its samples may be asked to match; None if nothing does.
-        self.grammars = grammars
         self._warm_up = warm_up
-        policies = (
-            live.policies
-            if live is not None
-            else Policies(model="", users=scheduler, store=NoAdapters(), max_loaded=0)
-        )
-        self.adapters = GenerationAdapters(policies)
         self._pace = StepPace()
-        # Until when time has been told of as some step's.
+        # End of the time that counts as that of earlier steps.
         self._counted_s = 0.0
 
     @property
-    def info(self) -> RunnerInfo:
-        """Facts about the loaded model."""
-        return self._runner.info
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def policies(self) -> Policies:
-        """The names under which the model computes."""
-        return self.adapters.policies
+    def adapters(self) -> Self:
+        """See ``ServedEngine``: the engine is never evicted, so it has the names itself."""
+        return self
 
     @property
     def step_s(self) -> float:
         """Return the seconds of a step that does nothing but decode; 0 before the first."""
         return self._pace.seconds
-
-    def ready_in_s(self) -> float:
-        """See ``TurnTaker``: a step never waits for others."""
-        return 0.0
 
     @property
     def waiting_since_s(self) -> float:
@@ -162,11 +139,6 @@ class GenerationEngine:
         """See ``ServedEngine``."""
         stats = self._metrics.stats
         return QueueLoad(stats.num_running, stats.num_waiting)
-
-    @property
-    def cache_bytes(self) -> int:
-        """See ``ServedEngine``: prefixes are kept in its KV pool."""
-        return 0
 
     @property
     def stats(self) -> SchedulerStats:
@@ -194,12 +166,12 @@ class GenerationEngine:
         check_request(request, self.info)
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
-        # What is complete must end, and nothing but an end follows a complete grammar.
+        # A complete grammar allows only an end token, so samples with a grammar always end.
         is_endless = params.ignore_eos and params.grammar is None
-        end_ids = frozenset[int]() if is_endless else self._tokenizer.eos_ids
+        end_ids = frozenset[int]() if is_endless else self.tokenizer.eos_ids
         weights = self.policies.weights_of(request.adapter)
         self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)
-        self._processor.add(request, self._tokenizer)
+        self._processor.add(request, self.tokenizer)
         self._metrics.on_add(request, arrival_s)
 
     def check_room(self, client: str, count: int) -> None:
@@ -266,25 +238,21 @@ class GenerationEngine:
 
     def reset_cache(self, *, reset_running: bool = False) -> None:
         """See ``ServedEngine``."""
-        self.reset_prefix_cache(reset_running=reset_running)
+        self._scheduler.reset_prefix_cache(reset_running=reset_running)
 
     def release(self) -> None:
         """See ``ServedEngine``; its arrays are freed with this object."""
 
-    def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
-        """Find nothing again that was computed before; ``reset_running`` recomputes what runs."""
-        self._scheduler.reset_prefix_cache(reset_running=reset_running)
-
     def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
         """Begin a batch, end one, and return the events of the latter; None if nothing could run.
 
-        ``within_s`` is not looked at: the scheduler bounds its steps.
+        ``within_s`` is ignored: the scheduler bounds the time of its steps.
 
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
         """
         with self._tracer.span(Phase.STEP):
-            # What follows the end of a step is time of the next one, if that follows at once.
+            # If a step is in flight, the time since the last step ended belongs to this one.
             begin_s = self._clock() if self._in_flight is None else self._counted_s
             with self._tracer.span(Phase.SCHEDULE):
                 batch = self._scheduler.schedule()

@@ -19,6 +19,7 @@ from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
+from mlx_parallm.worker.generation.warm_up import WarmUp
 from tests.fakes import ByteTokenizer, FakeRunner, make_info
 
 NUM_SHAPES = 6
@@ -75,7 +76,7 @@ class Trial:
             runner,
             ByteTokenizer(),
             EngineMetrics(MetricFamilies(), "m", info),
-            warm_up=self.shapes,
+            warm_up=cast("WarmUp", self.shapes),
         )
         self.refusals: list[object] = []
 
