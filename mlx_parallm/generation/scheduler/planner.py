@@ -41,7 +41,7 @@ class Planner:
         kv: KVCacheManager,
         waiting: WaitingQueue,
         running: RunningSet,
-        speculator: Speculator,
+        speculator: Speculator | None,
         *,
         max_model_len: int,
         has_state: bool,
@@ -86,7 +86,8 @@ class Planner:
         self._admit(plan, chunk)
         if prefilling or len(self._running) > num_running:
             self._spread_rest(plan)
-        self._speculator.plan_drafts(plan, len(self._running))
+        if self._speculator is not None:
+            self._speculator.plan_drafts(plan, len(self._running))
         return plan
 
     def _preempt_for_shares(self) -> None:
@@ -108,20 +109,24 @@ class Planner:
         Returns:
             Whether nothing at all should run before the step in flight has ended.
         """
-        decoding = [sequence for sequence in self._running if self._decodes(sequence)]
-        verifying = self._speculator.count_verifying(self._running)
-        if self._speculator.await_tokens(decoding, verifying, plan):
-            return True
+        decoding = [
+            sequence
+            for sequence in self._running
+            if sequence.num_remaining == 1 and self._may_run(sequence)
+        ]
+        num_verifying = 0
+        if self._speculator is not None:
+            num_verifying = sum(sequence.num_proposed > 0 for sequence in self._running)
+            if self._speculator.await_tokens(decoding, num_verifying, plan):
+                return True
         for sequence in decoding:
             if sequence in plan.awaited or not self._runnable(sequence, 1, plan):
                 continue
             if self._make_room(sequence, 1, plan):
                 plan.add(sequence, 1)
-        self._speculator.propose(plan, len(plan.awaited) + verifying, self._count_spare)
+        if self._speculator is not None:
+            self._speculator.propose(plan, len(plan.awaited) + num_verifying, self._count_spare)
         return False
-
-    def _decodes(self, sequence: Sequence) -> bool:
-        return sequence.num_remaining == 1 and self._may_run(sequence)
 
     def _may_run(self, sequence: Sequence) -> bool:
         """Return True if the step in flight cannot end the sequence or change its next position."""
@@ -137,13 +142,13 @@ class Planner:
             return False
         while not self._kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
             victim = self._running.worst
-            self._preempt(victim, plan)
+            plan.drop(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        plan.drop(sequence)
+    def _preempt(self, sequence: Sequence) -> None:
         self._send_back(sequence)
         self._waiting.push_front(sequence)
 
@@ -155,8 +160,7 @@ class Planner:
     def preempt_all(self) -> None:
         """Preempt every running sequence."""
         for sequence in reversed(list(self._running)):
-            self._send_back(sequence)
-            self._waiting.push_front(sequence)
+            self._preempt(sequence)
 
     def refresh_weights(self) -> None:
         """Let running sequences continue with their changed weights.
@@ -182,8 +186,7 @@ class Planner:
                 self._kv.withhold(sequence.blocks)
                 sequence.content = sequence.group.weights.content
             else:
-                self._send_back(sequence)
-                self._waiting.push_front(sequence)
+                self._preempt(sequence)
 
     def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
         """Return how much prefill the decode rows planned so far can wait for."""
@@ -210,7 +213,7 @@ class Planner:
         others.sort(key=lambda sequence: sequence.num_schedulable > chunk)
         for sequence in best:
             self._add_chunk(sequence, chunk, plan)
-        reserve = chunk if len(self._waiting) and self._running.has_slot else 0
+        reserve = chunk if len(self._waiting) and self._running.num_free_slots else 0
         for sequence in others:
             self._add_chunk(sequence, chunk, plan, reserve)
 
@@ -220,33 +223,33 @@ class Planner:
         if num_tokens > 0 and self._make_room(sequence, num_tokens, plan):
             plan.add(sequence, num_tokens)
 
-    def _runnable(self, sequence: Sequence, wanted: int, plan: StepPlan) -> int:
+    def _runnable(self, sequence: Sequence, limit: int, plan: StepPlan) -> int:
         """Return how many of a sequence's next tokens can run in this step.
 
-        They are ``wanted`` at most, unless they begin with rows that must not be cut; fewer where
-        an input that they need can only be computed in a later step.
+        They are at most ``limit``, unless they begin with rows that must not be cut; fewer if an
+        input that they need can only be computed in a later step.
         """
-        inputs = sequence.group.inputs
-        if not inputs or wanted <= 0:
-            return wanted
-        if sequence.slot is None:  # a better one preempted it
+        inputs, held = sequence.group.inputs, sequence.held
+        if not inputs or limit <= 0:
+            return limit
+        if held is None:  # a better sequence preempted it
             return 0
         start = sequence.num_computed + plan.num_tokens.get(sequence, 0)
-        stop = inputs.cut(start, start + wanted)
+        stop = inputs.cut(start, start + limit)
         if stop == start:
             stop = inputs.end_of(start)
             # Rows that fit a step wait for other prompts, but never for decode rows.
             if stop - start > plan.budget_left and not plan.is_decode:
                 return 0
         budget = plan.budget_left if plan.num_tokens else None
-        ready, cost = self._running.inputs.acquire(sequence.seq_id, start, stop, budget)
+        ready, cost = held.acquire(start, stop, budget)
         if cost:
             plan.spend(cost)
         return inputs.cut(start, ready) - start
 
     def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
-        while self._running.has_slot and plan.room() > 0 and not plan.has_preempted:
+        while self._running.num_free_slots and plan.room() > 0 and not plan.has_preempted:
             sequence = self._waiting.peek(self._may_start, self._shares.is_owed)
             if sequence is None or not self._try_start(sequence):
                 return
@@ -314,7 +317,7 @@ class Planner:
                 return
 
     def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
-        if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
+        if not self._running.num_free_slots or plan.budget_left < 1 or plan.has_preempted:
             return False
         # The leader already holds their adapter's slot.
         if not self._running.allows_client(follower):
@@ -333,10 +336,10 @@ class Planner:
             self._running.stop(follower)
             return False
         follower.num_drafted = min(leader.num_drafted, leader.num_computed)
-        state_copy = None
+        if block_copy is not None:
+            plan.block_copies[follower] = block_copy
         if self._has_state and leader.slot is not None and follower.slot is not None:
-            state_copy = (leader.slot, follower.slot)
-        plan.add_copies(follower, block_copy, state_copy)
+            plan.state_copies[follower] = (leader.slot, follower.slot)
         plan.add(follower, 1)
         return True
 

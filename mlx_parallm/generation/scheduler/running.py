@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER, AdapterSlots
 from mlx_parallm.generation.inputs.cache import InputCache
-from mlx_parallm.generation.inputs.held import InputHolds
+from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import Sequence
@@ -24,13 +24,13 @@ class RunningSet:
 
     Attributes:
         adapters: the slots of their adapters.
-        inputs: the products of inputs that they hold.
+        inputs: keeps the products of inputs.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self.adapters = AdapterSlots(config.max_loras)
-        self.inputs = InputHolds(InputCache(INPUT_CACHE_BYTES))
+        self.inputs = InputCache(INPUT_CACHE_BYTES)
         self._kv = kv
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
@@ -46,11 +46,6 @@ class RunningSet:
     def worst(self) -> Sequence:
         """Return the sequence to preempt first: the largest priority number, then the youngest."""
         return self._sequences[-1]
-
-    @property
-    def has_slot(self) -> bool:
-        """Return True if one more sequence may run."""
-        return bool(self._free_slots)
 
     @property
     def num_slots(self) -> int:
@@ -96,7 +91,9 @@ class RunningSet:
         assert has_adapter, "a sequence was started that may not"
         insort(self._sequences, sequence, key=lambda sequence: sequence.order)
         self._per_client[sequence.request.client] += 1
-        self.inputs.start(sequence.seq_id, sequence.group.inputs, sequence.group.salt)
+        group = sequence.group
+        if group.inputs:
+            sequence.held = HeldInputs(self.inputs, group.inputs, group.salt)
 
     def stop(self, sequence: Sequence) -> None:
         """Stop a sequence: free its slot and blocks; full blocks stay in the prefix cache."""
@@ -109,7 +106,9 @@ class RunningSet:
         if not self._per_client[client]:
             del self._per_client[client]
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
-        self.inputs.stop(sequence.seq_id)
+        if sequence.held is not None:
+            sequence.held.release()
+            sequence.held = None
         self.leave_adapter(sequence)
 
     def take_adapter(self, sequence: Sequence) -> bool:
@@ -139,5 +138,6 @@ class RunningSet:
         self.adapters.check_integrity(adapters)
         clients = Counter(sequence.request.client for sequence in self._sequences)
         assert clients == self._per_client
-        self.inputs.check_integrity()
+        held = [sequence.held for sequence in self._sequences if sequence.held is not None]
+        self.inputs.check_integrity(sum(len(each.slots) for each in held))
         assert sorted(self._sequences, key=lambda sequence: sequence.order) == self._sequences

@@ -14,7 +14,11 @@ from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.step_cost import StepWork
-from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
+from mlx_parallm.generation.scheduler.updates import (
+    SchedulerStats,
+    SequenceUpdate,
+    SpeculationStats,
+)
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
@@ -44,7 +48,9 @@ class Scheduler:
         self._live = LiveRequests(self._running, config.max_waiting)
         # A recurrent state cannot be rolled back to before refused proposals.
         assert not (has_state and speculative), "a state cannot follow refused proposals"
-        self._speculator = Speculator(speculative, kv, self._max_len)
+        self._speculator = (
+            None if speculative is None else Speculator(speculative, kv, self._max_len)
+        )
         self._planner = Planner(
             config,
             kv,
@@ -182,11 +188,10 @@ class Scheduler:
             num_waiting=self._live.num_waiting,
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free,
-            num_blocks=self._kv.num_blocks,
             prefix_queries=self._planner.prefix_queries,
             prefix_hits=self._planner.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
-            speculation=self._speculator.stats(),
+            speculation=self._speculator.stats() if self._speculator else SpeculationStats(),
         )
 
     def check_integrity(self) -> None:
@@ -217,35 +222,28 @@ class Scheduler:
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
         step_id = next(self._steps)
-        held = self._running.inputs
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {sequence.seq_id: sequence.in_flight for sequence, _ in rows}
-        batch = ScheduledBatch(
+        return ScheduledBatch(
             step_id=step_id,
             sequences=tuple(
                 sequence.schedule(
                     tokens,
                     plan.proposals.get(sequence, ()),
                     plan.draft_ends.get(sequence),
-                    held.rows(
-                        sequence.seq_id, sequence.num_computed, sequence.num_computed + tokens
-                    ),
                 )
                 for sequence, tokens in rows
             ),
-            block_copies=plan.block_copies,
-            state_copies=plan.state_copies,
+            block_copies=tuple(plan.block_copies.values()),
+            state_copies=tuple(plan.state_copies.values()),
             ended=ended,
             adapters={
                 sequence.adapter_slot: sequence.adapter
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
-            inputs=held.take_changes(),
+            inputs=self._running.inputs.take_changes(),
         )
-        for sequence, _ in rows:
-            held.pass_rows(sequence.seq_id, sequence.num_computed)
-        return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Apply a step's output; free the samples that ended."""
@@ -315,7 +313,8 @@ class Scheduler:
         self._commit(sequence, begun, end)
         # The sequence may have been preempted, and even restarted, while the step was in flight.
         if row.draft is not None and sequence.table is begun.table:
-            self._speculator.note_drafted(sequence, row.draft)
+            # Proposals do not count, whether they are accepted or not.
+            self._kv.mark_drafted(sequence.blocks, row.draft.end)
         if end < len(sequence.token_ids):
             return []
         if row.sample is None:
@@ -326,7 +325,7 @@ class Scheduler:
             updates = self._take_tokens(sequence, row, tokens)
             num_accepted = len(updates) - 1
             sequence.settle(num_accepted)
-            if row.verify:
+            if row.verify and self._speculator is not None:
                 self._speculator.record(sequence, row, num_accepted)
             if num_accepted:
                 self._commit(sequence, begun, end + num_accepted)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
+from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation.proposer import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
-from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
@@ -169,6 +169,7 @@ class Sequence:
         speculation: what makes its proposals; None until it is first asked.
         table: its blocks while running.
         slot: its slot while running.
+        held: the products of inputs that it holds while running; None without inputs.
         content: of the weights that compute its blocks, while running.
         is_caught_up: whether its last token has been computed, or is being computed, since it has
             these blocks.
@@ -195,6 +196,7 @@ class Sequence:
     speculation: Speculation | None = None
     table: BlockTable | None = None
     slot: int | None = None
+    held: HeldInputs | None = None
     content: str = ""
     is_caught_up: bool = False
     adapter: str | None = None
@@ -254,13 +256,11 @@ class Sequence:
         num_tokens: int,
         proposals: tuple[int, ...] = (),
         draft_end: int | None = None,
-        inputs: tuple[InputRows, ...] = (),
     ) -> ScheduledSequence:
         """Return a step's row for the next ``num_tokens`` tokens, which then count as computed.
 
         ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
-        tokens a draft model is to have computed then; None for as many as before. ``inputs`` are
-        the rows among them that are no tokens.
+        tokens a draft model is to have computed then; None for as many as before.
         """
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
@@ -282,8 +282,10 @@ class Sequence:
             target_ids=self.request.prompt_ids[targets.start : targets.stop],
             target_start=targets.start - start - 1 if targets else 0,
             prompt_entropy=params.entropy,
-            inputs=inputs,
+            inputs=() if self.held is None else self.held.rows(start, end),
         )
+        if self.held is not None:
+            self.held.pass_rows(end)
         self.num_computed = end
         self.num_pending += samples
         self.is_caught_up |= is_last

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import SpeculationStats
-from mlx_parallm.generation.speculation.pace import LONGEST_PAUSE
-from mlx_parallm.generation.speculation.proposer import Speculation
-from mlx_parallm.types.step import DraftInput, ScheduledSequence
+from mlx_parallm.generation.speculation.proposer import LONGEST_PAUSE, Speculation
+from mlx_parallm.types.step import ScheduledSequence
 
-# Proposals take at most this share of the token budget that decode rows leave.
+# BUDGET_SHARE: proposals take at most one in so many of the tokens that decode rows leave.
 BUDGET_SHARE = 2
-# Most tokens of prompts and answers that a draft model computes in a step.
+# DRAFT_TOKENS: most tokens of prompts and answers that a draft model computes in a step.
 DRAFT_TOKENS = 2048
 # A draft model that is further behind than this many tokens catches up before it proposes.
 LARGEST_LAG = 2 * LONGEST_PAUSE
@@ -28,58 +27,56 @@ DEFAULT_BATCH_SIZE = 32
 class Speculator:
     """Lets decoding sequences run proposals behind their last token, while few decode."""
 
-    def __init__(
-        self, config: SpeculativeConfig | None, kv: KVCacheManager, max_model_len: int
-    ) -> None:
+    def __init__(self, config: SpeculativeConfig, kv: KVCacheManager, max_model_len: int) -> None:
         self._config = config
+        self._max_batch_size = config.disable_by_batch_size or DEFAULT_BATCH_SIZE
         self._kv = kv
         self._max_model_len = max_model_len
         self._num_drafts = 0
         self._num_proposed = 0
         self._accepted: Counter[int] = Counter()
 
-    def count_verifying(self, running: Iterable[Sequence]) -> int:
-        """Return how many sequences have proposals that the step in flight verifies."""
-        return 0 if self._config is None else sum(sequence.num_proposed > 0 for sequence in running)
-
-    def await_tokens(self, decoding: list[Sequence], running: int, plan: StepPlan) -> bool:
-        """Leave sequences out of a step whose pending token likely begins a match.
+    def await_tokens(self, decoding: list[Sequence], num_verifying: int, plan: StepPlan) -> bool:
+        """Leave sequences out of a step if proposals will likely follow their pending token.
 
         Args:
             decoding: sequences that could run one token.
-            running: those whose proposals are being verified.
-            plan: is told which to leave out.
+            num_verifying: number of sequences whose proposals the step in flight verifies.
+            plan: gets the sequences that are left out, as ``awaited``.
 
         Returns:
-            Whether the whole step should wait instead, as most sequences do: they all stay in step.
+            True if at least half of all sequences wait for the step in flight: then the others
+            wait too, so that all of them run in the same steps.
         """
-        if self._config is None or not self._is_small(len(decoding) + running):
+        num_decoding = len(decoding) + num_verifying
+        if num_decoding > self._max_batch_size:
             return False
         plan.awaited = frozenset(
             sequence
             for sequence in decoding
-            if sequence.num_pending and self._awaits(sequence, self._config)
+            if sequence.num_pending
+            and self._most(sequence) > 0
+            and self._speculation(sequence).awaits(sequence.token_ids)
         )
-        waiting = len(plan.awaited) + running
-        return waiting > 0 and 2 * waiting >= len(decoding) + running
+        num_waiting = len(plan.awaited) + num_verifying
+        return num_waiting > 0 and 2 * num_waiting >= num_decoding
 
     def propose(self, plan: StepPlan, others: int, count_spare: Callable[[], int]) -> None:
-        """Add proposals to the decode rows of a plan, for which nobody is preempted.
+        """Add proposals to the decode rows of a plan; no sequence is preempted for them.
 
         Args:
             plan: has decode rows only.
             others: sequences that decode, but not in this step.
-            count_spare: counts the free blocks that nobody was promised.
+            count_spare: counts the free blocks that running prompts do not still need.
         """
-        config = self._config
-        if config is None or not self._is_small(len(plan.num_tokens) + others):
+        if len(plan.num_tokens) + others > self._max_batch_size:
             return
         room, spare = plan.budget_left // BUDGET_SHARE, count_spare()
         for sequence in list(plan.num_tokens):
-            most = min(self._most(sequence, config), room)
+            most = min(self._most(sequence), room)
             if sequence.num_pending or most < 1:
                 continue
-            proposals = _state(sequence, config).propose(sequence.token_ids, most)
+            proposals = self._speculation(sequence).propose(sequence.token_ids, most)
             fitting, num_blocks = self._fit(sequence, proposals, spare)
             if fitting:
                 spare -= num_blocks
@@ -88,12 +85,11 @@ class Speculator:
 
     def plan_drafts(self, plan: StepPlan, num_running: int) -> None:
         """Plan what a draft model computes in a step: all that proposals need, and prompts."""
-        config = self._config
-        if config is None or config.model is None:
+        if self._config.model is None:
             return
         for sequence in plan.proposals:
             plan.draft_ends[sequence] = len(sequence.token_ids)
-        room = DRAFT_TOKENS if self._is_small(num_running) else 0
+        room = DRAFT_TOKENS if num_running <= self._max_batch_size else 0
         for sequence, num_tokens in plan.num_tokens.items():
             end = min(sequence.num_computed + num_tokens, len(sequence.token_ids))
             missing = end - sequence.num_drafted
@@ -103,30 +99,23 @@ class Speculator:
             taken = min(missing, room)
             if sequence in plan.proposals or not is_due or taken <= 0:
                 continue
-            if _may_speculate(sequence, config):
+            if self._may_speculate(sequence):
                 plan.draft_ends[sequence] = sequence.num_drafted + taken
                 room -= taken
 
-    def note_drafted(self, sequence: Sequence, draft: DraftInput) -> None:
-        """Note that a step computed the draft model's KV of tokens; proposals do not count."""
-        self._kv.mark_drafted(sequence.blocks, draft.end)
-
     def record(self, sequence: Sequence, row: ScheduledSequence, num_accepted: int) -> None:
         """Note how many of a row's proposals were accepted."""
-        assert self._config is not None, "nothing is proposed without"
         self._num_drafts += 1
         self._num_proposed += len(row.verify)
         self._accepted.update(range(num_accepted))
         if row.draft is not None and sequence.slot is not None:
             # The draft model ran all proposals but the last.
             sequence.num_drafted += min(num_accepted, len(row.verify) - 1)
-        state = _state(sequence, self._config)
-        state.record(len(sequence.token_ids), len(row.verify), num_accepted)
+        length = len(sequence.token_ids)
+        self._speculation(sequence).record(length, len(row.verify), num_accepted)
 
     def stats(self) -> SpeculationStats:
         """Return counts of what was proposed and accepted so far."""
-        if self._config is None:
-            return SpeculationStats()
         positions = range(self._config.num_speculative_tokens)
         return SpeculationStats(
             num_drafts=self._num_drafts,
@@ -134,24 +123,15 @@ class Speculator:
             accepted_per_position=tuple(self._accepted[position] for position in positions),
         )
 
-    def _is_small(self, num_decoding: int) -> bool:
-        assert self._config is not None
-        return num_decoding <= (self._config.disable_by_batch_size or DEFAULT_BATCH_SIZE)
-
-    def _awaits(self, sequence: Sequence, config: SpeculativeConfig) -> bool:
-        if self._most(sequence, config) < 1:
-            return False
-        return _state(sequence, config).awaits(sequence.token_ids)
-
-    def _most(self, sequence: Sequence, config: SpeculativeConfig) -> int:
+    def _most(self, sequence: Sequence) -> int:
         """Return how many proposals could count: one token follows the last of them."""
-        if not _may_speculate(sequence, config) or not sequence.output_ids:
+        if not self._may_speculate(sequence) or not sequence.output_ids:
             return 0
         missing = len(sequence.token_ids) - sequence.num_drafted
-        if config.model is not None and missing > LARGEST_LAG:
+        if self._config.model is not None and missing > LARGEST_LAG:
             return 0
         left = self._num_left(sequence)
-        return min(config.num_speculative_tokens, left - sequence.num_pending - 1)
+        return min(self._config.num_speculative_tokens, left - sequence.num_pending - 1)
 
     def _num_left(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence may still get."""
@@ -170,20 +150,22 @@ class Speculator:
             return (), 0
         return fitting, len(sequence.blocks.blocks) - held
 
+    def _may_speculate(self, sequence: Sequence) -> bool:
+        """Return True if the request of a sequence allows speculation.
 
-def _may_speculate(sequence: Sequence, config: SpeculativeConfig) -> bool:
-    """Return True if the request of a sequence allows speculation.
+        A thinking budget and a grammar need to know the tokens before theirs. Penalties count
+        output tokens, which are not known yet while a draft model chooses them.
+        """
+        params = sequence.request.params
+        if (
+            not params.speculative
+            or params.thinking_budget is not None
+            or params.grammar is not None
+        ):
+            return False
+        return self._config.model is None or not params.has_penalty
 
-    Penalties count tokens that a draft model is to choose; a budget counts known tokens, and a
-    grammar follows them.
-    """
-    params = sequence.request.params
-    if not params.speculative or params.thinking_budget is not None or params.grammar is not None:
-        return False
-    return config.model is None or not params.has_penalty
-
-
-def _state(sequence: Sequence, config: SpeculativeConfig) -> Speculation:
-    if sequence.speculation is None:
-        sequence.speculation = Speculation(config)
-    return sequence.speculation
+    def _speculation(self, sequence: Sequence) -> Speculation:
+        if sequence.speculation is None:
+            sequence.speculation = Speculation(self._config)
+        return sequence.speculation

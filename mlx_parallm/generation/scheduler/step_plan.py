@@ -17,6 +17,8 @@ class StepPlan:
         draft_ends: how many tokens a draft model is to have computed of each.
         awaited: sequences left out until their pending token is known.
         has_preempted: whether a sequence lost its blocks to a better one.
+        block_copies: ``(source, target)`` blocks to copy for forked sequences before the step.
+        state_copies: ``(source, target)`` slots whose state to copy for them.
     """
 
     def __init__(self, token_budget: int) -> None:
@@ -27,23 +29,13 @@ class StepPlan:
         self.draft_ends: dict[Sequence, int] = {}
         self.awaited: frozenset[Sequence] = frozenset()
         self.has_preempted = False
-        self._block_copies: dict[Sequence, tuple[int, int]] = {}
-        self._state_copies: dict[Sequence, tuple[int, int]] = {}
+        self.block_copies: dict[Sequence, tuple[int, int]] = {}
+        self.state_copies: dict[Sequence, tuple[int, int]] = {}
 
     @property
     def is_decode(self) -> bool:
         """Return True if no sequence runs more than one token so far, proposals aside."""
         return all(count == 1 for count in self.num_tokens.values())
-
-    @property
-    def block_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the ``(source, target)`` blocks to copy."""
-        return tuple(self._block_copies.values())
-
-    @property
-    def state_copies(self) -> tuple[tuple[int, int], ...]:
-        """Return the ``(source, target)`` slots whose state to copy."""
-        return tuple(self._state_copies.values())
 
     def room(self, start: int = 0) -> int:
         """Return how many prompt tokens from position ``start`` on may still be added."""
@@ -72,18 +64,6 @@ class StepPlan:
         self.proposals[sequence] = proposals
         self.budget_left -= len(proposals)
 
-    def add_copies(
-        self,
-        sequence: Sequence,
-        block_copy: tuple[int, int] | None,
-        state_copy: tuple[int, int] | None,
-    ) -> None:
-        """Add the copies that a forked sequence needs before it can run."""
-        if block_copy is not None:
-            self._block_copies[sequence] = block_copy
-        if state_copy is not None:
-            self._state_copies[sequence] = state_copy
-
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out of the plan.
 
@@ -92,5 +72,5 @@ class StepPlan:
         self.has_preempted = True
         self.budget_left += self.num_tokens.pop(sequence, 0)
         self.budget_left += len(self.proposals.pop(sequence, ()))
-        self._block_copies.pop(sequence, None)
-        self._state_copies.pop(sequence, None)
+        self.block_copies.pop(sequence, None)
+        self.state_copies.pop(sequence, None)

@@ -65,6 +65,7 @@ class SchedulerStats:
         num_running: sequences with a slot.
         num_waiting: sequences without one.
         kv_usage: share of the blocks that sequences hold, 0 to 1; cached ones count as free.
+        num_free_blocks: blocks that no sequence holds.
         prefix_queries: prompt tokens looked up in the prefix cache so far.
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
@@ -75,7 +76,6 @@ class SchedulerStats:
     num_waiting: int = 0
     kv_usage: float = 0.0
     num_free_blocks: int = 0
-    num_blocks: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0

@@ -18,7 +18,7 @@ class NgramIndex:
     """Where every n-gram of the shortest length stands in one growing sequence.
 
     Each place knows the one before it with the same n-gram, so that a token costs one dictionary
-    entry, whatever the lengths that may match. Implements ``proposer.Proposer``.
+    entry, whatever the lengths that may match.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:

@@ -11,8 +11,7 @@ from hypothesis import given
 from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.generation.speculation import ngram
 from mlx_parallm.generation.speculation.ngram import MAX_CANDIDATES, NgramIndex
-from mlx_parallm.generation.speculation.pace import LONGEST_PAUSE, Pace
-from mlx_parallm.generation.speculation.proposer import Speculation
+from mlx_parallm.generation.speculation.proposer import LONGEST_PAUSE, Speculation
 from mlx_parallm.types.errors import ConfigError
 
 # Few different tokens, so that they repeat.
@@ -66,7 +65,7 @@ def test_a_long_prompt_is_indexed_over_several_calls(monkeypatch: pytest.MonkeyP
 
 
 def test_refused_drafts_pause_ever_longer_and_a_good_one_ends_it() -> None:
-    pace, length, pauses = Pace(), 0, []
+    pace, length, pauses = Speculation(SpeculativeConfig()), 0, []
     for _ in range(8):
         pace.record(length, 4, 0)
         start = length
