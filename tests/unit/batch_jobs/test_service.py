@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.batch_jobs import service
 from mlx_parallm.batch_jobs.answers import LineResponse, Usage
 from mlx_parallm.batch_jobs.disk import FolderLock
 from mlx_parallm.batch_jobs.files import FileLimits
@@ -456,6 +457,31 @@ async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> N
         second.service.list("me", limit=1)
     await world.service.stop()
     assert (await second.end_of(record)).completed == 2
+    await second.service.stop()
+
+
+async def test_a_freed_folder_is_taken_without_a_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks the second server for files, and the batches of the first go on all the same."""
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    is_resumed = asyncio.Event()
+
+    async def hang(_: str, _body: dict[str, Any]) -> LineResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def answer(_: str, body: dict[str, Any]) -> LineResponse:
+        is_resumed.set()
+        return good(body["number"])
+
+    world.handler = hang
+    await world.create(2)
+    second = World(world.folder)
+    second.handler = answer
+    second.service.start()
+    await world.service.stop()
+    await is_resumed.wait()
     await second.service.stop()
 
 
