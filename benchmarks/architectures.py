@@ -49,20 +49,24 @@ REASONS = {
 }
 INTRO = """# Architectures
 
-How each architecture of mlx_lm {version} runs, found by `python -m benchmarks.architectures` with
-tiny random float32 weights on the CPU. The same check runs whenever a model is loaded, so this page
-is a report, not a list that the code reads.
+This page shows how each architecture of mlx_lm {version} runs.
+`python -m benchmarks.architectures` found it with tiny random float32 weights on the CPU.
+The same check runs whenever a model is loaded, so this page is a report, not a list that the code
+reads.
+
+A model runs on one of these paths:
 
 - **packed**: every token of a step is its own row of one forward, over the paged KV pool.
-- **split**: the same forward, but the modules that use caches run by groups: all decoding rows
-  together, each prefill chunk by itself. *(state)*: only recurrent and convolution modules do;
-  *(rows)*: each sequence by itself in those modules.
-- **sequential**: the whole model once per sequence, over the same pool, in the same batch.
-- **alone**: mlx_lm's own caches, one sequence after the other.
+- **split**: the same forward, but the modules that use caches run by groups.
+  All decoding rows are one group, and each prefill chunk is its own.
+  - *(state)*: only recurrent and convolution modules run by groups.
+  - *(rows)*: these modules run each sequence separately.
+- **sequential**: the whole model runs once per sequence, over the same pool, in the same batch.
+- **alone**: the model runs with mlx_lm's own caches, one sequence after the other.
 
-The difference is the largest one of any log-probability against mlx_lm run alone on the same text,
-ragged prompts prefilled in chunks beside decoding rows. The path before it, if any, was refused by
-the check.
+The difference is the largest difference of any log-probability from mlx_lm alone on the same text.
+The texts are ragged prompts that are prefilled in chunks beside decoding rows.
+The last column has the paths that the check refused before.
 
 {summary}
 
@@ -129,7 +133,7 @@ def _long_texts(tried: dict[str, dict[str, Any]]) -> str:
         if (long := result.get("long")) and not long.get("difference", 1.0) <= LONG_TOLERANCE
     }
     return _list(
-        "The check at load has short texts; it exceeds only windows up to 512 tokens. "
+        "The check at load has short texts; it exceeds only windows up to 512 tokens.\n"
         "With windows, chunks and sparse selection from 600 tokens on, these were accepted on a "
         "path that differs from mlx_lm on texts of up to 700 tokens:",
         wrong,

@@ -18,20 +18,23 @@ from tests.conformance.suites import HERE, ROOT, SUITES, Suite
 INTRODUCTION = """\
 # Compatibility
 
-Unmodified clients against a live server with the embedded model, on the CPU. `make conformance`
-installs them in environments of their own, runs them, and writes this page from their results; the
-tests are in `tests/conformance/`.
+This page lists unmodified clients that were tested against a live server with the embedded model,
+on the CPU.
+`make conformance` installs each in its own environment, runs them, and writes this page from their
+results.
+The tests are in `tests/conformance/`.
 """
 
 REMARKS = """\
-The embedded model knows a few exercises and nothing else ([demo-model.md](demo-model.md)). A test
-of langchain's suite whose prompt is too hard for it is skipped by name, and a test beside it takes
-the same step with a prompt that it knows. langchain is run with `parallel_tool_calls: false` and
-`reasoning_effort: none`: for "San Francisco, CA" the model makes two calls, and about what it does
-not know it thinks without end.
+The embedded model knows a few exercises and nothing else ([demo-model.md](demo-model.md)).
 
-schemathesis sends 200 random requests to every operation of the server's own schema. OpenAI's
-published schema is in none of the packages used here, and is not run.
+- If a prompt of langchain's suite is too hard for the model, that test is skipped by name.
+  Another test takes the same step with a prompt that the model knows.
+- langchain runs with `parallel_tool_calls: false` and `reasoning_effort: none`.
+  The model makes two calls for "San Francisco, CA".
+  It thinks without end about what it does not know.
+- schemathesis sends 200 random requests to every operation of the server's own schema.
+  OpenAI's published schema is not tested, because no package used here contains it.
 """
 
 
@@ -131,7 +134,7 @@ def _round_trips(ran: dict[Suite, list[Outcome]]) -> str:
     lines = [
         "## Tool calls: call, result, answer",
         "",
-        "A question, the model's call, its result sent back, and the answer that tells it.",
+        "A test asks a question, gets the model's call, sends the result, and checks the answer.",
         "",
         "| client | by | whole | streamed |",
         "|---|---|---|---|",

@@ -11,12 +11,15 @@ from tests.conformance.report import TRAINERS, Outcome, last_run, outcomes
 from tests.trainers.suites import HERE, ROOT, SUITES, Suite
 
 INTRODUCTION = """\
-Reinforcement-learning trainers' own clients, unmodified, against a live server with the embedded
-model on the CPU. `make trainers` installs them in environments of their own, runs the tests of
-`tests/trainers/` and writes this table. The server is started with `--max-logprobs -1
---logprobs-mode processed_logprobs --max-loras 8 --adapter-dir FOLDER --allowed-adapter-roots
-FOLDER`, as `trl vllm-serve` starts vLLM. The trainer's torch model is the same model; TRL takes
-`vllm` for present by a stand-in of a few lines (`tests/trainers/stubs/`).
+These are reinforcement-learning trainers' own clients, unmodified, against a live server with the
+embedded model on the CPU.
+`make trainers` installs each in its own environment, runs the tests of `tests/trainers/` and writes
+this table.
+
+- The server runs with `--max-logprobs -1 --logprobs-mode processed_logprobs --max-loras 8
+  --adapter-dir FOLDER --allowed-adapter-roots FOLDER`, as `trl vllm-serve` starts vLLM.
+- The trainer's torch model is the same model.
+- A stand-in of a few lines (`tests/trainers/stubs/`) makes TRL believe that `vllm` is installed.
 """
 
 
@@ -24,7 +27,7 @@ def write_section(results: Path, target: Path) -> None:
     """Replace the part behind its heading, or add it."""
     before, _, _ = target.read_text().partition(TRAINERS)
     lines = [
-        "| client | version | what was driven | passed | failed | what cannot be without CUDA |",
+        "| client | version | what was tested | passed | failed | what needs CUDA |",
         "|---|---|---|---|---|---|",
         *(_row(suite, results / f"{suite.name}.xml") for suite in SUITES),
     ]

@@ -56,17 +56,16 @@ SUITES = (
         "test_trl_vllm_client.py",
         "TRL",
         ("trl",),
-        '`init_communicator` sends weights by NCCL. It stops with "has no weight-transfer engine", '
-        'as the server tells it; past that TRL says that NCCL\'s engine "needs a CUDA device"',
+        '`init_communicator` sends weights by NCCL, whose engine "needs a CUDA device". The server '
+        'answers "has no weight-transfer engine".',
         path=(STUBS,),
     ),
     Suite(
         "test_trl_async_grpo.py",
         "TRL",
         ("trl", "peft"),
-        "the trainer's own forward: `get_peak_flops_per_device` says \"Torch not compiled with "
-        'CUDA enabled", and attention is flash-attn 3 from the hub. Both have stand-ins in '
-        "the test of training; its client, worker and synchronisation are as published",
+        "the trainer's own forward (`get_peak_flops_per_device`) and flash-attn 3 from the hub. "
+        "Both have stand-ins; client, worker and synchronisation are as published.",
         path=(STUBS,),
     ),
     Suite(
@@ -79,9 +78,8 @@ SUITES = (
         "test_art.py",
         "ART",
         ("openpipe-art",),
-        "`art.unsloth.service` and `art.local`: \"No module named 'torch'\"; their training needs "
-        "Unsloth on CUDA. The service's calls are made by its own code with stand-ins for those "
-        "imports",
+        "`art.unsloth.service` and `art.local`, whose training needs Unsloth on CUDA. The "
+        "service's own code makes its calls, with stand-ins for these imports.",
         ART_PINS,
         ART,
         (ROOT,),
@@ -96,8 +94,7 @@ SUITES = (
         "test_replays.py",
         "prime-rl, slime, SkyRL",
         (),
-        "prime-rl is no package of PyPI: \"No module named 'prime_rl'\"; slime there is another "
-        "project. SkyRL 0.4.0's sampling client imports its training backends: \"No module named "
-        "'torch'\", of which it wants the CUDA build. Their calls were replayed",
+        "prime-rl is not on PyPI, and slime there is another project. The sampling client of SkyRL "
+        "0.4.0 imports its training backends, which need the CUDA build of torch.",
     ),
 )
