@@ -163,13 +163,13 @@ class SpeculativeConfig:
             ConfigError: ``values`` is no mapping, a name is unknown, or a value is out of range.
         """
         if not is_mapping(values):
-            raise ConfigError(f"speculative settings are names with values, not {values!r}")
+            raise ConfigError(f"speculative settings must be names with values, not {values!r}")
         known = {field.name for field in fields(SpeculativeConfig)}
         unknown = sorted(str(name) for name in values if name not in known)
         if unknown:
             names = ", ".join(field.name for field in fields(SpeculativeConfig))
             raise ConfigError(
-                f"unknown speculative settings: {', '.join(unknown)}; there are {names}"
+                f"unknown speculative settings: {', '.join(unknown)}; known are {names}"
             )
         return SpeculativeConfig(**values)
 

@@ -132,7 +132,7 @@ class LLM:
         """The model, if it generates; raise InvalidRequestError if it does not."""
         if not isinstance(self._loaded, LoadedGenerator):
             name = self._loaded.model.names[0]
-            raise InvalidRequestError(f"{name} is an encoder: it generates nothing.", param="model")
+            raise InvalidRequestError(f"{name} is an encoder and cannot generate.", param="model")
         return self._loaded
 
     @property
@@ -150,7 +150,9 @@ class LLM:
             return self._offline
         if isinstance(self._loaded, LoadedGenerator):
             name = self._loaded.model.names[0]
-            raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
+            raise InvalidRequestError(
+                f"{name} is a model that generates, not an encoder.", param="model"
+            )
         # The paths of routes import FastAPI, which a model that generates does not need.
         module = importlib.import_module("mlx_parallm.offline.pooling")
         offline: OfflinePooling = module.OfflinePooling(self._loaded)

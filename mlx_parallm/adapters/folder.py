@@ -33,14 +33,14 @@ def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
         config = json.loads((path / CONFIG_NAME).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
-            f"{path} has no {CONFIG_NAME} that can be read: {error}", param=param
+            f"{path} has no readable {CONFIG_NAME}: {error}", param=param
         ) from None
     if not is_object(config):
-        raise InvalidRequestError(f"{path / CONFIG_NAME} is no object.", param=param)
+        raise InvalidRequestError(f"{path / CONFIG_NAME} must be a JSON object.", param=param)
     weights_file = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
     if weights_file is None:
         raise InvalidRequestError(
-            f"{path} has no {' or '.join(WEIGHTS_NAMES)}; other formats are not read.",
+            f"{path} has no {' or '.join(WEIGHTS_NAMES)}; other formats are not supported.",
             param=param,
         )
     return read_adapter(

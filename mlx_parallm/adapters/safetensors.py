@@ -142,4 +142,4 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _wrong(why: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"This is no safetensors file: {why}.", param=param)
+    return InvalidRequestError(f"This is not a safetensors file: {why}.", param=param)

@@ -92,7 +92,7 @@ class ServedPolicy:
         if requested_step != self._step:
             raise UnservedStepError(
                 f"Step {requested_step} of {self.name} is not served: weight_sync_method "
-                f"{self._config.weight_sync_method} keeps the latest one, {self._step}."
+                f"{self._config.weight_sync_method} keeps only the latest step, {self._step}."
             )
         return self._served_name
 

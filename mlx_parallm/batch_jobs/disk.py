@@ -24,7 +24,7 @@ def storage_errors() -> Generator[None]:
     try:
         yield
     except OSError as problem:
-        raise StorageError(f"The data folder does not work: {problem.strerror}.") from problem
+        raise StorageError(f"The data folder cannot be used: {problem.strerror}.") from problem
 
 
 def make_folder(path: Path) -> None:
@@ -93,7 +93,7 @@ class FolderLock:
             holder = _holder(self._descriptor)
             os.close(self._descriptor)
             raise StorageInUseError(
-                f"{holder} uses the data folder; give this server a --data-dir of its own."
+                f"{holder} uses the data folder; give this server its own --data-dir."
             ) from None
         os.ftruncate(self._descriptor, 0)
         write_all(self._descriptor, json.dumps({"pid": os.getpid()}).encode())

@@ -221,4 +221,4 @@ def _is_one_prompt(prompt: list[Any]) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

@@ -112,7 +112,7 @@ class BatchRun:
             if not self._record.has_ended:
                 await self._finish()
         except FileNotFoundError:
-            await self.fail("input_file_missing", "The input file is gone.")
+            await self.fail("input_file_missing", "The input file does not exist any more.")
 
     async def fail(self, code: str, message: str) -> None:
         """End the batch with an error that is not one of a line.

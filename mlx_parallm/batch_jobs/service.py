@@ -197,7 +197,9 @@ class BatchService:
                 _ = self._storage
             except StorageError as problem:
                 if not was_logged:
-                    logger.warning("no files and batches from %s: %s", self._folder, problem)
+                    logger.warning(
+                        "files and batches of %s are not available: %s", self._folder, problem
+                    )
                 was_logged = True
                 await asyncio.sleep(RETRY_S)
         if was_logged:
@@ -221,7 +223,7 @@ class BatchService:
                     num_troubles += 1
                     await asyncio.sleep(min(MAX_RETRY_S, RETRY_S * num_troubles))
         except ShuttingDownError:
-            logger.info("batches stop: the server is shutting down")
+            logger.info("batches stop, because the server is shutting down")
         finally:
             del self._drivers[owner]
 
@@ -246,6 +248,6 @@ class BatchService:
             except Exception:
                 logger.exception("batch %s failed", record.id)
                 await run.fail("server_error", "The server failed; its log says why.")
-        logger.info("batch %s has %s", record.id, record.status)
+        logger.info("batch %s has the status %s", record.id, record.status)
         if record.has_ended:
             storage.files.release(record.input_file_id, record.id)

@@ -22,7 +22,7 @@ def read_records(folder: Path, kind: type[T]) -> list[T]:
         try:
             records.append(_record(json.loads(path.read_bytes()), kind))
         except (OSError, ValueError, TypeError) as problem:
-            logger.warning("%s is no description and is left out: %s", path, problem)
+            logger.warning("%s cannot be read and is ignored: %s", path, problem)
     return records
 
 

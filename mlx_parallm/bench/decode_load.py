@@ -65,7 +65,7 @@ class DecodeLoad:
         events = self._engine.step()
         elapsed = time.perf_counter() - started
         if events is None:
-            raise ConfigError("nothing could run: the requests do not fit the KV memory.")
+            raise ConfigError("no request could run: the requests do not fit the KV memory.")
         count = 0
         for event in events:
             if isinstance(event, ErrorEvent):

@@ -40,7 +40,7 @@ class Target:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no http address")
+            raise ValueError(f"{url!r} is not an http address")
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
         return cls(parts.hostname, port, parts.path.rstrip("/"), tls)
@@ -63,7 +63,7 @@ class ResponseHead:
         first, *lines = head.decode("latin-1").split("\r\n")
         words = first.split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            raise ResponseError(f"no HTTP response: {first[:80]!r}")
+            raise ResponseError(f"this is not an HTTP response: {first[:80]!r}")
         pairs = (line.partition(":") for line in lines if line)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
         return cls(int(words[1]), headers)
@@ -110,7 +110,7 @@ class ChunkDecoder:
             try:
                 self._remaining = int(line.split(b";")[0], 16)
             except ValueError as error:
-                raise ResponseError(f"no chunk size: {line[:40]!r}") from error
+                raise ResponseError(f"this is not the size of a chunk: {line[:40]!r}") from error
             self._buffer = rest
             self._in_data = self._remaining > 0
             self.is_complete = self._remaining == 0

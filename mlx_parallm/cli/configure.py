@@ -126,7 +126,7 @@ def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> No
         if value and name.startswith(ENVIRONMENT_PREFIX) and name not in settings
     ]
     if unknown:
-        logger.warning("environment variables that are no settings: %s", ", ".join(unknown))
+        logger.warning("these environment variables name no setting: %s", ", ".join(unknown))
 
 
 def _with_hint(name: str, known: Mapping[str, str]) -> str:
@@ -177,7 +177,9 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
     if server.cache_scope == KEY_SCOPE and not server.api_keys:
-        raise ConfigError("cache-scope key needs api-key: without keys, clients are not told apart")
+        raise ConfigError(
+            "cache-scope key needs api-key: without keys, clients cannot be distinguished"
+        )
     kv_cache_dtype: PerModel = parts["cache"].pop("kv_cache_dtype", PerModel())
     if kv_cache_dtype.shared is not None:
         parts["cache"]["kv_cache_dtype"] = kv_cache_dtype.shared

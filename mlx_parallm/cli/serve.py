@@ -111,7 +111,7 @@ def warn_if_exposed(config: ServerConfig, host: str) -> None:
     """Log a warning if other machines can reach the server without a key."""
     if is_exposed(config, host):
         logger.warning(
-            "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
+            "LISTENING ON %s WITHOUT AN API KEY: everyone who reaches this port can use the "
             "models and change the server. Set --api-key, or listen on 127.0.0.1.",
             host,
         )
@@ -169,7 +169,10 @@ class EngineServer:
 
     def _on_signal(self) -> None:
         if self._ending is None:
-            logger.info("shutting down: running requests have %gs", self._config.shutdown_timeout_s)
+            logger.info(
+                "shutting down: running requests have %gs to finish",
+                self._config.shutdown_timeout_s,
+            )
             self._ending = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._ending.cancel()

@@ -30,7 +30,7 @@ def encode_safetensors(tensors: Mapping[str, Any]) -> bytes:
         TypeError: a value is no such array; the message has its name.
     """
     if sys.byteorder != "little":
-        raise TypeError("Tensors are written on machines of little-endian byte order only.")
+        raise TypeError("Tensors can be written only on machines of little-endian byte order.")
     header: dict[str, Any] = {}
     chunks: list[bytes] = []
     end = 0
@@ -68,7 +68,7 @@ def _view(name: str, array: Any) -> memoryview:
     try:
         view = memoryview(array)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"Tensor {name!r} is no array: {error}") from None
+        raise TypeError(f"Tensor {name!r} is not an array: {error}") from None
     return view
 
 
@@ -79,4 +79,4 @@ def _dtype(name: str, view: memoryview) -> str:
         return f"I{8 * view.itemsize}"
     if view.format in _UNSIGNED:
         return f"U{8 * view.itemsize}"
-    raise TypeError(f"Tensor {name!r} is of no dtype that can be written: {view.format!r}.")
+    raise TypeError(f"Tensor {name!r} has a dtype that cannot be written: {view.format!r}.")

@@ -54,7 +54,7 @@ class Transport:
         try:
             return json.loads(response.content)
         except ValueError:
-            raise UnexpectedAnswerError(f"{path} answered no JSON.") from None
+            raise UnexpectedAnswerError(f"The answer of {path} is not JSON.") from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the JSON of each server-sent event of an answer; see ``ask``."""
@@ -86,5 +86,5 @@ def _event(path: str, data: str) -> dict[str, Any]:
     except ValueError:
         event = None
     if not isinstance(event, dict):
-        raise UnexpectedAnswerError(f"An event of {path} is no JSON object: {data[:80]}")
+        raise UnexpectedAnswerError(f"An event of {path} is not a JSON object: {data[:80]}")
     return cast("dict[str, Any]", event)

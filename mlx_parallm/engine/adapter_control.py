@@ -248,10 +248,12 @@ class AdapterControl:
     def _check_name(self, name: str, base: str) -> None:
         if not name or len(name) > MAX_NAME:
             raise InvalidRequestError(
-                f"An adapter's name has 1 to {MAX_NAME} characters.", param="name"
+                f"An adapter's name must have 1 to {MAX_NAME} characters.", param="name"
             )
         if self._names(name):
-            raise InvalidRequestError(f"A model is named {name!r}.", param="name")
+            raise InvalidRequestError(
+                f"{name!r} is the name of a model; give the adapter another name.", param="name"
+            )
         info = self._adapters.get(name)
         if info is not None and info.model != base:
             raise taken(info)

@@ -35,7 +35,7 @@ class AdapterFolders:
         hint = _HUB_HINT if param == LORA_PATH and is_hub_id(path) else ""
         if not self._confinement.roots:
             raise InvalidRequestError(
-                "This server reads no folders: start it with --adapter-dir or "
+                "This server may not read folders: start it with --adapter-dir or "
                 f"--allowed-adapter-roots, or upload the tensors.{hint}",
                 param=param,
             )
@@ -47,7 +47,7 @@ class AdapterFolders:
             # On a shared disk the folder may appear later: trainers try again on 404.
             raise NotFoundError(f"There is no folder {path[:200]!r}.{hint}", param=param)
         raise InvalidRequestError(
-            f"{path[:200]!r} is no folder below those that this server may read.{hint}",
+            f"{path[:200]!r} is not below a folder that this server may read.{hint}",
             param=param,
         )
 

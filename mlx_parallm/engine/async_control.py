@@ -103,7 +103,7 @@ class AsyncControl(AdapterControl):
     async def resume(self) -> None:
         """See ``EngineControl.resume``."""
         if self._sleep_level:
-            raise InvalidRequestError("The server sleeps: wake it up first.")
+            raise InvalidRequestError("The server is asleep; wake it up first.")
         self._pause = None
         await self._thread.call(Resume())
 
@@ -145,8 +145,8 @@ class AsyncControl(AdapterControl):
         if is_adapter_folder(folder):
             # SGLang and vLLM have no name to serve it under here either; see docs/weights.md.
             raise InvalidRequestError(
-                f"{path[:200]!r} has an adapter, not the weights of a whole model: load it under "
-                "a name of its own with /load_lora_adapter.",
+                f"{path[:200]!r} has an adapter, not the weights of a whole model. Load it under "
+                "its own name with /load_lora_adapter.",
                 param="path",
             )
         update = WeightsUpdate(folder=folder, version=version, expected_version=expected_version)
@@ -176,7 +176,7 @@ class AsyncControl(AdapterControl):
         unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
         if unknown:
             raise InvalidRequestError(
-                f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
+                f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
         asleep: Sequence[str] = await self._thread.call(WakeModels(wanted))
         if not asleep:

@@ -133,7 +133,7 @@ def kind_of(kinds: Sequence[Kind], config: ModelConfig, path: Path) -> Kind:
     for kind in kinds:
         if kind.serves(config, path):
             return kind
-    raise ConfigError(f"{config.path} is a model of a kind that this server does not know.")
+    raise ConfigError(f"{config.path} is a kind of model that this server does not know.")
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Confinement:
             InvalidRequestError: the path, the value of ``param``, contains a NUL.
         """
         if "\0" in path:
-            raise InvalidRequestError("A path has no NUL.", param=param)
+            raise InvalidRequestError("A path must not contain a NUL character.", param=param)
         # An absolute path replaces the base. A symbolic link counts as the folder it leads to.
         folders = dict.fromkeys((base / path).resolve() for base in self._bases)
         return [

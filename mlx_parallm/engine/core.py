@@ -263,7 +263,9 @@ class EngineCore:
             entry = self._new_entry(load)
             self._residency.add(entry)
         elif set(load.names) - set(entry.names):
-            raise InvalidRequestError(f"{load.model} has other names already.", param="name")
+            raise InvalidRequestError(
+                f"{load.model} is loaded under other names already.", param="name"
+            )
         entry.is_pinned = entry.is_pinned or load.is_pinned
         try:
             await self._residency.begin(entry)
@@ -309,7 +311,9 @@ class EngineCore:
         names = load.names or (load.model,)
         for name in names:
             if not name or len(name) > MAX_NAME:
-                raise InvalidRequestError(f"A name has 1 to {MAX_NAME} characters.", param="name")
+                raise InvalidRequestError(
+                    f"A name must have 1 to {MAX_NAME} characters.", param="name"
+                )
             self._check_free(name)
         config = replace(
             self._defaults,
@@ -563,4 +567,4 @@ class EngineCore:
 
 
 def _name_is_taken(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"A model or adapter is named {name!r} already.", param="name")
+    return InvalidRequestError(f"{name!r} is the name of a model or adapter already.", param="name")

@@ -292,7 +292,7 @@ class KindTraits:
     loads_later: bool = False
     can_change: bool = False
     refuses_load: str = "is of a kind that is loaded when the server starts."
-    refuses_unload: str = "is not unloaded while the server runs."
+    refuses_unload: str = "cannot be unloaded while the server runs."
     refuses_change: str = "keeps the weights that it was loaded with."
     refuses_other: str = "serves requests of another kind."
 

@@ -117,7 +117,7 @@ class LiveWeights:
         elif update.tensors:
             self.model.prepare_tensors(update.tensors)
         else:
-            raise InvalidRequestError("An update has a folder or tensors.", param="weights")
+            raise InvalidRequestError("An update must have a folder or tensors.", param="weights")
         self._prepared = update
 
     def drop_prepared(self) -> None:
@@ -158,7 +158,9 @@ class LiveWeights:
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of each weight, in hex by name; raise InvalidRequestError in sleep."""
         if WEIGHTS in self.asleep:
-            raise InvalidRequestError("The weights are put away: wake them up first.")
+            raise InvalidRequestError(
+                "The weights are not in memory, because the server is asleep; wake it up first."
+            )
         return self.model.checksums()
 
     def relabel(self, label: str) -> WeightsVersion:

@@ -72,7 +72,7 @@ class NoAdapters:
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """Refuse."""
         del content, adapter
-        raise InvalidRequestError("This model takes no adapters.", param="model")
+        raise InvalidRequestError("This model does not take adapters.", param="model")
 
     def stage(self, slot: int, content: str) -> bool:
         """Do nothing."""
@@ -379,7 +379,7 @@ class Policies:
             raise OverloadedError("Requests use every adapter that could be evicted for another.")
         if not idle:
             raise InvalidRequestError(
-                f"{len(self._policies)} adapters are loaded, as many as this server holds "
+                f"{len(self._policies)} adapters are loaded, which is the limit "
                 "(--max-cpu-loras); unload one first.",
                 param="name",
             )

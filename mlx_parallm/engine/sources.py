@@ -43,7 +43,7 @@ class ModelSources:
         if allowed and not is_id:
             raise NotFoundError(f"There is no folder {source[:200]!r}.", param=MODEL)
         raise InvalidRequestError(
-            f"This server may not load {source[:200]!r}: folders need --allowed-model-roots, ids "
-            "on the hub --allowed-model-repos.",
+            f"This server may not load {source[:200]!r}: folders need --allowed-model-roots, and "
+            "hub ids need --allowed-model-repos.",
             param=MODEL,
         )

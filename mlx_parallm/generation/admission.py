@@ -71,7 +71,7 @@ def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:
 def _check_input(each: ModelInput, info: RunnerInfo) -> None:
     name = each.kind.value
     if not info.input_width:
-        raise InvalidRequestError(f"This model takes no {name}.", param=name)
+        raise InvalidRequestError(f"This model does not take {name}.", param=name)
     is_served = (
         each.kind is InputKind.PROMPT_EMBEDS
         and each.store is InputStore.FEATURES
@@ -98,8 +98,8 @@ def check_room(num_prompts: int, n: int, max_waiting: int) -> None:
     """
     if max_waiting and num_prompts * n > max_waiting:
         raise InvalidRequestError(
-            f"{num_prompts * n} samples were requested, prompts times n; this server's queue holds "
-            f"{max_waiting}.",
+            f"{num_prompts * n} samples were requested (prompts times n), and this server's queue "
+            f"holds {max_waiting}.",
             param="n" if n > max_waiting else "prompt",
         )
 

@@ -224,7 +224,7 @@ class GenerationEngine(EngineDefaults):
             try:
                 self._warm_up.run_next(block)
             except Exception:
-                logger.exception("the warm-up ends, as one of its steps failed")
+                logger.exception("the warm-up ended, because one of its steps failed")
                 self._warm_up = None
         return True
 

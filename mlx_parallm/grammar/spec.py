@@ -60,7 +60,7 @@ def json_schema(
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
-        raise InvalidRequestError("A JSON schema is a JSON object.", param=param)
+        raise InvalidRequestError("A JSON schema must be a JSON object.", param=param)
     kind = GrammarKind.JSON_SCHEMA if strict else GrammarKind.LENIENT_JSON_SCHEMA
     return GrammarSpec(kind, _json_text(schema, param))
 
@@ -114,7 +114,7 @@ def structural_tag(tag: Mapping[str, Any] | str, *, param: str | None = None) ->
     if isinstance(tag, str):
         tag = _parsed(tag, param)
     if not isinstance(tag, Mapping):
-        raise InvalidRequestError("A structural tag is a JSON object.", param=param)
+        raise InvalidRequestError("A structural tag must be a JSON object.", param=param)
     return GrammarSpec(GrammarKind.STRUCTURAL_TAG, _json_text(tag, param))
 
 
@@ -125,7 +125,7 @@ def _is_text(value: object) -> TypeGuard[str]:
 
 def _text_spec(kind: GrammarKind, text: object, param: str | None) -> GrammarSpec:
     if not _is_text(text):
-        raise InvalidRequestError("A text that is not empty is needed.", param=param)
+        raise InvalidRequestError("The text must not be empty.", param=param)
     _check_size(len(text), param)
     return GrammarSpec(kind, text)
 
@@ -141,7 +141,7 @@ def _json_text(value: Any, param: str | None) -> str:
     except RecursionError:
         raise _too_deep(param) from None
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"This is no JSON: {error}", param=param) from error
+        raise InvalidRequestError(f"This is not JSON: {error}", param=param) from error
     _check_size(len(text), param)
     _check_depth(value, param)
     return text
@@ -154,7 +154,7 @@ def _parsed(text: str, param: str | None) -> Any:
     except RecursionError:
         raise _too_deep(param) from None
     except ValueError as error:
-        raise InvalidRequestError(f"This is no JSON: {error}", param=param) from error
+        raise InvalidRequestError(f"This is not JSON: {error}", param=param) from error
 
 
 def _check_size(length: int, param: str | None) -> None:

@@ -36,7 +36,9 @@ def structural_tag_grammar(text: str, specials: SpecialTokens) -> dict[str, Any]
         return reader.builder.grammar(reader.expression(_object(tag, "format")))
     if "structures" in tag:
         return reader.builder.grammar(reader.expression(_from_legacy(tag)))
-    raise InvalidRequestError('A structural tag has "format", or "structures" and "triggers".')
+    raise InvalidRequestError(
+        'A structural tag must have "format", or "structures" and "triggers".'
+    )
 
 
 def _from_legacy(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class _Reader:
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
-            raise InvalidRequestError("json_schema is a JSON object.")
+            raise InvalidRequestError("json_schema must be a JSON object.")
         text = json.dumps(schema, ensure_ascii=False)
         return self.builder.other(json_schema_grammar(text, lenient=not node.get("strict", False)))
 
@@ -129,7 +131,9 @@ class _Reader:
             begin = _text(tag, "begin")
             trigger = next((text for text in triggers if begin.startswith(text)), None)
             if trigger is None:
-                raise InvalidRequestError(f"The tag {begin[:64]!r} begins with no trigger.")
+                raise InvalidRequestError(
+                    f"The tag {begin[:64]!r} must begin with one of the triggers."
+                )
             bodies[trigger].append(self.builder.rule(self._tag(tag, len(trigger))))
         options = [
             self.builder.rule(f"{self.builder.text_until(trigger)} ({' | '.join(rules)})")
@@ -153,7 +157,7 @@ class _Reader:
 def _tags(node: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     tags = _objects(node, "tags")
     if len(tags) > MAX_TAGS:
-        raise InvalidRequestError(f"A structural tag has {MAX_TAGS} tags at most.")
+        raise InvalidRequestError(f"A structural tag can have at most {MAX_TAGS} tags.")
     return tags
 
 
@@ -163,33 +167,33 @@ def _end(node: Mapping[str, Any]) -> str:
     if is_list(end) and end:
         end = end[0]
     if not isinstance(end, str):
-        raise InvalidRequestError("A tag's end is a text.")
+        raise InvalidRequestError("A tag's end must be a text.")
     return end
 
 
 def _text(node: Mapping[str, Any], key: str) -> str:
     value = node.get(key)
     if not isinstance(value, str):
-        raise InvalidRequestError(f"A structural tag's {key} is a text.")
+        raise InvalidRequestError(f"A structural tag's {key} must be a text.")
     return value
 
 
 def _texts(node: Mapping[str, Any], key: str) -> list[str]:
     value = node.get(key)
     if not is_text_list(value) or not value or not all(value):
-        raise InvalidRequestError(f"A structural tag's {key} are texts, none of them empty.")
+        raise InvalidRequestError(f"A structural tag's {key} must be texts, none of them empty.")
     return value
 
 
 def _object(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = node.get(key)
     if not is_mapping(value):
-        raise InvalidRequestError(f"A structural tag's {key} is a JSON object.")
+        raise InvalidRequestError(f"A structural tag's {key} must be a JSON object.")
     return value
 
 
 def _objects(node: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
     value = node.get(key)
     if not is_list(value) or not value or not all(map(is_mapping, value)):
-        raise InvalidRequestError(f"A structural tag's {key} are JSON objects, at least one.")
+        raise InvalidRequestError(f"A structural tag's {key} must be JSON objects, at least one.")
     return value

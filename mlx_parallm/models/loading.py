@@ -133,7 +133,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as cause:
         raise ModelLoadError(f"{folder}: config.json could not be read: {cause}") from cause
     if not isinstance(config, dict):
-        raise ModelLoadError(f"{folder}: config.json is no object.")
+        raise ModelLoadError(f"{folder}: config.json must be a JSON object.")
     return config
 
 
@@ -189,7 +189,7 @@ def _check(model: nn.Module, weights: Weights) -> None:
     if missing := expected.keys() - weights.keys():
         raise ModelLoadError(f"these weights are missing: {_listed(missing)}.")
     if left_over := weights.keys() - expected.keys():
-        raise ModelLoadError(f"these weights belong to nothing: {_listed(left_over)}.")
+        raise ModelLoadError(f"the model does not use these weights: {_listed(left_over)}.")
     wrong = [
         f"{name} is {list(weights[name].shape)} instead of {list(array.shape)}"
         for name, array in expected.items()

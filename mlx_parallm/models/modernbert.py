@@ -67,7 +67,7 @@ class ModelArgs(EncoderArgs):
         if self.local_attention < 2:
             raise ModelLoadError(f"local_attention {self.local_attention} is less than 2.")
         if unknown := set(self.layer_types) - set(get_args(LayerType)):
-            raise ModelLoadError(f"layer_types has {', '.join(sorted(unknown))}.")
+            raise ModelLoadError(f"layer_types has unknown types: {', '.join(sorted(unknown))}.")
 
     @property
     def max_length(self) -> int:

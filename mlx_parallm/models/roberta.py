@@ -19,7 +19,7 @@ class ModelArgs(BertArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pad_token_id is None:
-            raise ModelLoadError("pad_token_id is null: positions start after it.")
+            raise ModelLoadError("pad_token_id must not be null, because positions start after it.")
 
     @property
     def padding_id(self) -> int:

@@ -144,7 +144,9 @@ class OfflinePooling:
         if not prompts:
             return []
         if len({isinstance(prompt, str) for prompt in prompts}) > 1:
-            raise InvalidRequestError("prompts are all texts, or all token ids.", param="prompts")
+            raise InvalidRequestError(
+                "prompts must be all texts, or all token ids.", param="prompts"
+            )
         reading = Reading(truncate=truncate, param="prompts")
 
         async def work(client: PoolingCalls) -> tuple[Sequence[PoolingInput], list[T]]:

@@ -305,7 +305,7 @@ class PoolingEngine(EngineDefaults):
         self._metrics.on_waiting(len(self._queue))
         pairs = list(zip(running.batch, results, strict=True))
         wrong = [waiting for waiting, result in pairs if not np.isfinite(result).all()]
-        events = self._fail(wrong, "The model's result is not made of numbers.")
+        events = self._fail(wrong, "The model's result has NaN or infinite values.")
         for waiting, result in pairs:
             if waiting not in wrong:
                 events += self._give(waiting, result)

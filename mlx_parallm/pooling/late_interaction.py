@@ -31,7 +31,8 @@ def with_late_interaction(
     settings = spec.settings
     if settings.expands_to and reads_on and not settings.attends_to_expansion:
         raise ModelLoadError(
-            "Queries with tokens that others do not attend to are not served by a causal model."
+            "A causal model cannot be served if its queries have tokens that others do not attend "
+            "to."
         )
     late = replace(
         settings,
@@ -65,7 +66,7 @@ def _expansion_id(spec: LateSpec, tokenizer: EncoderTokenizer) -> int:
     token = spec.expansion_token or tokenizer.mask_token
     token_id = None if token is None else tokenizer.token_id(token)
     if token_id is None:
-        raise ModelLoadError(f"Queries are filled up with {token}, which is no token of the model.")
+        raise ModelLoadError(f"Queries are padded with {token}, which is not a token of the model.")
     return token_id
 
 

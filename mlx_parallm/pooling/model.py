@@ -24,7 +24,7 @@ POOLING_TRAITS = KindTraits(
     name="pooling",
     loads_later=True,
     refuses_change="is an encoder: its weights stay as they were loaded.",
-    refuses_other="is an encoder: it reads texts and generates none (docs/encoders.md).",
+    refuses_other="is an encoder and cannot generate (docs/encoders.md).",
 )
 
 

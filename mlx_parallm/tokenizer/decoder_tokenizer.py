@@ -118,7 +118,7 @@ def load_decoder_tokenizer(
     """
     chat = load_tokenizer(folder, chat_template=chat_template, trust_remote_code=trust_remote_code)
     if chat.backend_json is None:
-        raise ModelLoadError(f"{folder}: its tokenizer is none of the tokenizers library.")
+        raise ModelLoadError(f"{folder}: its tokenizer must be one of the tokenizers library.")
     # The backend is copied, because transformers' own is not thread-safe.
     backend = Tokenizer.from_str(chat.backend_json)
     return DecoderTokenizer(chat, backend, scores_pairs=scores_pairs, instruction=instruction)

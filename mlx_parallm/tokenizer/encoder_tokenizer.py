@@ -104,7 +104,7 @@ class EncoderTokenizer:
         """
         if self._template is None:
             raise InvalidRequestError(
-                "This model has no chat template: send texts in place of messages.",
+                "This model has no chat template: send texts instead of messages.",
                 param="messages",
             )
         text = self._template.render(messages, **options)

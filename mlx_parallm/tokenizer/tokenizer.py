@@ -284,7 +284,9 @@ def _configured_eos_ids(path: Path) -> set[int]:
         ids = source.get("eos_token_id") if is_object(source) else None
         listed = ids if is_list(ids) else [] if ids is None else [ids]
         if not all(isinstance(token_id, int) for token_id in listed):
-            raise ModelLoadError(f"{path}: eos_token_id {ids!r} is no token id or list of them.")
+            raise ModelLoadError(
+                f"{path}: eos_token_id {ids!r} must be a token id or a list of token ids."
+            )
         eos_ids.update(listed)
     return eos_ids
 
@@ -297,7 +299,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
     if not is_object(content):
-        raise ModelLoadError(f"{path} is no JSON object.")
+        raise ModelLoadError(f"{path} must be a JSON object.")
     return content
 
 

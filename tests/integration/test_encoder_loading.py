@@ -174,7 +174,7 @@ def test_folders_that_are_refused(tmp_path: Path, masked_lm: dict[str, Any]) -> 
         load_encoder(tmp_path)
     config = tmp_path / "config.json"
     config.write_text("[]", encoding="utf-8")
-    with pytest.raises(ModelLoadError, match="is no object"):
+    with pytest.raises(ModelLoadError, match="must be a JSON object"):
         load_encoder(tmp_path)
     config.write_text(json.dumps(masked_lm["config"]), encoding="utf-8")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")

@@ -251,7 +251,7 @@ def test_of_an_adapter_its_files_alone_are_fetched(hub: tuple[Hub, str], tmp_pat
     ("path", "complaint"),
     [
         ("org/absent", "org/absent is neither a folder nor on the hub"),
-        (REPO, "org/tiny is no adapter"),
+        (REPO, "org/tiny is not an adapter"),
         ("org/gated", "org/gated is gated"),
     ],
 )

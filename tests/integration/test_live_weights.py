@@ -130,7 +130,7 @@ async def test_what_does_not_fit_changes_nothing(
     broken = weight.copy()
     broken[3, 3] = np.nan
     wrong = {
-        "not finite": {CHANGED: HostTensor(broken)},
+        "infinite values": {CHANGED: HostTensor(broken)},
         "the model's is": {CHANGED: HostTensor(weight[:-1])},
         "unknown": {"model.layers.99.weight": HostTensor(weight)},
         "another kind": {CHANGED: HostTensor(weight.astype(np.int32))},
@@ -141,7 +141,7 @@ async def test_what_does_not_fit_changes_nothing(
             await engine.control.update_weights(WeightsUpdate(tensors=tensors))
     with pytest.raises(InvalidRequestError, match="folder or tensors"):
         await engine.control.update_weights(WeightsUpdate())
-    with pytest.raises(InvalidRequestError, match="no folder below"):
+    with pytest.raises(InvalidRequestError, match="not below a folder"):
         await engine.control.update_weights_from_folder(str(tmp_path))
     (folders[1.0].parent / "empty").mkdir(exist_ok=True)
     with pytest.raises(InvalidRequestError, match="could not be loaded"):
@@ -184,7 +184,7 @@ async def test_weights_come_back_as_the_folder_has_them(
     tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED))}
     await engine.control.update_weights(WeightsUpdate(tensors=tensors, version="lost"))
     await engine.control.sleep(2, PauseMode.ABORT)
-    with pytest.raises(InvalidRequestError, match="put away"):
+    with pytest.raises(InvalidRequestError, match="not in memory"):
         await engine.control.update_weights(WeightsUpdate(tensors=tensors))
     await engine.control.wake_up()
     assert engine.control.version().label == DEFAULT_VERSION

@@ -138,7 +138,7 @@ def test_a_model_with_caches_of_its_own_is_refused() -> None:
     layouts = probe_layout(loaded.model)
     attention = QuantisedReferenceAttention(BLOCK_SIZE, scheme)
     plan = plan_kv(layouts, loaded.config, CacheConfig(), SchedulerConfig(), 96, attention)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be auto: .*caches of its own"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be auto: .*its own caches"):
         ModelRunner(loaded, (OpaqueLayout("SomeCache"),) * len(layouts), plan, 96, attention)
 
 

@@ -125,8 +125,8 @@ def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[
     """
     if fields.get(FORMAT) != SAFETENSORS:
         raise InvalidRequestError(
-            f"{FORMAT} must be {SAFETENSORS!r}, with safetensors files in base64 as "
-            f"{SERIALIZED}: other formats are pickles, and nothing is unpickled here.",
+            f"{FORMAT} must be {SAFETENSORS!r}, with safetensors files in base64 as {SERIALIZED}. "
+            "Other formats are pickles, which this server never loads.",
             param=FORMAT,
         )
     entries = fields.pop(SERIALIZED, None)

@@ -133,4 +133,7 @@ class _Body:
         self._held[self._client] += size
         together = self._held[self._client]
         if together > self._most and together > self.size:
-            raise OverloadedError("The bodies of your other requests fill the memory for them.")
+            raise OverloadedError(
+                "The bodies of your other requests use all of --max-body-size-per-key; wait for "
+                "their answers."
+            )

@@ -263,5 +263,6 @@ def _misdirected(named: Sequence[str]) -> MisdirectedRequestError:
     else:
         told = "The request must name one host."
     return MisdirectedRequestError(
-        f"{told} Without an API key, only hosts of this machine are; --allowed-hosts adds others."
+        f"{told} Without an API key, this server answers only hosts of this machine; "
+        "--allowed-hosts adds others."
     )

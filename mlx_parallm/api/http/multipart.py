@@ -72,7 +72,7 @@ class FormReader:
             InvalidRequestError: the form has not, or it had no file.
         """
         if not self._has_ended:
-            raise InvalidRequestError("The form ends in the middle.")
+            raise InvalidRequestError("The form is incomplete: it ends in the middle.")
         if self.filename is None:
             raise InvalidRequestError(
                 f"The form has no file named {self._file_field!r}.", param=self._file_field

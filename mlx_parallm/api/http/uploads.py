@@ -113,7 +113,9 @@ def from_base64(value: Any, *, param: str) -> bytes:
     try:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequestError(f"{param} is no base64.", param=param.partition("[")[0]) from None
+        raise InvalidRequestError(
+            f"{param} is not base64.", param=param.partition("[")[0]
+        ) from None
 
 
 def validated(model: type[T], fields: Mapping[str, Any]) -> T:

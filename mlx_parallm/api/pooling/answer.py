@@ -172,6 +172,7 @@ def _check_size(inputs: Sequence[PoolingInput], model: PoolingModel, param: str)
     # The number of inputs bounds how many numbers vectors have.
     if inputs[0].task != "embed" and numbers > MAX_NUMBERS:
         raise InvalidRequestError(
-            f"The answer would have {numbers} numbers; {MAX_NUMBERS} are the most: send less.",
+            f"The answer would have {numbers} numbers, and at most {MAX_NUMBERS} are allowed. "
+            "Send fewer inputs.",
             param=param,
         )

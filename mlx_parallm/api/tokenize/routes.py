@@ -65,7 +65,8 @@ async def _text_tokens(
     given = [prompt + text for text in texts]
     if (size := sum(map(len, given))) > MAX_CHARACTERS:
         raise InvalidRequestError(
-            f"inputs have {size} characters; {MAX_CHARACTERS} are the most.", param="inputs"
+            f"inputs have {size} characters, and at most {MAX_CHARACTERS} are allowed.",
+            param="inputs",
         )
 
     def work() -> Response:
@@ -112,9 +113,9 @@ def _dumps(value: Any) -> str:
 
 def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
-        raise InvalidRequestError("prompt or messages is needed.", param="prompt")
+        raise InvalidRequestError("Give prompt or messages.", param="prompt")
     if body.tools and not model.reads_tools:
-        raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
+        raise InvalidRequestError(f"{model.names[0]} does not take tools.", param="tools")
     if body.messages is None:
         return model.text_ids(body.prompt or "", add_special_tokens=body.add_special_tokens)
     return model.chat_ids(

@@ -93,10 +93,10 @@ class _Host:
             while True:
                 self._take_next()
         except (EOFError, OSError):
-            logger.debug("the server is gone")
+            logger.debug("the server's process has ended")
         except BaseException:
             # An engine that gets no more commands must not live on.
-            logger.exception("the engine's process cannot read")
+            logger.exception("the engine's process cannot read from the server")
         os._exit(ORPHANED)
 
     def _take_next(self) -> None:

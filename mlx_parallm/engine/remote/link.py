@@ -79,7 +79,7 @@ class Link:
         """Fail the queries, because the process is gone. Commands are failed by the mailbox."""
         while self._queries:
             _, query = self._queries.popitem()
-            _settle(query, EngineDeadError("The engine's process is gone."))
+            _settle(query, EngineDeadError("The engine's process has ended."))
 
     def _send(self, message: Any, number: int) -> None:
         try:

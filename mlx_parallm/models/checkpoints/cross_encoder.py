@@ -30,7 +30,7 @@ def scores_are_logits(folder: Path) -> bool:
     )
     kind = None if name is None else str(name).rpartition(".")[2]
     if kind not in (None, "Identity", "Sigmoid"):
-        raise ModelLoadError(f"{folder}: scores by {name} are not served.")
+        raise ModelLoadError(f"{folder}: scores by {name} are not supported.")
     return kind == "Identity"
 
 

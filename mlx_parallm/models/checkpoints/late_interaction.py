@@ -127,8 +127,8 @@ def _pylate(settings: Mapping[str, Any]) -> LateSpec:
 def _mask(file: Path, config: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """Return the words that are not compared, and True if they are skipped in queries too."""
     if config.get("keep_only_token_ids"):
-        raise ModelLoadError(f"{file}: keep_only_token_ids is not served.")
+        raise ModelLoadError(f"{file}: keep_only_token_ids is not supported.")
     tasks = config.get("skiplist_tasks", ["document"])
     if "document" not in tasks:
-        raise ModelLoadError(f"{file}: a skiplist of {tasks} is not served.")
+        raise ModelLoadError(f"{file}: a skiplist of {tasks} is not supported.")
     return tuple(config.get("skiplist_words") or ()), "query" in tasks

@@ -131,7 +131,9 @@ def _with_modules(
     spec = VectorSpec()
     kinds = [module_kind(module) for module in modules]
     if unknown := sorted(set(kinds) - set(_KNOWN)):
-        raise ModelLoadError(f"{folder}: modules.json has {', '.join(unknown)}: not served.")
+        raise ModelLoadError(
+            f"{folder}: modules.json has {', '.join(unknown)}, which is not supported."
+        )
     is_pooled = False
     for kind, module in zip(kinds, modules, strict=True):
         own = folder / str(module["path"])
@@ -141,7 +143,9 @@ def _with_modules(
         # Without pooling all layers work on tokens, even if they do not say so, as PyLate's.
         of_tokens = of_tokens or "Pooling" not in kinds
         if spec.normalizes or (is_pooled and of_tokens):
-            raise ModelLoadError(f"{folder}: {kind} at this place of modules.json is not served.")
+            raise ModelLoadError(
+                f"{folder}: {kind} at this place of modules.json is not supported."
+            )
         if kind == "Pooling":
             is_pooled = True
             spec = replace(
@@ -247,5 +251,5 @@ def _poolings(file: Path) -> tuple[Pooling, ...]:
         names = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
     supported: tuple[Pooling, ...] = tuple(poolings[name] for name in names if name in poolings)
     if not supported or len(supported) < len(names):
-        raise ModelLoadError(f"{file} asks for a pooling that is not served.")
+        raise ModelLoadError(f"{file} asks for a pooling that is not supported.")
     return supported

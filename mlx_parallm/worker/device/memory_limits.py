@@ -50,7 +50,7 @@ def check_mappable(num_bytes: int) -> None:
         mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, ValueError, OverflowError) as cause:
         raise OutOfMemoryError(
-            f"The system does not hand out {readable_bytes(num_bytes)} of memory: {cause}."
+            f"The system cannot provide {readable_bytes(num_bytes)} of memory: {cause}."
         ) from cause
 
 

@@ -151,7 +151,7 @@ def allocate(arrays: Sequence[mx.array]) -> None:
         mx.eval(arrays)
     except (RuntimeError, MemoryError) as cause:
         raise OutOfMemoryError(
-            f"The device does not hand out {readable_bytes(num_bytes)} of memory: {cause}"
+            f"The device cannot provide {readable_bytes(num_bytes)} of memory: {cause}"
         ) from cause
 
 

@@ -137,8 +137,8 @@ def choose_path(
 def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
     if backend.quantisation is not None:
         raise ConfigError(
-            "kv_cache_dtype must be auto: this model runs with caches of its own only, which are "
-            "not quantised."
+            "kv_cache_dtype must be auto: this model runs only with its own caches, which cannot "
+            "be quantised."
         )
     return AlonePath(model)
 

@@ -126,14 +126,15 @@ class AdaptedLayers:
         if adapter.saved:
             names = ", ".join(sorted(adapter.saved))[:120]
             raise unfit_error(
-                f"modules_to_save ({names}) replace layers, which this model keeps", param
+                f"modules_to_save ({names}) replaces layers of this model, which is not supported",
+                param,
             )
         changes = {
             find_module(self._modules, path, param=param): change
             for path, change in adapter.modules.items()
         }
         if len(changes) < len(adapter.modules):
-            raise unfit_error("two of its modules are the same one of this model", param)
+            raise unfit_error("two of its modules change the same module of this model", param)
         return changes, {path: self._stack(path, change, param) for path, change in changes.items()}
 
     def drop(self, slot: int) -> None:
@@ -183,7 +184,7 @@ class AdaptedLayers:
                 kind = None
             if kind is None:
                 raise unfit_error(
-                    f"{path} is a {type(module).__name__}, which takes no adapter", param
+                    f"{path} is a {type(module).__name__}, which does not take an adapter", param
                 )
             stack = STACKS[kind](plain_shape(module), self._dtype)
         reason = stack.why_unfit(change)

@@ -110,9 +110,9 @@ class DecoderModel:
         except MODEL_ERRORS as cause:
             raise ModelLoadError(f"this architecture cannot be read: {cause}") from cause
         if sees_padding:
-            raise ModelLoadError("this architecture does not leave padding out.")
+            raise ModelLoadError("this architecture does not ignore padding.")
         if self._reach is not None and not sees_last:
-            raise ModelLoadError("this architecture cannot attend to both sides.")
+            raise ModelLoadError("this architecture does not support bidirectional attention.")
 
 
 def _differ(states: mx.array, others: mx.array, share: float) -> bool:

@@ -65,10 +65,12 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
     activation = _ACTIVATIONS.get(spec.activation)
     if activation is None:
         known = ", ".join(_ACTIVATIONS)
-        raise ModelLoadError(f"{spec.folder}: {spec.activation} is none of {known}.")
+        raise ModelLoadError(
+            f"{spec.folder}: the activation {spec.activation} is not one of {known}."
+        )
     file = spec.folder / "model.safetensors"
     if not file.exists():
-        raise ModelLoadError(f"{file} is missing; weights that are pickles are not read.")
+        raise ModelLoadError(f"{file} is missing; pickles are not supported.")
     try:
         weights = cast("dict[str, mx.array]", mx.load(str(file)))
     except (OSError, RuntimeError, ValueError) as cause:

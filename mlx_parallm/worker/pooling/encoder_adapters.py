@@ -219,10 +219,10 @@ class EncoderAdapters:
         paths = set(made.paths)
         if inside := sorted(paths & self._calls.called):
             raise unfit_error(
-                f"modules_to_save may bring a head; {inside[0]} comes before it", param
+                f"modules_to_save may have a head only; {inside[0]} comes before it", param
             )
         if both := sorted(paths & self._changed(adapter, param)):
-            raise unfit_error(f"it both changes {both[0]} and brings it in full", param)
+            raise unfit_error(f"it both changes {both[0]} and replaces it", param)
         return _Own(self._heads.with_model(made.model), made.tasks or tuple(self._tasks))
 
     def _changed(self, adapter: AdapterWeights, param: str) -> set[str]:

@@ -36,13 +36,13 @@ class ScoreHeads:
             name = sorted(others)[0]
             names = ", ".join(HEAD_NAMES)
             raise unfit_error(
-                f"modules_to_save may bring {names}; {name[:100]} is none of them", param
+                f"modules_to_save may have {names}; {name[:100]} is none of them", param
             )
         for name, array in head.items():
             place, _, leaf = name.rpartition(".")
             has_weight = name.removesuffix(leaf) + "weight" in head
             if not has_weight or NUM_AXES.get(leaf) != array.ndim or not PLACE.fullmatch(place):
-                raise unfit_error(f"score.{name[:100]} is no tensor of a linear layer", param)
+                raise unfit_error(f"score.{name[:100]} is not a tensor of a linear layer", param)
         try:
             score = scoring_layers(head, {})
         except ModelLoadError as problem:

@@ -90,7 +90,7 @@ def download_adapter(repo: str, on_progress: Progress) -> Path:
     """
     folder = _download(repo, None, on_progress, ADAPTER_PATTERNS)
     if not (folder / ADAPTER_PATTERNS[0]).is_file():
-        raise ModelLoadError(f"{repo} is no adapter: it has no {ADAPTER_PATTERNS[0]}.")
+        raise ModelLoadError(f"{repo} is not an adapter: it has no {ADAPTER_PATTERNS[0]}.")
     return folder
 
 

@@ -55,7 +55,9 @@ class CastRule:
         if backend_name() != "cpu":
             return False
         if self.free_bytes is not None and needed > self.free_bytes // 2:
-            logger.warning("float32 weights would take %.1f GB; kept as they are", needed / 1e9)
+            logger.warning(
+                "float32 weights would take %.1f GB, so the weights keep their dtype", needed / 1e9
+            )
             return False
         return True
 

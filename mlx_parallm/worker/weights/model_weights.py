@@ -65,7 +65,10 @@ class ModelWeights:
                 not finite; or the weights are offloaded.
         """
         if self._is_away:
-            raise InvalidRequestError("The weights are put away: wake them up first.", param=PARAM)
+            raise InvalidRequestError(
+                "The weights are not in memory, because the server is asleep; wake it up first.",
+                param=PARAM,
+            )
         current = parameters_of(self._model)
         arrays = {name: tensor.to_mlx() for name, tensor in tensors.items()}
         # Packing would hide numbers that are not finite.
@@ -183,7 +186,7 @@ def has_own_memory() -> bool:
 
 def _check_finite(arrays: Arrays, modes: Mapping[str, str] | None = None) -> None:
     """Evaluate arrays and refuse those with a NaN or an infinity; ``modes``: see ``not_finite``."""
-    _refuse("have numbers that are not finite", not_finite(arrays, modes))
+    _refuse("have NaN or infinite values", not_finite(arrays, modes))
 
 
 def _refuse(why: str, names: Collection[str]) -> None:

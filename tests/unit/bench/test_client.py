@@ -108,7 +108,7 @@ async def test_the_first_non_empty_text_is_the_first_chunk():
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab", "connection ended"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nab", "connection ended"),
         (b"", "connection ended"),
-        (b"SSH-2.0-server\r\n\r\n", "no HTTP response"),
+        (b"SSH-2.0-server\r\n\r\n", "not an HTTP response"),
     ],
 )
 async def test_a_failure_is_in_the_record(answer, error):

@@ -168,7 +168,7 @@ def test_an_unknown_variable_is_named_with_the_closest_setting(
     warn_of_unknown_variables({name: "secret", "PATH": "/bin", "MLX_PARALLM_PORT": "1"})
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage() == f"environment variables that are no settings: {shown}"
+    assert record.getMessage() == f"these environment variables name no setting: {shown}"
 
 
 def test_all_unknown_variables_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +318,7 @@ def test_the_demonstration_model_can_be_named() -> None:
             ["--speculative-config", '{"num_speculative_tokens": -1}'],
             "num_speculative_tokens must be a whole number from 1 to 15, not -1",
         ),
-        (["--speculative-config", '{"k": 4}'], "unknown speculative settings: k; there are method"),
+        (["--speculative-config", '{"k": 4}'], "unknown speculative settings: k; known are method"),
         (
             ["--speculative-config", '{"method": "draft_model", "model": ""}'],
             "--speculative-config: model must be a hub id or folder, not ''",
@@ -355,7 +355,7 @@ def test_a_wrong_variable_is_named() -> None:
         ("a.yaml", "max-num-seqs: true", "max-num-seqs in .*a.yaml: must be a whole number"),
         ("a.yaml", "max-num-seqs: 1.5", "must be a whole number"),
         ("a.yaml", f"shutdown-timeout: {'9' * 400}", "shutdown-timeout in .*: must be a number"),
-        ("a.yaml", "speculative-config: {k: 1}", "config in .*a.yaml: unknown .* k; there are"),
+        ("a.yaml", "speculative-config: {k: 1}", "config in .*a.yaml: unknown .* k; known are"),
         ("a.yaml", "host: 5", "host in .*: must be a text"),
         ("a.yaml", "api-key: [1]", "api-key in .*: must be a text or a list of texts"),
         ("a.yaml", "port: 1\ngpu-memory-utilization: 1\nkv_memory_fraction: 1", "set twice"),

@@ -120,7 +120,7 @@ def test_an_error_ends_the_warm_up_and_not_the_engine(caplog: pytest.LogCaptureF
     trial = Trial(fails_at=2)
     trial.run(after=NUM_SHAPES * 2)
     assert trial.notes == ["shape"] * 3 + ["step"] * NUM_TOKENS
-    assert "the warm-up ends" in caplog.text
+    assert "the warm-up ended" in caplog.text
     assert "out of memory" in caplog.text
     assert trial.kv.num_free == trial.kv.num_blocks
 

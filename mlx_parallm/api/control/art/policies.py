@@ -98,7 +98,7 @@ class Policies:
         settled, result = self._receipts.get(operation_id, (request, None))
         if settled != request:
             raise InvalidRequestError(
-                "Another update had this operation_id.",
+                "Another update already had this operation_id.",
                 param="operation_id",
                 code="idempotency_conflict",
             )

@@ -51,7 +51,7 @@ def _check(body: InFlightUpdate) -> None:
     refuse_3d_weights(body.is_3d_lora_weight)
     if body.lora_slot not in (None, body.model_name):
         raise InvalidRequestError(
-            "An adapter has one name here: lora_slot must be model_name.", param="lora_slot"
+            "lora_slot must equal model_name, because an adapter has one name.", param="lora_slot"
         )
 
 
@@ -65,8 +65,8 @@ async def _advance(
         raise NotFoundError(f"LoRA slot {slot!r} is not loaded.", param="lora_slot")
     if current is not None and current.generation_id != body.expected_generation_id:
         raise VersionMismatchError(
-            f"LoRA slot {slot!r} was expected at {body.expected_generation_id!r}; it is at "
-            f"{current.generation_id!r}.",
+            f"LoRA slot {slot!r} is at generation {current.generation_id!r}, not at the expected "
+            f"{body.expected_generation_id!r}.",
             param="expected_generation_id",
         )
     if current is not None and begins:

@@ -89,8 +89,8 @@ async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
     url = str(request.base_url).rstrip("/")
     if _address(body.url) not in (_address(url), request.scope.get("server")):
         raise InvalidRequestError(
-            f"This server routes to itself, {url}, and to no other: several servers need a "
-            "router in front.",
+            f"This server can only be its own worker, {url}. To use several servers, put a router "
+            "in front of them.",
             param="url",
         )
     return AddedWorker(status="accepted", worker_id=url, url=url)

@@ -114,7 +114,7 @@ async def flush_cache(
 ) -> Response:
     """SGLang's: empty the prefix cache once no request runs; 400 if some do after the timeout."""
     if not await _is_quiet(engine, wait_s):
-        raise InvalidRequestError("Requests are running: the cache was not flushed.")
+        raise InvalidRequestError("The cache was not flushed, because requests are running.")
     await engine.control.reset_prefix_cache()
     return PlainTextResponse("Cache flushed.\n")
 

@@ -34,7 +34,7 @@ async def abort_request(
 ) -> AbortResponse:
     """End one of the caller's requests, or all of them; with an admin key, anybody's."""
     if not body.abort_all and not body.rid:
-        raise InvalidRequestError("rid or abort_all is needed.", param="rid")
+        raise InvalidRequestError("Give rid or abort_all.", param="rid")
     return await _abort(request, engine, config, None if body.abort_all else {body.rid or ""})
 
 

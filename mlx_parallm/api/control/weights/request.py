@@ -35,7 +35,7 @@ def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor]
     known = validated(UpdateFields, fields)
     if (data is None) == (known.weight_dir is None):
         raise InvalidRequestError(
-            "Either tensors or weight_dir is needed, and not both.", param="weight_dir"
+            "Give either tensors or weight_dir, not both.", param="weight_dir"
         )
     if data is None:
         return known, None

@@ -153,7 +153,7 @@ async def weight_info(engine: EngineDep) -> WeightInfo:
 async def check_weights(body: CheckWeights, request: Request, engine: EngineDep) -> CheckedWeights:
     """VLLM's and SGLang's: SHA-256 of every tensor, or which are others than before."""
     if body.action.startswith("reset"):
-        raise NotImplementedRouteError("Weights are not reset: update them instead.")
+        raise NotImplementedRouteError("This server cannot reset weights; update them instead.")
     state = request.app.state
     baseline = body.baseline or getattr(state, "weights_snapshot", None)
     if body.action == "compare" and baseline is None:

@@ -21,7 +21,7 @@ def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
         info.shorter_dims is not None and dimensions not in info.shorter_dims
     ):
         raise InvalidRequestError(
-            f"{model.names[0]} has no vectors of {dimensions} numbers, but of {info.dims}.",
+            f"{model.names[0]} has vectors of {info.dims} numbers, not of {dimensions}.",
             param="dimensions",
         )
 

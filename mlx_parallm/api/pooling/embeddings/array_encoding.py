@@ -25,8 +25,8 @@ def check_format(body: ArraysRequest, num_arrays: int) -> None:
     """Raise InvalidRequestError if the body's format cannot hold so many arrays."""
     if body.encoding_format == "bytes" and num_arrays > MAX_DESCRIBED:
         raise InvalidRequestError(
-            f"The header that bytes come with describes at most {MAX_DESCRIBED} inputs; "
-            "bytes_only has none.",
+            f"The header of bytes describes at most {MAX_DESCRIBED} inputs. Use bytes_only, which "
+            "has no header.",
             param="encoding_format",
         )
 

@@ -41,12 +41,10 @@ def asked_prompt(body: EmbeddingsRequest, info: PoolingInfo) -> str:
     names = ("prompt", "prompt_name", "input_type")
     present = [name for name in names if getattr(body, name) is not None]
     if len(present) > 1:
-        raise InvalidRequestError(
-            f"Only one of {', '.join(present)} can be asked for.", param=present[1]
-        )
+        raise InvalidRequestError(f"Give only one of {', '.join(present)}.", param=present[1])
     is_text = body.messages is None and body.input is not None and isinstance(body.input[0], str)
     if present and not is_text:
-        raise InvalidRequestError(f"{present[0]} is for texts.", param=present[0])
+        raise InvalidRequestError(f"{present[0]} works with texts only.", param=present[0])
     if body.prompt is not None:
         return body.prompt
     if body.input_type is not None:

@@ -74,7 +74,7 @@ def choose(
         default = next(DEFAULTS[each] for each in model.info.tasks if each in DEFAULTS)
         return model, TASKS[default][1]
     if task not in TASKS:
-        raise InvalidRequestError(f"The task is one of {', '.join(TASKS)}.", param="task")
+        raise InvalidRequestError(f"The task must be one of {', '.join(TASKS)}.", param="task")
     needed, run = TASKS[task]
     return client.get(name, needed), run
 

@@ -49,7 +49,9 @@ def _pair(pair: dict[str, Any]) -> tuple[str, str]:
     first, second = pair.get("text"), pair.get("text_pair")
     if isinstance(first, str) and isinstance(second, str):
         return first, second
-    raise InvalidRequestError("A pair has text and text_pair, both texts.", param="inputs")
+    raise InvalidRequestError(
+        "A pair must have text and text_pair, and both must be texts.", param="inputs"
+    )
 
 
 def _scores(job: Job, logits: np.ndarray) -> np.ndarray:

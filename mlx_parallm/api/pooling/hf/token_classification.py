@@ -29,7 +29,8 @@ async def token_classification(job: Job) -> list[Any]:
     how, model = job.reading, job.call.model
     if how.from_left:
         raise InvalidRequestError(
-            "Texts whose tokens are classified are cut at their ends.", param="truncation_direction"
+            "truncation_direction must be right for token classification.",
+            param="truncation_direction",
         )
     texts, tokenizer = job.texts(), model.tokenizer
     length, limit = sum(map(len, texts)), text_limit(model, how)

@@ -168,7 +168,7 @@ def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = N
     if truncate not in (None, -1):
         if not 1 <= truncate <= takes:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is -1 or from 1 to {takes}.",
+                f"truncate_prompt_tokens must be -1, or from 1 to {takes}.",
                 param="truncate_prompt_tokens",
             )
         most = min(truncate, most)

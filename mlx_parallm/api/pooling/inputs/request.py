@@ -32,7 +32,7 @@ async def request_inputs(
         InvalidRequestError: there are none, or both; or one cannot be read.
     """
     if (body.input is None) == (body.messages is None):
-        raise InvalidRequestError("Either input or messages is needed.", param="input")
+        raise InvalidRequestError("Give either input or messages.", param="input")
     if body.messages is not None:
         reading = body.reading("messages")
         return await single_inputs(await _rendered(body, model, reading), model, task, reading)
@@ -48,13 +48,15 @@ async def _rendered(
     """Return the token ids of each conversation."""
     if body.chat_template is not None:
         raise InvalidRequestError(
-            "A request brings no template; the server has --chat-template.",
+            "A request cannot have a chat_template; set it with --chat-template.",
             param="chat_template",
             code="unsupported_parameter",
         )
     if body.add_special_tokens:
         raise InvalidRequestError(
-            "The chat template writes the special tokens of messages.", param="add_special_tokens"
+            "Leave out add_special_tokens: the chat template writes the special tokens of "
+            "messages.",
+            param="add_special_tokens",
         )
     conversations = [template_messages(turns_of(each)) for each in _conversations(body.messages)]
     options: dict[str, Any] = {

@@ -121,14 +121,14 @@ def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str)
                 f"{label!r} and {labels[number]!r} are the same token; it is told once."
             )
     if not labels:
-        raise InvalidRequestError(f"{param} has no word that can be read.", param=param)
+        raise InvalidRequestError(f"{param} has no words.", param=param)
     return Candidates(tuple(labels), tuple(labels.values()), tuple(warnings))
 
 
 def _candidate(word: str | int, model: PoolingModel, param: str) -> tuple[int | None, str | None]:
     if isinstance(word, int):
         if not 0 <= word < model.info.vocab_size:
-            raise InvalidRequestError(f"{param} has {word}, which is no token id.", param=param)
+            raise InvalidRequestError(f"{param} has {word}, which is not a token id.", param=param)
         return word, None
     number = model.tokenizer.token_id(word)
     if number is not None:

@@ -106,14 +106,17 @@ class MlmRequest(PoolingFields):
             InvalidRequestError: naming one of them.
         """
         if (self.texts is None) == (self.token_ids is None):
-            raise InvalidRequestError("texts or token_ids is needed, and not both.", param="texts")
+            raise InvalidRequestError("Give either texts or token_ids, not both.", param="texts")
         if self.targets is not None and self.label_words is not None:
             raise InvalidRequestError("Give targets or label_words, not both.", param="targets")
         if self.request_ids is not None and len(self.request_ids) != len(self.sources):
-            raise InvalidRequestError("There must be an id for each text.", param="request_ids")
+            raise InvalidRequestError(
+                "request_ids must have one id for each text.", param="request_ids"
+            )
         if self.pseudo_log_likelihood and (self.words is not None or self.return_logits):
             raise InvalidRequestError(
-                "Whole texts are scored without targets, label_words and return_logits.",
+                "pseudo_log_likelihood cannot be combined with targets, label_words or "
+                "return_logits.",
                 param="pseudo_log_likelihood",
             )
 

@@ -41,7 +41,8 @@ async def scored_texts(
     ]
     if sum(len(text.places) for text in texts) > MAX_SCORED_TOKENS:
         raise InvalidRequestError(
-            f"Texts of more than {MAX_SCORED_TOKENS} tokens together are not scored.",
+            f"pseudo_log_likelihood scores at most {MAX_SCORED_TOKENS} tokens together; send "
+            "fewer texts.",
             param=reading.param,
         )
     return texts

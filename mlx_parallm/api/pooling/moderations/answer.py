@@ -72,15 +72,15 @@ def moderator(client: PoolingClient, name: str | None) -> PoolingModel:
         first = next(able, None)
         if first is None:
             raise NotImplementedRouteError(
-                "POST /v1/moderations needs a classifier of what is harmful, and none of the "
-                "loaded models is one."
+                "POST /v1/moderations needs a classifier of harmful content, and no loaded model "
+                "is one."
             )
         return first
     model = client.get(name, "classify")
     if not moderates(model.info):
         raise InvalidRequestError(
-            f"The labels of {name} exclude each other and none of them means harmless, or they "
-            "have no names: it tells nothing of harm.",
+            f"{name} cannot judge harm: its labels have no names, or they exclude each other and "
+            "none of them means harmless.",
             param="model",
         )
     return model

@@ -32,7 +32,7 @@ def _texts(value: Any) -> list[str]:
 def _part(part: Any) -> str:
     text = part.get("text")
     if part.get("type") != "text" or not isinstance(text, str):
-        raise ValueError('of parts only {"type": "text", "text": …} can be read')
+        raise ValueError('parts must be of the form {"type": "text", "text": …}')
     return text
 
 

@@ -28,7 +28,8 @@ async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
     documents = body.given()
     if body.truncation_side == "left":
         raise InvalidRequestError(
-            "Of a pair the document is cut at its end.", param="truncation_side"
+            "truncation_side must be right: the document of a pair is cut at its end.",
+            param="truncation_side",
         )
     model = scoring_model(pooling.client, body.model)
     call = pooling.call(model, body.model, "rerank", body.request_id)

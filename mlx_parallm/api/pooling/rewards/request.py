@@ -45,13 +45,13 @@ def reward_model(
             able = [model for model in able if model.tokenizer.has_chat_template]
         if not able:
             raise InvalidRequestError(
-                "No reward model here has a chat template: send texts.", param=chats
+                "No reward model of this server has a chat template: send texts.", param=chats
             )
         return min(able, key=lambda model: _unlikeliness(model.info))
     named = client.get(name, task)
     if not gives_rewards(named.info, task):
         raise InvalidRequestError(
-            f"{name} tells {len(named.info.labels)} labels apart; a reward model has one or two.",
+            f"{name} has {len(named.info.labels)} labels; a reward model has one or two.",
             param="model",
         )
     return named
@@ -127,7 +127,9 @@ async def step_token_id(token: str | int, model: PoolingModel) -> int:
     else:
         ids = await maybe_in_thread(lambda: _token_ids(token, model), len(token))
     if len(ids) != 1:
-        raise InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
+        raise InvalidRequestError(
+            f"{token!r:.80} is not a token of this model.", param="step_token"
+        )
     return ids[0]
 
 

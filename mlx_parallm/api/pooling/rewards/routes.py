@@ -36,7 +36,8 @@ async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
     param, scored = body.param, body.scored()
     if body.step_token is not None and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
-            "Cutting would lose steps: it goes without step_token.", param="truncate_prompt_tokens"
+            "Truncation cannot be combined with step_token, because steps would be lost.",
+            param="truncate_prompt_tokens",
         )
     task = "classify" if body.step_token is None else "token_classify"
     chats = None if all(isinstance(each.content, str) for each in scored) else param

@@ -88,7 +88,9 @@ class RewardsRequest(PoolingFields):
         else:
             scored = [Scored(content) for content in self.texts or self.chats or ()]
         if len(scored) > MAX_INPUTS:
-            raise InvalidRequestError(f"These are more than {MAX_INPUTS}.", param=param)
+            raise InvalidRequestError(
+                f"A request can have at most {MAX_INPUTS} texts.", param=param
+            )
         return scored
 
 
@@ -109,7 +111,7 @@ def _joined(prompt: Completion, completion: Completion, param: str) -> Completio
     """Return a prompt with its completion: two texts, or messages and a turn or messages."""
     if isinstance(prompt, str):
         if not isinstance(completion, str):
-            raise InvalidRequestError("A text is completed by a text.", param=param)
+            raise InvalidRequestError("The completion of a text must be a text.", param=param)
         return prompt + completion
     if isinstance(completion, str):
         completion = [ChatMessage(role="assistant", content=completion)]

@@ -60,7 +60,8 @@ async def classifier_scores(
     """
     if body.label_token_ids:
         raise InvalidRequestError(
-            f"{call.model.names[0]} is a classifier: its labels are its own.",
+            f"{call.model.names[0]} is a classifier and has its own labels; leave out "
+            "label_token_ids.",
             param="label_token_ids",
         )
     reading = replace(body.reading("items"), add_special_tokens=body.add_special_tokens)
@@ -75,7 +76,9 @@ def _joined(parts: Parts) -> list[str] | list[list[int]]:
     texts = [a + b for a, b in parts if isinstance(a, str) and isinstance(b, str)]
     ids = [[*a, *b] for a, b in parts if not isinstance(a, str) and not isinstance(b, str)]
     if len(parts) not in (len(texts), len(ids)):
-        raise InvalidRequestError("query and items are all texts, or all token ids.", param="items")
+        raise InvalidRequestError(
+            "query and items must be all texts, or all token ids.", param="items"
+        )
     return texts or ids
 
 

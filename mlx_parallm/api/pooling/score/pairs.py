@@ -81,7 +81,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     if names is None:
         known = ", ".join(f"{first} and {second}" for first, second in NAMES)
         raise InvalidRequestError(
-            f"Give {known}; or query and items.", param=min(present, default="text_1")
+            f"Give {known}, or query and items.", param=min(present, default="text_1")
         )
     queries, documents = getattr(body, names[0]), getattr(body, names[1])
     if not all(isinstance(text, str) for text in documents):
@@ -105,8 +105,8 @@ def scoring_model(client: PoolingCalls, name: str | None) -> PoolingModel:
         named = client.get(name, "classify", "embed")
         if not (_reads_pairs(named.info) or _embeds(named.info)):
             raise InvalidRequestError(
-                f"{name} tells {len(named.info.labels)} labels apart; "
-                "one that scores pairs has one label, or gives vectors.",
+                f"{name} has {len(named.info.labels)} labels; a model that scores pairs has one "
+                "label, or gives vectors.",
                 param="model",
             )
         return named

@@ -69,7 +69,8 @@ async def _pairs(body: ScoreRequest, pooling: PoolingPrelude) -> Response:
     pairs = pairs_of(body)
     if body.truncate_prompt_tokens is not None and body.truncation_side == "left":
         raise InvalidRequestError(
-            "Of a pair the second text is cut at its end.", param="truncation_side"
+            "truncation_side must be right: the second text of a pair is cut at its end.",
+            param="truncation_side",
         )
     model = scoring_model(pooling.client, body.model)
     call = pooling.call(model, body.model, "score", body.request_id)
@@ -133,7 +134,8 @@ def _check_for_generator(body: ScoreRequest, name: str) -> None:
         raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
-            f"{name} generates: its prompts are not cut.", param="truncate_prompt_tokens"
+            f"{name} generates, and its prompts cannot be truncated.",
+            param="truncate_prompt_tokens",
         )
 
 

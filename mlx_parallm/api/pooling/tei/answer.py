@@ -30,7 +30,8 @@ async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[Poo
     pairs = [(each[0], each[1]) for each in sequences if len(each) == 2]
     if pairs and reading.from_left:
         raise InvalidRequestError(
-            "Of a pair the end of the second text is cut: right.", param="truncation_direction"
+            "truncation_direction must be right: the second text of a pair is cut at its end.",
+            param="truncation_direction",
         )
     of_texts = await single_inputs(texts, model, "classify", reading) if texts else ()
     of_pairs = await pair_inputs(pairs, model, reading) if pairs else ()

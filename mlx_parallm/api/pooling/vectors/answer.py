@@ -18,10 +18,10 @@ def pooling_task(body: PoolingRequest, info: PoolingInfo) -> Task:
     task: Task = body.task or next(each for each in info.tasks if each in POOLING_TASKS)
     if "data" in (body.model_extra or {}):
         raise InvalidRequestError(
-            "data is for plugins, and there are none: send input or messages.",
+            "data is not supported, because there are no plugins: send input or messages.",
             param="data",
             code="unsupported_parameter",
         )
     if body.dimensions is not None and task != "embed":
-        raise InvalidRequestError(f"dimensions is not for {task}.", param="dimensions")
+        raise InvalidRequestError(f"dimensions is not supported for {task}.", param="dimensions")
     return task

@@ -46,19 +46,22 @@ async def _inputs(
     if body.input_type is None:
         return await request_inputs(body, model, task)
     if task != "token_embed" or body.input is None or body.messages is not None:
-        raise InvalidRequestError("input_type is for token_embed of input.", param="input_type")
+        raise InvalidRequestError(
+            "input_type works only with the task token_embed and with input.", param="input_type"
+        )
     if body.truncation_side == "left":
         # Cutting would remove the marker of the side.
         raise InvalidRequestError(
-            "With input_type texts are cut at their ends.", param="truncation_side"
+            "truncation_side must be right with input_type.", param="truncation_side"
         )
     if body.add_special_tokens is False:
         raise InvalidRequestError(
-            "With input_type texts have their special tokens.", param="add_special_tokens"
+            "add_special_tokens must be true with input_type.", param="add_special_tokens"
         )
     if model.info.late is None or not isinstance(body.input[0], str):
         raise InvalidRequestError(
-            "input_type is for texts, and for models of late interaction.", param="input_type"
+            "input_type works only with texts and with models of late interaction.",
+            param="input_type",
         )
     return await side_inputs(body.input, model, body.input_type, body.reading("input"))
 

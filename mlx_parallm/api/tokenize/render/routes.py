@@ -37,7 +37,9 @@ async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Rend
 async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> list[RenderedRequest]:
     """What a completion request would give the engine, for each prompt."""
     if body.embeds():
-        raise InvalidRequestError("Rows have no tokens to render.", param="prompt_embeds")
+        raise InvalidRequestError(
+            "prompt_embeds cannot be rendered, because they have no tokens.", param="prompt_embeds"
+        )
     _, model = generator(prelude.engine, body.model)
     answer_id = f"cmpl-{body.request_id or prelude.answer_id}"
     requests, prompts = await completion_requests(body, prelude, model, answer_id=answer_id)
