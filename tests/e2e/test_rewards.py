@@ -137,4 +137,4 @@ async def test_the_clients_rewards(server: ServerProcess) -> None:
         )
         (sample,) = [streamed_sample async for streamed_sample in streamed]
         assert sample.reward is None
-        assert "numbers" in (sample.reward_error or "")
+        assert "infinite values" in (sample.reward_error or "")
