@@ -254,7 +254,7 @@ def _free_for_kv(num_bytes: int) -> int:
     free = free_memory_bytes()
     if free is not None and num_bytes + STEP_BYTES > free:
         raise ConfigError(
-            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}, and only "
+            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}; only "
             f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
         )
     return num_bytes
