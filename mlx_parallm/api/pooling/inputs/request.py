@@ -88,6 +88,6 @@ async def prompted_inputs(
         InvalidRequestError: see ``single_inputs`` and ``named_prompt``; or token ids have a prompt.
     """
     if prompt is not None and not isinstance(sources[0], str):
-        raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
+        raise InvalidRequestError("prompt_name works with texts only.", param="prompt_name")
     role = Role(prompt=named_prompt(model.info, prompt))
     return await single_inputs(sources, model, task, reading, role=role)
