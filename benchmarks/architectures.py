@@ -84,9 +84,10 @@ def names() -> list[str]:
 def run_one(name: str) -> dict[str, Any]:
     """Return ``try_one``'s result from a process of its own, with ``error`` if it failed."""
     target = ["benchmarks.architectures", "--one", name]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        done = child_process.run(target, timeout_s=TIMEOUT_S, text=True, **pipes)
+        done = child_process.run(
+            target, timeout_s=TIMEOUT_S, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {TIMEOUT_S} s"}
     lines = done.stdout.strip().splitlines()
