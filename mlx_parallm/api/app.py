@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
@@ -15,6 +16,7 @@ from mlx_parallm import __version__
 from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.files.batches.service import make_batch_service
 from mlx_parallm.api.http import openapi
+from mlx_parallm.api.http.auth import KeyRing
 from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.http.errors import install_error_handlers
 from mlx_parallm.api.http.examples import Example, add_examples, read_examples
@@ -22,13 +24,13 @@ from mlx_parallm.api.http.hosts import checked_hosts
 from mlx_parallm.api.http.ignored import HEADER
 from mlx_parallm.api.http.middleware import (
     AccessLogMiddleware,
-    AuthMiddleware,
-    BodyLimitMiddleware,
     HeadMiddleware,
-    HostMiddleware,
-    OriginMiddleware,
+    RefusingMiddleware,
     RequestIdMiddleware,
     RouteMiddleware,
+    refuse_hosts,
+    refuse_keys,
+    refuse_origins,
 )
 from mlx_parallm.api.http.routing import DeclaredRoute, declared_routes
 from mlx_parallm.api.responses.service import ResponseService
@@ -124,7 +126,7 @@ def create_app(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
     app.state.policies = Policies()
-    app.state.batches = make_batch_service(app, engine, config, max_waiting)
+    app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
@@ -161,10 +163,10 @@ def examples_of(slices: Iterable[str]) -> dict[str, Example]:
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:
     # The last added runs first.
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(BodyLimitMiddleware, config=config)
     app.add_middleware(BodyBudgetMiddleware, config=config)
-    app.add_middleware(AuthMiddleware, config=config)
-    app.add_middleware(OriginMiddleware, config=config)
+    keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())
+    app.add_middleware(RefusingMiddleware, refusal=partial(refuse_keys, keys))
+    app.add_middleware(RefusingMiddleware, refusal=partial(refuse_origins, config))
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -175,7 +177,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
             expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
         )
     if hosts is not None:
-        app.add_middleware(HostMiddleware, hosts=hosts)
+        app.add_middleware(RefusingMiddleware, refusal=partial(refuse_hosts, hosts))
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)

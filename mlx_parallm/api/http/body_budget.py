@@ -1,4 +1,4 @@
-"""What bodies may cost: their time to arrive, one client's memory, and the event loop's time."""
+"""Bounds on bodies: their size, their time to arrive, a client's memory, and loop time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
+from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
 
-# A body gets a second more for every so many bytes, so that large ones may take their time.
+# MIN_BYTES_PER_S: rate at which a body must arrive, beside the time that every body has.
 MIN_BYTES_PER_S = 16 * 1024
 
 
 class BodyBudgetMiddleware(HttpMiddleware):
-    """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
+    """Refuses bodies that are too large, too slow, or too much beside the client's others.
 
-    A request's body counts from its arrival to the end of its answer: it is kept as long. A client
-    that has no other request here may send any body that its route takes. Bodies are read at a
-    pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``. Long texts are
-    worked on by threads that clients share, see ``TextThreads``; while one waits for them, its
-    body counts.
+    A body over its route's limit is refused when it is read, by its header or as it comes; a body
+    that no route reads is not refused, so that an unknown path remains a 404. A request's body
+    counts from its arrival to the end of its answer, because it is kept as long. A client with no
+    other request here may send any body that its route accepts. Bodies are read at a pace, see
+    ``BodyPace``, and passed on by turns, see ``EntryTurns``. Threads that clients share work on
+    long texts, see ``TextThreads``; while a text waits for them, its body counts.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -49,11 +50,11 @@ class BodyBudgetMiddleware(HttpMiddleware):
         """See ``HttpMiddleware``."""
         client = self._client_of(scope)
         if client is None:
-            # What is not kept in memory is not counted.
-            uncounted = _Body(Counter(), "", self._config, math.inf)
+            # A body that is not kept in memory is not counted.
+            uncounted = _Body(scope, Counter(), "", self._config, math.inf)
             await self._app(scope, lambda: uncounted.receive(receive), send)
             return
-        body = _Body(self._held, client, self._config, self._config.max_client_body_bytes)
+        body = _Body(scope, self._held, client, self._config, self._config.max_client_body_bytes)
         is_paced = _is_paced(scope)
 
         async def metered() -> Message:
@@ -79,21 +80,31 @@ class BodyBudgetMiddleware(HttpMiddleware):
         if kept is Kept.STREAMED:
             return None
         if INTERNAL_CALLER in scope:
-            # Apart from what the owner sends meanwhile.
+            # These bodies count apart from those that the owner sends meanwhile.
             return f"background {scope[INTERNAL_CALLER].client}"
         client = client_of(Headers(scope=scope), self._config)
         return f"uploads {client}" if kept is Kept.UPLOAD else client
 
 
 def _is_paced(scope: Scope) -> bool:
-    """True if others wait while it is read: not for tensors, nor for what is here already."""
+    """True if others wait while the body is read.
+
+    Tensors are not read on the event loop, and the server's own requests are here already.
+    """
     return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
 
 
 class _Body:
     """One request's body, which counts among those that its client has here."""
 
-    def __init__(self, held: Counter[str], client: str, config: ServerConfig, most: float) -> None:
+    def __init__(
+        self, scope: Scope, held: Counter[str], client: str, config: ServerConfig, most: float
+    ) -> None:
+        limit = facts_of(scope).body_limit
+        self._max_size = limit.size(config)
+        self._hint = limit.hint
+        declared = Headers(scope=scope).get("content-length", "0")
+        self._declared_size = int(declared) if declared.isdecimal() else 0
         self._held = held
         self._client = client
         self._most = most
@@ -104,6 +115,7 @@ class _Body:
 
     async def receive(self, receive: Receive) -> Message:
         """Return the next message; once the body is whole, there is no limit any more."""
+        self._check_size(self._declared_size)
         if self.is_whole:
             return await receive()
         message = await self._in_time(receive)
@@ -136,4 +148,11 @@ class _Body:
             raise OverloadedError(
                 "The bodies of your other requests use all of --max-body-size-per-key; wait for "
                 "their answers."
+            )
+        self._check_size(self.size)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_size:
+            raise RequestTooLargeError(
+                f"The body is larger than {self._max_size} bytes.{self._hint}"
             )

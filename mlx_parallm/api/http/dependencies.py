@@ -1,4 +1,4 @@
-"""What routes take from the application's state."""
+"""Dependencies of routes on the application's state and the caller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from mlx_parallm.api.http.internal import caller_of
-from mlx_parallm.api.http.scopes import scope_of, scoped
+from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 
@@ -29,8 +29,8 @@ async def get_client(request: Request) -> str:
 
 async def get_engine(request: Request) -> EngineClient:
     """Return the engine behind this application, as the caller may use it."""
-    caller = caller_of(request)
-    return scoped(caller.engine, scope_of(caller.client, request.app.state.config))
+    state = request.app.state
+    return engine_for(caller_of(request), state.engine, state.config)
 
 
 EngineDep = Annotated[EngineClient, Depends(get_engine)]

@@ -1,4 +1,4 @@
-"""What happens to every request around its route: id, log, key, size. Plain ASGI.
+"""Work around the route of every request: id, log, host, origin, key. Plain ASGI.
 
 Starlette's BaseHTTPMiddleware hides disconnects from the routes, so it is not used.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -27,15 +27,14 @@ from mlx_parallm.types.errors import (
     MisdirectedRequestError,
     ParallmError,
     PermissionDeniedError,
-    RequestTooLargeError,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
-# Of a path in the log.
+# MAX_PATH_CHARS: characters of a path in the log.
 MAX_PATH_CHARS = 256
-# A refusal shows so much of the host that was named.
+# MAX_HOST_CHARS: characters of the named host in a refusal.
 MAX_HOST_CHARS = 100
 FOREIGN = (
     "Pages of other origins may only read from this server; --allowed-origins names those that may "
@@ -60,21 +59,27 @@ class HttpMiddleware:
 
 
 class RefusingMiddleware(HttpMiddleware):
-    """Answers some requests by an error; those that the server makes of itself are let through."""
+    """Answers some requests by an error; requests that the server makes of itself pass."""
+
+    def __init__(self, app: ASGIApp, refusal: Callable[[Scope], ParallmError | None]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: answers the requests that pass.
+            refusal: returns the error for a request; None if the request passes.
+        """
+        super().__init__(app)
+        self._refusal = refusal
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``HttpMiddleware``."""
-        refusal = None if INTERNAL_CALLER in scope else self.refusal(scope)
+        refusal = None if INTERNAL_CALLER in scope else self._refusal(scope)
         answer = self._app if refusal is None else response_of(refusal, scope)
         await answer(scope, receive, send)
 
-    def refusal(self, scope: Scope) -> ParallmError | None:
-        """Return what refuses the request; None if it is let through."""
-        raise NotImplementedError
-
 
 class RouteMiddleware(HttpMiddleware):
-    """Finds what the route of a request declares, for all that runs before the route."""
+    """Finds the facts that the route of a request declares, for the middleware before the route."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[DeclaredRoute]) -> None:
         super().__init__(app)
@@ -92,12 +97,12 @@ class RequestIdMiddleware(HttpMiddleware):
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``HttpMiddleware``."""
         fresh = uuid.uuid4().hex
-        given = sane_id(Headers(scope=scope).get("x-request-id"))
-        request_id = given or fresh
+        own_id = sane_id(Headers(scope=scope).get("x-request-id"))
+        request_id = own_id or fresh
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         # Gateways send one id with several requests at once; the engine's must be unique.
-        state["answer_id"] = f"{given}-{fresh[:8]}" if given else fresh
+        state["answer_id"] = f"{own_id}-{fresh[:8]}" if own_id else fresh
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -108,7 +113,7 @@ class RequestIdMiddleware(HttpMiddleware):
 
 
 class AccessLogMiddleware(HttpMiddleware):
-    """Logs a line per request once its answer has ended; what supervisors poll, for debugging."""
+    """Logs a line per request once its answer has ended; at debug level what supervisors poll."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``HttpMiddleware``."""
@@ -131,7 +136,7 @@ class AccessLogMiddleware(HttpMiddleware):
 def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     fields = {
         "method": scope["method"],
-        # As it was sent: decoded, it could hold a line break.
+        # The path as it was sent: a decoded one could hold a line break.
         "path": quote(scope["path"])[:MAX_PATH_CHARS],
         "status": status,
         "ms": round(duration_s * 1000, 1),
@@ -141,95 +146,45 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     logger.log(level, "request", extra=fields)
 
 
-class HostMiddleware(RefusingMiddleware):
-    """Answers 421 to requests that name no host of this server, or none or several."""
+def refuse_hosts(hosts: frozenset[str], scope: Scope) -> ParallmError | None:
+    """Return error 421 for a request that names no host of this server, or none or several.
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
-        """Wrap an application.
-
-        Args:
-            app: what answers the other requests.
-            hosts: names and addresses beside those of the loopback interface, as ``host_of``
-                gives them.
-        """
-        super().__init__(app)
-        self._hosts = hosts
-
-    def refusal(self, scope: Scope) -> ParallmError | None:
-        """See ``RefusingMiddleware``."""
-        named = Headers(scope=scope).getlist("host")
-        host = host_of(named[0]) if len(named) == 1 else None
-        if host is not None and (host in self._hosts or is_loopback_host(host)):
-            return None
-        return _misdirected(named)
-
-
-class OriginMiddleware(RefusingMiddleware):
-    """Refuses what pages of other origins send to change something, unless CORS allows them.
-
-    Content types do not count: a form needs no leave of this server to be sent.
+    Args:
+        hosts: names and addresses beside those of the loopback interface, as ``host_of`` writes
+            them.
+        scope: the request.
     """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        super().__init__(app)
-        self._config = config
-
-    def refusal(self, scope: Scope) -> ParallmError | None:
-        """See ``RefusingMiddleware``."""
-        if may_change(self._config, scope["method"], Headers(scope=scope)):
-            return None
-        return PermissionDeniedError(FOREIGN)
-
-
-class AuthMiddleware(RefusingMiddleware):
-    """Refuses requests without a valid key, where keys are set."""
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        super().__init__(app)
-        self._keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())
-
-    def refusal(self, scope: Scope) -> ParallmError | None:
-        """See ``RefusingMiddleware``."""
-        # A browser's preflight request carries no key.
-        needs_none = not self._keys or scope["method"] == "OPTIONS"
-        if needs_none or facts_of(scope).access is Access.OPEN:
-            return None
-        if self._keys.accepts(key_of(Headers(scope=scope))):
-            return None
-        return AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+    named = Headers(scope=scope).getlist("host")
+    host = host_of(named[0]) if len(named) == 1 else None
+    if host is not None and (host in hosts or is_loopback_host(host)):
+        return None
+    problem = "The request must name one host."
+    if len(named) == 1 and named[0]:
+        problem = f"The host {named[0][:MAX_HOST_CHARS]!r} is not served here."
+    return MisdirectedRequestError(
+        f"{problem} Without an API key, this server answers only hosts of this machine; "
+        "--allowed-hosts adds others."
+    )
 
 
-class BodyLimitMiddleware(HttpMiddleware):
-    """Refuses bodies over their route's limit when they are read, by their header or as they come.
+def refuse_origins(config: ServerConfig, scope: Scope) -> ParallmError | None:
+    """Return an error for a change that a page of another origin sends, unless CORS allows it.
 
-    A body that no route reads is not refused: an unknown path remains a 404.
+    Content types do not count: a browser sends a form without asking the server first.
     """
+    may = may_change(config, scope["method"], Headers(scope=scope))
+    return None if may else PermissionDeniedError(FOREIGN)
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        super().__init__(app)
-        self._config = config
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ``HttpMiddleware``."""
-        body_limit = facts_of(scope).body_limit
-        limit = body_limit.size(self._config)
-        error = RequestTooLargeError(f"The body is larger than {limit} bytes.{body_limit.hint}")
-        length = Headers(scope=scope).get("content-length", "0")
-        is_declared = length.isdecimal() and int(length) > limit
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            if is_declared:
-                raise error
-            message = await receive()
-            if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > limit:
-                    raise error
-            return message
-
-        await self._app(scope, counted, send)
+def refuse_keys(keys: KeyRing, scope: Scope) -> ParallmError | None:
+    """Return an error for a request without a valid key, where keys are set."""
+    # A browser's preflight request carries no key.
+    needs_none = not keys or scope["method"] == "OPTIONS"
+    if needs_none or facts_of(scope).access is Access.OPEN:
+        return None
+    if keys.accepts(key_of(Headers(scope=scope))):
+        return None
+    return AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
 
 
 class HeadMiddleware(HttpMiddleware):
@@ -246,7 +201,7 @@ class HeadMiddleware(HttpMiddleware):
                 message = {**message, "body": b""}
             await send(message)
 
-        # A copy: the server and the log must still see a HEAD.
+        # This is a copy: the server and the log must still see a HEAD.
         await self._app({**scope, "method": "GET"}, receive, send_without_body)
 
 
@@ -255,14 +210,3 @@ def sane_id(value: str | None) -> str | None:
     if value and len(value) <= MAX_ID_CHARS and value.isascii() and value.isprintable():
         return value
     return None
-
-
-def _misdirected(named: Sequence[str]) -> MisdirectedRequestError:
-    if len(named) == 1 and named[0]:
-        told = f"The host {named[0][:MAX_HOST_CHARS]!r} is not served here."
-    else:
-        told = "The request must name one host."
-    return MisdirectedRequestError(
-        f"{told} Without an API key, this server answers only hosts of this machine; "
-        "--allowed-hosts adds others."
-    )

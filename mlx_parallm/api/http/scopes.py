@@ -1,11 +1,11 @@
-"""Every request enters the engine through here, where it gets the cache scope of its client."""
+"""The engine as callers see it: every request enters here, and gets its client's cache scope."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
-from mlx_parallm.api.http.view import View
+from mlx_parallm.api.http.internal import Caller
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient, PoolingClient
@@ -13,34 +13,46 @@ from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest
 from mlx_parallm.types.request import GenerateRequest
 
-
-def scope_of(client: str, config: ServerConfig) -> CacheScope:
-    """Return the scope of what is computed for a client, as ``auth.client_of`` names it."""
-    return CacheScope(client) if config.separates_keys else EVERYBODY
+# BACKGROUND_PRIORITY: above every 64-bit number, and so behind every request of a client.
+BACKGROUND_PRIORITY = 2**64
 
 
-def scoped(engine: EngineClient, scope: CacheScope) -> EngineClient:
-    """Return an engine whose requests find and keep what is computed in one scope."""
-    return cast(EngineClient, _ScopedEngine(engine, scope))
+def engine_for(caller: Caller, engine: EngineClient, config: ServerConfig) -> EngineClient:
+    """Return the engine as a caller sees it.
+
+    Its requests find and cache only results of their scope; those of the background wait behind
+    all others.
+    """
+    scope = CacheScope(caller.client) if config.separates_keys else EVERYBODY
+    return cast(EngineClient, _CallersEngine(engine, scope, caller))
 
 
-class _ScopedEngine(View[EngineClient]):
-    def __init__(self, engine: EngineClient, scope: CacheScope) -> None:
-        super().__init__(engine)
+class _View:
+    """Stands for an object, whose attributes it has unless a subclass defines them."""
+
+    def __init__(self, viewed: Any, scope: CacheScope) -> None:
+        self._viewed = viewed
         self._scope = scope
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._viewed, name)
+
+
+class _CallersEngine(_View):
+    def __init__(self, engine: EngineClient, scope: CacheScope, caller: Caller) -> None:
+        super().__init__(engine, scope)
+        self._caller = caller
+
     async def submit(self, request: GenerateRequest) -> RequestHandle:
-        return await self._viewed.submit(replace(request, scope=self._scope))
+        last = BACKGROUND_PRIORITY if self._caller.is_background else 0
+        request = replace(request, scope=self._scope, priority=last + request.priority)
+        return await self._viewed.submit(request)
 
     @property
     def pooling(self) -> PoolingClient:
-        return cast(PoolingClient, _ScopedPooling(self._viewed.pooling, self._scope))
+        return cast(PoolingClient, _CallersPooling(self._viewed.pooling, self._scope))
 
 
-class _ScopedPooling(View[PoolingClient]):
-    def __init__(self, client: PoolingClient, scope: CacheScope) -> None:
-        super().__init__(client)
-        self._scope = scope
-
+class _CallersPooling(_View):
     async def encode(self, request: PoolRequest) -> PoolingResults:
         return await self._viewed.encode(replace(request, scope=self._scope))

@@ -11,12 +11,11 @@ import httpx2
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.api.http.internal import INTERNAL_CALLER, Caller, in_background
+from mlx_parallm.api.http.internal import INTERNAL_CALLER, Caller
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
 from mlx_parallm.config import SchedulerConfig, ServerConfig
-from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import ShuttingDownError
 from mlx_parallm.types.json_values import is_object
 
@@ -26,7 +25,7 @@ LINE_BYTES = 4096
 
 
 def make_batch_service(
-    app: ASGIApp, engine: EngineClient, config: ServerConfig, max_waiting: int | None
+    app: ASGIApp, scheduler: SchedulerConfig, config: ServerConfig, max_waiting: int | None
 ) -> BatchService | None:
     """Return the files and batches of an application; None where it has no data folder."""
     if config.data_dir is None:
@@ -36,9 +35,9 @@ def make_batch_service(
             max_file_bytes=config.max_file_bytes, max_total_bytes=config.max_files_bytes
         ),
         max_line_bytes=config.max_body_bytes + LINE_BYTES,
-        max_samples=_max_samples(config, engine.config.scheduler),
+        max_samples=_max_samples(config, scheduler),
     )
-    sender = LineSender(app, engine, max_waiting)
+    sender = LineSender(app, max_waiting)
     return BatchService(Path(config.data_dir), limits, sender)
 
 
@@ -53,9 +52,8 @@ def _max_samples(config: ServerConfig, scheduler: SchedulerConfig) -> int:
 class LineSender:
     """Sends lines through an application, in this process, as their owner's requests."""
 
-    def __init__(self, app: ASGIApp, engine: EngineClient, max_waiting: int | None) -> None:
+    def __init__(self, app: ASGIApp, max_waiting: int | None) -> None:
         self._app = app
-        self._engine = engine
         # The other half of the queue stays free for clients. 0 is no limit.
         self._max_waiting = max(1, max_waiting // 2) if max_waiting else max_waiting
 
@@ -63,11 +61,7 @@ class LineSender:
         self, owner: str, url: str, body: dict[str, Any], request_id: str
     ) -> LineResponse:
         """See ``batch_jobs.run.Send``."""
-        caller = Caller(
-            client=owner,
-            engine=in_background(self._engine, owner),
-            max_waiting=self._max_waiting,
-        )
+        caller = Caller(client=owner, max_waiting=self._max_waiting, is_background=True)
 
         async def as_caller(scope: Scope, receive: Receive, send: Send) -> None:
             await self._app({**scope, INTERNAL_CALLER: caller}, receive, send)

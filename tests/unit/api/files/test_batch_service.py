@@ -27,7 +27,7 @@ async def test_a_line_is_no_longer_than_in_its_file() -> None:
         await JSONResponse({})(scope, receive, send)
 
     body: dict[str, Any] = {"prompt": "語" * 99 + "\ud800"}
-    response = await LineSender(app, FakeEngine(), None)("me", "/v1/completions", body, "id")
+    response = await LineSender(app, None)("me", "/v1/completions", body, "id")
     assert response.status_code == 200
     (sent,) = bodies
     assert json.loads(sent) == body

@@ -153,7 +153,7 @@ async def test_a_line_of_a_batch_has_the_scope_of_its_owner(config: ServerConfig
     path = "/v1/completions"
     (own,) = await submitted(config, path, GENERATING[path], "one")
     engine = FakeEngine()
-    send = LineSender(make_app(engine, config), engine, None)
+    send = LineSender(make_app(engine, config), None)
     owner = client_of(Headers({"x-api-key": "one"}), config)
     answer = await send(owner, path, GENERATING[path], "id")
     assert answer.status_code == 200

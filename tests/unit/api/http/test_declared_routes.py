@@ -17,7 +17,7 @@ from mlx_parallm.api.app import create_app
 from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES, Access, Kept
 from mlx_parallm.api.http.dialect import Failure
-from mlx_parallm.api.http.middleware import BodyLimitMiddleware, RouteMiddleware
+from mlx_parallm.api.http.middleware import RouteMiddleware
 from mlx_parallm.api.http.openapi import ADMIN_KEY, API_KEY
 from mlx_parallm.api.http.routing import DeclaredRoute, declared_routes
 from mlx_parallm.config import ServerConfig
@@ -102,7 +102,7 @@ async def test_bodies_are_limited_as_the_route_says(
     async def read(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
 
-    around = RouteMiddleware(BodyLimitMiddleware(read, config), declared_routes(app))
+    around = RouteMiddleware(BodyBudgetMiddleware(read, config), declared_routes(app))
 
     async def takes(method: str, path: str, size: int) -> bool:
         async def receive() -> Any:
