@@ -1,4 +1,4 @@
-"""The one table from this project's errors to HTTP, and the error objects of the protocols."""
+"""The one table from this project's errors to HTTP, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -13,57 +13,63 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Match
 from starlette.types import Scope
 
-from mlx_parallm.api.http.declared import facts_of, id_headers
+from mlx_parallm.api.http.declared import facts_of, id_headers, local_path
 from mlx_parallm.api.http.dialect import Failure
 from mlx_parallm.types import errors
 
 logger = logging.getLogger(__name__)
 
-#: Nobody reads it: the client has closed the connection (nginx's code).
+#: Status for a client that has closed the connection, and reads nothing (nginx's code).
 CLIENT_CLOSED = 499
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How an error class is answered. The OpenAI SDK retries 408, 409, 429 and 5xx."""
+    """The answer to an error class. The OpenAI SDK retries 408, 409, 429 and 5xx."""
 
     http: int
-    type: str
     code: str | None = None
 
 
 STATUS: Mapping[type[errors.ParallmError], Status] = {
-    errors.InvalidRequestError: Status(400, "invalid_request_error"),
-    errors.ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
-    errors.NotFoundError: Status(404, "invalid_request_error", "not_found"),
-    errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
-    errors.PermissionDeniedError: Status(403, "permission_error"),
-    errors.MisdirectedRequestError: Status(421, "invalid_request_error", "host_not_allowed"),
-    errors.VersionMismatchError: Status(412, "invalid_request_error", "version_mismatch"),
-    errors.RequestTimeoutError: Status(408, "invalid_request_error", "request_timeout"),
-    errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),
-    errors.NotImplementedRouteError: Status(501, "invalid_request_error", "not_implemented"),
-    errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
-    errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
-    errors.ModelLoadingError: Status(503, "server_error", "model_loading"),
-    errors.PausedError: Status(503, "server_error", "paused"),
-    errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
-    errors.OutOfMemoryError: Status(503, "server_error", "out_of_memory"),
-    errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
-    errors.StorageInUseError: Status(503, "server_error", "storage_in_use"),
-    errors.StorageError: Status(500, "server_error", "storage_failed"),
-    errors.ControlError: Status(500, "server_error", "control_failed"),
-    errors.StepError: Status(500, "server_error"),
-    errors.ParallmError: Status(500, "server_error"),
+    errors.InvalidRequestError: Status(400),
+    errors.ModelNotFoundError: Status(404, "model_not_found"),
+    errors.NotFoundError: Status(404, "not_found"),
+    errors.AuthenticationError: Status(401, "invalid_api_key"),
+    errors.PermissionDeniedError: Status(403),
+    errors.MisdirectedRequestError: Status(421, "host_not_allowed"),
+    errors.VersionMismatchError: Status(412, "version_mismatch"),
+    errors.RequestTimeoutError: Status(408, "request_timeout"),
+    errors.RequestTooLargeError: Status(413, "request_too_large"),
+    errors.NotImplementedRouteError: Status(501, "not_implemented"),
+    errors.OverloadedError: Status(429, "rate_limit_exceeded"),
+    errors.ShuttingDownError: Status(503, "shutting_down"),
+    errors.ModelLoadingError: Status(503, "model_loading"),
+    errors.PausedError: Status(503, "paused"),
+    errors.EngineDeadError: Status(503, "engine_dead"),
+    errors.OutOfMemoryError: Status(503, "out_of_memory"),
+    errors.RequestAbortedError: Status(503, "request_aborted"),
+    errors.StorageInUseError: Status(503, "storage_in_use"),
+    errors.StorageError: Status(500, "storage_failed"),
+    errors.ControlError: Status(500, "control_failed"),
+    errors.StepError: Status(500),
+    errors.ParallmError: Status(500),
 }
 
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# What pydantic says of a body that is not there, or is no object.
+# ERROR_TYPES: OpenAI's kinds of errors; other statuses are "invalid_request_error".
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+# NO_OBJECT: pydantic's types of problems with a body that is missing, or is not an object.
 NO_OBJECT = frozenset({"missing", "model_attributes_type"})
+BODY_IS_NO_OBJECT = "The body must be a JSON object."
+BODY_IS_NOT_JSON = "The content type must be application/json."
 # Bounds on how much of a bad body is echoed: a short request must not make a long answer.
 MAX_PROBLEMS = 5
 MAX_PROBLEM_CHARS = 200
@@ -78,12 +84,17 @@ def status_of(error: errors.ParallmError) -> Status:
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
+def error_type(http: int) -> str:
+    """Return OpenAI's kind of error of a status."""
+    return ERROR_TYPES.get(http, "invalid_request_error")
+
+
 def failure_of(error: errors.ParallmError) -> Failure:
-    """Return what one of this project's errors tells the client."""
+    """Return what the client learns of one of this project's errors."""
     status = status_of(error)
     return Failure(
         http=status.http,
-        type=status.type,
+        type=error_type(status.http),
         message=str(error)[:MAX_MESSAGE_CHARS],
         param=getattr(error, "param", None),
         code=getattr(error, "code", None) or status.code,
@@ -116,10 +127,10 @@ def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
     if isinstance(error, errors.OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
     if failure.http in (500, 501):
-        # The same request would fail again.
+        # A repetition would fail as well.
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.RequestTimeoutError):
-        # What comes late must not be taken for the next request.
+        # Bytes that come late must not be read as the next request.
         headers["connection"] = "close"
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
@@ -146,17 +157,13 @@ async def _on_validation(request: Request, error: RequestValidationError) -> JSO
 def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
     """Return what pydantic and FastAPI found wrong with a body, a query or a path."""
     first = problems[0]
-    param = None
-    if first["loc"] == ("body",) and first["type"] in NO_OBJECT:
-        # FastAPI leaves a body of another type unread.
-        is_json = "json" in request.headers.get("content-type", "").lower()
-        wanted = (
-            "body must be a JSON object" if is_json else "content type must be application/json"
-        )
-        message = f"The {wanted}."
-    else:
+    if first["loc"] != ("body",) or first["type"] not in NO_OBJECT:
         message, param = describe(problems), param_of(first["loc"])
-    return Failure(http=400, type="invalid_request_error", message=message, param=param)
+    else:
+        # FastAPI does not read a body of another content type.
+        is_json = "json" in request.headers.get("content-type", "").lower()
+        message, param = (BODY_IS_NO_OBJECT if is_json else BODY_IS_NOT_JSON), None
+    return Failure(http=400, type=error_type(400), message=message, param=param)
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -166,8 +173,8 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path} is not served here."
-    type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")
-    failure = Failure(http=error.status_code, type=type_, message=message[:MAX_PROBLEM_CHARS])
+    status = error.status_code
+    failure = Failure(http=status, type=error_type(status), message=message[:MAX_PROBLEM_CHARS])
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["allow"] = ", ".join(_allowed(request, headers.pop("Allow", "")))
@@ -175,16 +182,10 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 def _allowed(request: Request, listed: str) -> list[str]:
-    """Return the methods of a path: ``listed`` are those of one route only, and without HEAD."""
-    scope = request.scope
-    probe: dict[str, Any] = {"type": "http", "path": scope["path"], "headers": []}
-    probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
-    routes = request.app.router.routes
-    methods = {
-        method
-        for method in METHODS
-        if any(route.matches({**probe, "method": method})[0] is Match.FULL for route in routes)
-    }
+    """Return the methods of a path; ``listed`` has those of a single route, without HEAD."""
+    path = local_path(request.scope)
+    fitting = (route for route in request.app.router.routes if route.path_regex.match(path))
+    methods = {method for route in fitting for method in route.methods}
     methods |= {method.strip() for method in listed.split(",")} - {""}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 

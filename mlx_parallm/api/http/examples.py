@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources.abc import Traversable
 from typing import Any
 
-# In the folder of a slice: its examples by "METHOD path".
+from pydantic import TypeAdapter
+
+# FILE_NAME: in the folder of a slice, its examples by "METHOD path".
 FILE_NAME = "examples.json"
 JSON = "application/json"
 FORM = "multipart/form-data"
@@ -17,12 +18,12 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleRequest:
-    """What a client sends.
+    """A client's request.
 
     Attributes:
         path: values of the path's parameters.
         query: values of the query's parameters.
-        json: the body, where it is JSON; None if there is none.
+        json: a JSON body; None if there is none.
         form: the fields of a multipart body; a file is an object of ``filename`` and ``text``.
     """
 
@@ -34,12 +35,12 @@ class ExampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAnswer:
-    """What the server answers.
+    """The server's answer.
 
     Attributes:
-        status: of HTTP.
-        media_type: of the body; None if there is none.
-        body: parsed where it is JSON, a text otherwise.
+        status: the HTTP status.
+        media_type: the body's; None if there is no body.
+        body: a JSON value, or a text.
     """
 
     status: int
@@ -52,17 +53,17 @@ class Example:
     """A request of an operation, and its answer.
 
     Attributes:
-        request: what is sent.
-        answer: what comes back; None before the first recording.
+        request: the request.
+        answer: the answer; None before the first recording.
         stream: changes of the request that make its answer a stream; None if none is shown.
         events: the answer as a stream.
-        until: fields that the answer has in the end; it is asked for until it has.
-        needs: operations whose examples are sent first; ids that they answer are used here.
-        undo: operations whose examples are sent afterwards, without what those need.
-        refused: why these models can only refuse it; None if it is answered.
+        until: fields of the final answer; the request is repeated until the answer has them.
+        needs: operations whose examples are sent first; this one uses the ids of their answers.
+        undo: operations whose examples are sent afterwards, without their own ``needs``.
+        refused: the reason why the embedded models can only refuse it; None if they answer.
     """
 
-    request: ExampleRequest
+    request: ExampleRequest = ExampleRequest()
     answer: ExampleAnswer | None = None
     stream: Mapping[str, Any] | None = None
     events: str | None = None
@@ -78,24 +79,13 @@ def read_examples(folders: Iterable[Traversable]) -> dict[str, Example]:
     for folder in folders:
         file = folder / FILE_NAME
         if file.is_file():
-            entries = json.loads(file.read_text(encoding="utf-8"))
-            examples |= {key: parse_example(entry) for key, entry in entries.items()}
+            examples |= parse_examples(file.read_bytes())
     return examples
 
 
-def parse_example(entry: Mapping[str, Any]) -> Example:
-    """Return an example from its JSON."""
-    answer = entry.get("answer")
-    return Example(
-        request=ExampleRequest(**entry.get("request", {})),
-        answer=ExampleAnswer(**answer) if answer else None,
-        stream=entry.get("stream"),
-        events=entry.get("events"),
-        until=entry.get("until", {}),
-        needs=tuple(entry.get("needs", ())),
-        undo=tuple(entry.get("undo", ())),
-        refused=entry.get("refused"),
-    )
+def parse_examples(content: bytes) -> dict[str, Example]:
+    """Return the examples in the content of a file."""
+    return TypeAdapter(dict[str, Example]).validate_json(content)
 
 
 def add_examples(document: dict[str, Any], examples: Mapping[str, Example]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, params
@@ -19,11 +20,11 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class DeclaredRoute(JsonRoute):
-    """A route that says what is around it.
+    """A route that declares facts for the middleware around it.
 
     Attributes:
-        facts: what it declares.
-        paths: where it is served; the first is that of the documentation.
+        facts: the facts.
+        paths: the paths it is served at; the documentation shows the first.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class DeclaredRoute(JsonRoute):
         """Make a route.
 
         Args:
-            path: where it is served.
+            path: the path it is served at.
             endpoint: answers requests.
-            facts: what is around it.
-            short: whether it is served without ``/v1`` too.
+            facts: what it declares.
+            short: True if it is served without ``/v1`` too.
             more: arguments of FastAPI's route.
         """
         self.facts = facts
@@ -59,7 +60,7 @@ class DeclaredRoute(JsonRoute):
 
 
 class Routes:
-    """The routes of a slice; what most of them have in common is said once."""
+    """The routes of a slice, and the facts that most of them share."""
 
     def __init__(
         self,
@@ -74,34 +75,18 @@ class Routes:
         """Begin without routes.
 
         Args:
-            group: of the documentation.
-            dialect: see ``RouteFacts``; routes may say otherwise, here and below.
-            access: the same.
-            body_limit: the same.
-            short: whether paths are served without ``/v1`` too.
-            dependencies: what runs before each route.
+            group: the group of the documentation.
+            dialect: see ``RouteFacts``; a route may override this and the following arguments.
+            access: likewise.
+            body_limit: likewise.
+            short: True if paths are served without ``/v1`` too.
+            dependencies: FastAPI's dependencies of every route.
         """
         self.all: list[DeclaredRoute] = []
         self._group = group
         self._facts = RouteFacts(dialect=dialect, access=access, body_limit=body_limit)
         self._short = short
         self._dependencies = tuple(dependencies)
-
-    def get(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-        """See ``route``."""
-        return self.route("GET", path, **options)
-
-    def post(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-        """See ``route``."""
-        return self.route("POST", path, **options)
-
-    def put(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-        """See ``route``."""
-        return self.route("PUT", path, **options)
-
-    def delete(self, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-        """See ``route``."""
-        return self.route("DELETE", path, **options)
 
     def route(
         self,
@@ -115,10 +100,10 @@ class Routes:
         """Declare a route.
 
         Args:
-            method: of HTTP.
+            method: the HTTP method.
             path: with ``/v1``, if it is served with it.
-            short: whether it is served without ``/v1`` too; None: as most of the slice.
-            responses: of the documentation, beside errors.
+            short: True if it is served without ``/v1`` too; None: the slice's default.
+            responses: further answers in the documentation, beside errors.
             options: fields of ``RouteFacts``, and arguments of FastAPI's route.
         """
         names = [name for name in options if name in RouteFacts.__dataclass_fields__]
@@ -143,6 +128,11 @@ class Routes:
 
         return add
 
+    get = partialmethod(route, "GET")
+    post = partialmethod(route, "POST")
+    put = partialmethod(route, "PUT")
+    delete = partialmethod(route, "DELETE")
+
 
 @dataclass(slots=True)
 class RouteIndex:
@@ -164,31 +154,28 @@ class RouteIndex:
         return index
 
     def find(self, method: str, path: str) -> RouteFacts:
-        """Return the facts of the route that answers, or would with another method.
+        """Return the facts of the route with this path, preferably also with this method.
 
-        What lies below a route is answered in its dialect.
+        An unknown path below a route's path gets the dialect of that route.
         """
         fitting = [
             *self._literal.get(path, ()),
             *(route for route in self._patterns if route.path_regex.match(path)),
         ]
         method = "GET" if method == "HEAD" else method
-        for route in fitting:
-            if method in route.methods:
-                return route.facts
         if fitting:
-            return fitting[0].facts
+            return next((each for each in fitting if method in each.methods), fitting[0]).facts
         above = path.rpartition("/")[0]
         return RouteFacts(dialect=self.find(method, above).dialect) if above else UNDECLARED
 
 
 def declared_routes(app: FastAPI) -> Iterable[DeclaredRoute]:
-    """Return the routes of an application that say what is around them."""
+    """Return the routes of an application that declare facts."""
     return [route for route in app.router.routes if isinstance(route, DeclaredRoute)]
 
 
 def _errors(dialect: Dialect) -> dict[int | str, dict[str, Any]]:
     return {
-        f"{kind}XX": {"model": dialect.error_model, "description": f"The {whose} is at fault."}
-        for kind, whose in ((4, "request"), (5, "server"))
+        status: {"model": dialect.error_model, "description": f"The {side} is at fault."}
+        for status, side in (("4XX", "request"), ("5XX", "server"))
     }

@@ -8,7 +8,6 @@ with the file in base64.
 from __future__ import annotations
 
 import base64
-import binascii
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from mlx_parallm.api.http.errors import describe
+from mlx_parallm.api.http.errors import describe, param_of
 from mlx_parallm.api.http.json_body import parse_json
 from mlx_parallm.api.http.multipart import FormReader
 from mlx_parallm.types.errors import InvalidRequestError
@@ -27,19 +26,19 @@ T = TypeVar("T", bound=BaseModel)
 
 RAW_TYPES = ("application/octet-stream", "application/x-safetensors")
 FORM_TYPE = "multipart/form-data"
-# A config with a pattern for every module.
+# MAX_FIELD_BYTES: room for an adapter's config with a pattern for every module.
 MAX_FIELD_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A body that has come.
+    """A body that has been received.
 
     Attributes:
         kind: its content type.
-        body: what of it is not in ``fields``: the tensors, or all of a JSON body.
-        fields: of the query, of headers and of a form.
-        began_s, ended_s: when its first and last bytes came, of ``time.perf_counter``.
+        body: all that is not in ``fields``: the tensors, or a whole JSON body.
+        fields: from the query, from headers and from a form.
+        began_s, ended_s: when its first and last bytes came, by ``time.perf_counter``.
     """
 
     kind: str
@@ -50,16 +49,16 @@ class Received:
 
 
 async def receive(request: Request, *, file_field: str, header_prefix: str) -> Received:
-    """Take in a body of one of the types.
+    """Return a body of one of the types.
 
     Args:
-        request: whose body nothing has read yet.
+        request: a request whose body nothing has read yet.
         file_field: the name of the file in a form.
         header_prefix: of headers that are fields; ``x-adapter-name`` is ``name``.
 
     Raises:
-        InvalidRequestError: it is of another type, or no form.
-        ClientDisconnect: it was cut off.
+        InvalidRequestError: the body has another type, or is not a form.
+        ClientDisconnect: the body was cut off.
     """
     content_type = request.headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
@@ -106,27 +105,28 @@ def from_base64(value: Any, *, param: str) -> bytes:
     Raises:
         InvalidRequestError: it is no base64.
     """
-    if not isinstance(value, str):
-        raise InvalidRequestError(
-            f"{param} must be a safetensors file in base64.", param=param.partition("[")[0]
-        )
-    try:
-        return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequestError(
-            f"{param} is not base64.", param=param.partition("[")[0]
-        ) from None
+    problem = "must be a safetensors file in base64"
+    if isinstance(value, str):
+        try:
+            return base64.b64decode(value, validate=True)
+        except ValueError:
+            problem = "is not base64"
+    raise InvalidRequestError(f"{param} {problem}.", param=param.partition("[")[0])
 
 
 def validated(model: type[T], fields: Mapping[str, Any]) -> T:
-    """Fields of a body that FastAPI does not read; raise InvalidRequestError naming the wrong."""
+    """Return the fields of a body that FastAPI does not read.
+
+    Raises:
+        InvalidRequestError: a field is wrong.
+    """
     try:
         return model.model_validate(fields)
     except ValidationError as problem:
         problems: list[dict[str, Any]] = [
             {**fault, "loc": ("body", *fault["loc"])} for fault in problem.errors()
         ]
-        param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
+        param = param_of(problems[0]["loc"])
         raise InvalidRequestError(describe(problems), param=param) from None
 
 

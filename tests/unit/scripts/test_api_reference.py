@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.http.examples import parse_example
+from mlx_parallm.api.http.examples import parse_examples
 from scripts.api_reference import anchor, render
 from scripts.compact_json import compact_json
 from scripts.example_requests import (
@@ -62,7 +62,8 @@ def test_an_answer_is_compared_by_its_shape(expected: Any, actual: Any, count: i
 
 
 def test_an_example_is_read_from_its_json() -> None:
-    example = parse_example({"request": {"path": {"id": "x"}}, "needs": ["POST /a"]})
+    content = b'{"GET /b/{id}": {"request": {"path": {"id": "x"}}, "needs": ["POST /a"]}}'
+    example = parse_examples(content)["GET /b/{id}"]
     assert (example.request.path, example.needs, example.answer) == (
         {"id": "x"},
         ("POST /a",),
