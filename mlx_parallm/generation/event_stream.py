@@ -25,17 +25,19 @@ class EventStream:
 
     Attributes:
         request: whose events these are.
+        num_samples: see ``EventReader``.
+        is_complete: True if the last event has arrived (it may not have been read yet).
     """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self._open_samples = request.params.n
+        self.num_samples = self._open_samples = request.params.n
         self._events: deque[GenerateEvent] = deque()
         # Events in ``_events`` as they came, and whether any came since they were joined.
         self._num_unread = 0
         self._is_joined = True
         self._waiter: asyncio.Future[None] | None = None
-        self._complete = False
+        self.is_complete = False
         # Unread events that wake the reader.
         self._together = 1
         self._is_begun = False
@@ -48,22 +50,12 @@ class EventStream:
         than may be unread.
         """
         most = min(count, MAX_UNREAD_PER_SAMPLE)
-        self._together = most * self.request.params.n if count > 1 else 1
-
-    @property
-    def num_samples(self) -> int:
-        """See ``EventReader``."""
-        return self.request.params.n
-
-    @property
-    def is_complete(self) -> bool:
-        """Return True if the last event has arrived (it may not have been read yet)."""
-        return self._complete
+        self._together = most * self.num_samples if count > 1 else 1
 
     @property
     def is_overfull(self) -> bool:
         """Return True if its reader is so far behind that the request should end."""
-        most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * self.request.params.n
+        most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * self.num_samples
         return self._num_unread > most
 
     def fail(self, error: ParallmError) -> None:
@@ -74,14 +66,14 @@ class EventStream:
 
     def put(self, event: GenerateEvent) -> None:
         """Append an event; events after the last are dropped."""
-        if self._complete:
+        if self.is_complete:
             return
         match event:
             case TokenEvent(finish_reason=reason) if reason is not None:
                 self._open_samples -= 1
-                self._complete = self._open_samples == 0
+                self.is_complete = self._open_samples == 0
             case ErrorEvent():
-                self._complete = True
+                self.is_complete = True
             case _:
                 pass
         self._events.append(event)
@@ -102,7 +94,7 @@ class EventStream:
 
     async def __anext__(self) -> GenerateEvent:
         while not self._may_be_read:
-            if self._complete:
+            if self.is_complete:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -131,8 +131,8 @@ class RequestTimes:
     arrival_s: float
     started_s: float | None = None
     first_token_s: float | None = None
-    last_token_s: dict[int, float] | None = None
-    num_tokens: dict[int, int] | None = None
+    last_token_s: dict[int, float] = field(default_factory=dict[int, float])
+    num_tokens: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class EngineMetrics:
@@ -169,7 +169,7 @@ class EngineMetrics:
         params = request.params
         now = self._clock() if arrival_s is None else arrival_s
         self._times[request.request_id] = RequestTimes(
-            len(request.prompt_ids), params.n, params.max_tokens, now, None, None, {}, {}
+            len(request.prompt_ids), params.n, params.max_tokens, now
         )
         self._families.params_n.labels(*self._labels).observe(params.n)
         if params.max_tokens is not None:
@@ -243,8 +243,6 @@ class EngineMetrics:
             family.inc(count - before[position])
 
     def _on_tokens(self, event: TokenEvent, times: RequestTimes, now: float) -> None:
-        assert times.last_token_s is not None
-        assert times.num_tokens is not None
         count = len(event.token_ids)
         if count:
             last = times.last_token_s.get(event.index)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.generation.model import IncrementalDetokenizer, Tokenizer
@@ -42,20 +42,24 @@ class _Request:
 
     Attributes:
         params: of all of them.
-        new_sample: makes the text state of one.
+        tokenizer: of the model.
+        stop: their stop strings.
         open: their indices.
         samples: the text state of those that have begun, by index.
     """
 
     params: SamplingParams
-    new_sample: Callable[[], _Sample]
+    tokenizer: Tokenizer
+    stop: StopStrings
     open: dict[int, None]
     samples: dict[int, _Sample] = field(default_factory=dict[int, _Sample])
 
     def sample(self, index: int) -> _Sample:
         """Return the text state of an open sample."""
         if index not in self.samples:
-            self.samples[index] = self.new_sample()
+            skip = self.params.skip_special_tokens
+            detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip)
+            self.samples[index] = _Sample(detokenizer, self.stop.matcher())
         return self.samples[index]
 
     def close(self, index: int) -> None:
@@ -82,13 +86,8 @@ class OutputProcessor:
         """Begin a request; before its first update."""
         params = request.params
         stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
-        skip = params.skip_special_tokens
-
-        def new_sample() -> _Sample:
-            return _Sample(tokenizer.detokenizer(skip_special_tokens=skip), stop.matcher())
-
         open_samples = dict.fromkeys(range(params.n))
-        self._requests[request.request_id] = _Request(params, new_sample, open_samples)
+        self._requests[request.request_id] = _Request(params, tokenizer, stop, open_samples)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -104,7 +103,7 @@ class OutputProcessor:
                 request_id=request_id,
                 index=index,
                 token_ids=(),
-                text=_rest(request.sample(index), request.params),
+                text=_advance(request.sample(index), request.params, None, is_last=True),
                 finish_reason=FinishReason.ABORT,
             )
             for index in request.open
@@ -163,12 +162,15 @@ class OutputProcessor:
 
 
 def _token_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:
-    text = _advance(update, sample, params)
+    token, shown = update.token, None
+    if token is not None:
+        sample.num_tokens += 1
+        shown = token.token_id if _has_text(update, params) else None
+    text = _advance(sample, params, shown, is_last=update.finish_reason is not None)
     finish_reason: FinishReason | None = update.finish_reason
     stop_reason: int | str | None = update.stop_reason
     if sample.matcher.matched is not None:
         finish_reason, stop_reason = FinishReason.STOP, sample.matcher.matched
-    token = update.token
     return TokenEvent(
         request_id=update.request_id,
         index=update.index,
@@ -181,29 +183,22 @@ def _token_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams
     )
 
 
-def _advance(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> str:
-    """Take the update's token and return the text that can be emitted now."""
-    text = ""
-    if update.token is not None:
-        sample.num_tokens += 1
-        if _has_text(update, params):
-            text = sample.detokenizer.add(update.token.token_id)
-    if update.finish_reason is not None:
+def _advance(
+    sample: _Sample, params: SamplingParams, token_id: int | None, *, is_last: bool
+) -> str:
+    """Add a token, if there is one, and return the text that can be emitted now.
+
+    ``is_last``: no token follows, so that no text is held back.
+    """
+    text = "" if token_id is None else sample.detokenizer.add(token_id)
+    if is_last:
         text += sample.detokenizer.flush()
     # Text of the first min_tokens tokens is never part of a stop string.
     if sample.num_tokens > params.min_tokens:
         text = sample.matcher.add(text)
-    if update.finish_reason is not None and sample.matcher.matched is None:
+    if is_last and sample.matcher.matched is None:
         text += sample.matcher.flush()
     return text
-
-
-def _rest(sample: _Sample, params: SamplingParams) -> str:
-    """Return the text of a sample that nothing follows."""
-    text = sample.detokenizer.flush()
-    if sample.num_tokens > params.min_tokens:
-        text = sample.matcher.add(text)
-    return text if sample.matcher.matched is not None else text + sample.matcher.flush()
 
 
 def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:

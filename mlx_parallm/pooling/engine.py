@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 SHORT_S = 0.0005
 
 
+@dataclass(slots=True)
 class _Open:
     """A request that is not answered yet.
 
@@ -47,13 +49,10 @@ class _Open:
         hits: indices of the inputs whose results came from the cache.
     """
 
-    def __init__(
-        self, request: PoolRequest, known: dict[int, np.ndarray], arrival_s: float
-    ) -> None:
-        self.request = request
-        self.hits = frozenset(known)
-        self.results = dict(known)
-        self.arrival_s = arrival_s
+    request: PoolRequest
+    results: dict[int, np.ndarray]
+    hits: frozenset[int]
+    arrival_s: float
 
     @property
     def is_complete(self) -> bool:
@@ -66,6 +65,7 @@ class _Open:
         return PoolingEvent(request_id=self.request.request_id, results=results)
 
 
+@dataclass(slots=True)
 class _Running:
     """A batch in flight, and the seconds spent on it so far.
 
@@ -73,16 +73,10 @@ class _Running:
     partly theirs.
     """
 
-    def __init__(self, batch: list[WaitingInput], *, is_alone: bool) -> None:
-        self.batch = batch
-        self.by_input = {waiting.input: waiting for waiting in batch}
-        self.is_alone = is_alone
-        self.job: PoolingJob | None = None
-        self.seconds = 0.0
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(waiting.input.token_ids) for waiting in self.batch]
+    by_input: dict[PoolingInput, WaitingInput]
+    is_alone: bool
+    job: PoolingJob | None = None
+    seconds: float = 0.0
 
 
 class PoolingEngine(EngineDefaults):
@@ -150,7 +144,7 @@ class PoolingEngine(EngineDefaults):
             raise OverloadedError("Too many inputs wait for this model; try again later.")
         self._metrics.on_request(len(request.inputs), len(known))
         now_s = self._clock()
-        state = self._open[request.request_id] = _Open(request, known, now_s)
+        state = self._open[request.request_id] = _Open(request, known, frozenset(known), now_s)
         self._queue.add(request, {*known, *self._join_running(request)}, arrival_s=now_s)
         self._metrics.on_waiting(len(self._queue))
         return [self._answer(state)] if state.is_complete else []
@@ -228,13 +222,13 @@ class PoolingEngine(EngineDefaults):
         begin_s = self._clock()
         try:
             if running.job is None:
-                running.job = self._begin([waiting.input for waiting in running.batch])
+                running.job = self._begin(list(running.by_input))
                 self._num_stages = running.job.num_stages
             results = self._advance(running.job, within_s, begin_s)
         except Exception as cause:
-            logger.exception("a batch of %d inputs failed", len(running.batch))
+            logger.exception("a batch of %d inputs failed", len(running.by_input))
             self._running = None
-            return self._fail(running.batch, f"{type(cause).__name__}: {cause}")
+            return self._fail(running.by_input.values(), f"{type(cause).__name__}: {cause}")
         running.seconds += self._clock() - begin_s
         if results is None:
             return []
@@ -263,7 +257,7 @@ class PoolingEngine(EngineDefaults):
             max_adapters=num_adapters,
             seconds=self._cost.seconds if joins else None,
         )
-        return _Running(batch, is_alone=is_alone) if batch else None
+        return _Running({waiting.input: waiting for waiting in batch}, is_alone) if batch else None
 
     def _begin(self, inputs: Sequence[PoolingInput]) -> PoolingJob:
         contents = {item.adapter for item in inputs if item.adapter is not None}
@@ -298,12 +292,12 @@ class PoolingEngine(EngineDefaults):
         return job.wait()
 
     def _end(self, running: _Running, results: list[np.ndarray]) -> list[PoolingEvent | ErrorEvent]:
-        lengths = running.lengths
+        lengths = [len(item.token_ids) for item in running.by_input]
         if running.is_alone:
             self._cost.observe(len(lengths), max(lengths), running.seconds)
         self._metrics.on_batch(lengths, running.seconds)
         self._metrics.on_waiting(len(self._queue))
-        pairs = list(zip(running.batch, results, strict=True))
+        pairs = list(zip(running.by_input.values(), results, strict=True))
         wrong = [waiting for waiting, result in pairs if not np.isfinite(result).all()]
         events = self._fail(wrong, "The model's result has NaN or infinite values.")
         for waiting, result in pairs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from itertools import count
 
 from mlx_parallm.generation.scheduler.running import RunningSet
@@ -17,21 +16,19 @@ class LiveRequests:
     """Requests by id, their samples that have not ended by ``seq_id``, and how many a client has.
 
     ``max_waiting`` is the most samples that wait; 0 for any number.
+
+    Attributes:
+        groups: the requests by their ids.
     """
 
     def __init__(self, running: RunningSet, max_waiting: int) -> None:
         self._running = running
         self._max_waiting = max_waiting
-        self._groups: dict[str, RequestGroup] = {}
+        self.groups: dict[str, RequestGroup] = {}
         self._by_id: dict[int, Sequence] = {}
         self._per_client: Counter[str] = Counter()
         self._seq_ids = count()
         self._arrivals = count()
-
-    @property
-    def groups(self) -> Mapping[str, RequestGroup]:
-        """Return the requests by their ids."""
-        return self._groups
 
     @property
     def num_waiting(self) -> int:
@@ -52,7 +49,7 @@ class LiveRequests:
             InvalidRequestError: the request's id is in use.
         """
         self.check_room(request.client, request.params.n)
-        if request.request_id in self._groups:
+        if request.request_id in self.groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals), weights)
         prompt_ids = list(request.prompt_ids)
@@ -60,7 +57,7 @@ class LiveRequests:
             sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
             group.sequences[index] = sequence
             self._by_id[sequence.seq_id] = sequence
-        self._groups[request.request_id] = group
+        self.groups[request.request_id] = group
         self._per_client[request.client] += request.params.n
         return group
 
@@ -74,7 +71,7 @@ class LiveRequests:
         group = sequence.group
         del group.sequences[sequence.index]
         if not group.sequences:
-            del self._groups[group.request.request_id]
+            del self.groups[group.request.request_id]
 
     def check_room(self, client: str, n: int) -> None:
         """See ``Scheduler.check_room``."""

@@ -129,16 +129,14 @@ class RequestGroup:
             return sys.maxsize
         return known - 1
 
-    def take_prompt_event(self) -> PromptEvent | None:
-        """Return the PromptEvent on the first call, None after."""
-        if self.is_reported:
-            return None
+    def take_prompt_event(self) -> PromptEvent:
+        """Return the PromptEvent, which is sent once."""
         self.is_reported = True
-        wanted = self.request.params.prompt_logprobs is not None
+        has_logprobs = self.request.params.prompt_logprobs is not None
         return PromptEvent(
             request_id=self.request.request_id,
             num_cached_tokens=self.num_cached_tokens or 0,
-            prompt_logprobs=tuple(self.prompt_logprobs) if wanted else None,
+            prompt_logprobs=tuple(self.prompt_logprobs) if has_logprobs else None,
         )
 
 

@@ -91,9 +91,8 @@ class WaitingQueue:
 
     def push_front(self, sequence: Sequence) -> None:
         """Add before the client's other sequences, and let the client go first: it was running."""
-        self._line(sequence).push_front(sequence)
+        self.put_back(sequence)
         self._lines[sequence.request.priority].move_to_end(sequence.request.client, last=False)
-        self._length += 1
 
     def put_back(self, sequence: Sequence) -> None:
         """Add before the client's other sequences; it had its turn."""
