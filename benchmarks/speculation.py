@@ -221,7 +221,7 @@ def run(
     """Return tokens/s from the last prompt's first token to the end, and the answers."""
     params = SamplingParams(temperature=0.0, stop_token_ids=end_ids, max_tokens=OUTPUT_TOKENS)
     for number, prompt in enumerate(prompts):
-        engine.add(
+        engine.submit(
             GenerateRequest(
                 request_id=str(number), model="bench", prompt_ids=tuple(prompt), params=params
             )

@@ -135,7 +135,7 @@ def _answer_all(
             continue
         request_id = f"schema-{number}"
         answers[request_id] = Answer(schema, [])
-        bench.engine.add(
+        bench.engine.submit(
             GenerateRequest(
                 request_id=request_id,
                 model="bench",

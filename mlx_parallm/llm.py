@@ -373,7 +373,7 @@ class LLM:
         added: list[str] = []
         try:
             for _, request in requests:
-                self._engine.add(request)
+                self._engine.submit(request)
                 added.append(request.request_id)
             for event in self._events():
                 done = _apply(event, outputs[event.request_id])

@@ -82,9 +82,6 @@ class SumEncoder:
         ]
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
-    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        return self.begin(inputs, {}).wait()
-
     def release(self) -> None:
         self.batches.clear()
 

@@ -101,7 +101,7 @@ class FakeStore:
 
 
 class SlotRecord(FakeStore):
-    """Implements ``SlotStore``: a staged adapter takes two turns."""
+    """Stands in for ``DeviceAdapters``: a staged adapter takes two turns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class VersionHarness:
         tracked.history.append(self._current(weights))
         self._next_id += request.params.n
         self.tracked[request.request_id] = tracked
-        self.engine.add(request)
+        self.engine.submit(request)
 
     def cancel(self, request_id: str) -> None:
         """End a request and hear its last events."""

@@ -7,6 +7,7 @@ there is, its requests end with an error, and the next ones get the tokens that 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import mlx.core as mx
 
@@ -44,7 +45,7 @@ def answers(
         request = GenerateRequest(
             request_id=f"{name}-{number}", model="bench", prompt_ids=tuple(prompt), params=params
         )
-        bench.engine.add(request)
+        bench.engine.submit(request)
     tokens: dict[int, list[int]] = {}
     errors = []
     while bench.engine.has_work():
@@ -64,8 +65,8 @@ def starve(bench: BenchEngine) -> None:
     path, left = runner._path, [10]
     forward = path.logits
 
-    def starved(*arguments: object) -> mx.array:
-        logits = forward(*arguments)
+    def starved(*arguments: Any, **named: Any) -> mx.array:
+        logits = forward(*arguments, **named)
         left[0] -= 1
         if left[0] == 0:
             logits = logits + (mx.ones((TOO_MUCH, TOO_MUCH)) + logits[0, 0]).sum() * 0

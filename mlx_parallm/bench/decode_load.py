@@ -45,7 +45,7 @@ class DecodeLoad:
         #: The number of tokens of all prompts and of all decoded tokens.
         self.num_tokens = sum(map(len, prompts))
         for request_id, prompt, own_params in zip(self._ids, prompts, own, strict=True):
-            engine.add(
+            engine.submit(
                 GenerateRequest(
                     request_id=request_id,
                     model="bench",

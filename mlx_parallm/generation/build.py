@@ -44,7 +44,6 @@ from mlx_parallm.types.step import (
     RunnerInfo,
     ScheduledBatch,
     StepInFlight,
-    StepOutput,
 )
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
@@ -73,9 +72,8 @@ CPU_KV_BYTES = 1 << 30
 # Free memory that KV must leave to the arrays of a step.
 STEP_BYTES = 256 << 20
 
-# Sequences that decode, up to which proposals pay: on a GPU a step of some hundred rows takes
-# little longer than one of a few; on the CPU every row takes its time.
-GPU_BATCH_SIZE = 32
+# CPU_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
+# takes its time; see ``speculating.DEFAULT_BATCH_SIZE``.
 CPU_BATCH_SIZE = 4
 
 
@@ -149,10 +147,6 @@ class DeviceRunner:
                 )
             finally:
                 self._worker.execute(DropTensors(handle=handle))
-
-    def run(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step and wait for its results."""
-        return self.submit(batch).wait()
 
 
 def _host_tensor(array: HostArray) -> HostTensor:
@@ -331,10 +325,9 @@ def speculative_for(
             f"{name} keeps a state per sequence (path {info.path}), which cannot follow refused "
             "proposals; serve it without --speculative-config."
         )
-    if config.disable_by_batch_size is not None:
+    if config.disable_by_batch_size is not None or backend_name() != "cpu":
         return config
-    is_cpu = backend_name() == "cpu"
-    return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
+    return replace(config, disable_by_batch_size=CPU_BATCH_SIZE)
 
 
 def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:

@@ -7,7 +7,8 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -149,20 +150,6 @@ class GenerationEngine(EngineDefaults):
         self, request: GenerateRequest, *, arrival_s: float | None = None
     ) -> Sequence[GenerateEvent]:
         """See ``ServedEngine``."""
-        try:
-            self.add(request, arrival_s=arrival_s)
-        except OverloadedError:
-            self._metrics.on_reject()
-            raise
-        return ()
-
-    def add(self, request: GenerateRequest, *, arrival_s: float | None = None) -> None:
-        """Queue a request.
-
-        Raises:
-            InvalidRequestError: it can never be served; see ``check_request``.
-            OverloadedError: the waiting queue is full.
-        """
         check_request(request, self.info)
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
@@ -170,14 +157,21 @@ class GenerationEngine(EngineDefaults):
         is_endless = params.ignore_eos and params.grammar is None
         end_ids = frozenset[int]() if is_endless else self.tokenizer.eos_ids
         weights = self.policies.weights_of(request.adapter)
-        self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)
+        with self._counted_rejection():
+            self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)
         self._processor.add(request, self.tokenizer)
         self._metrics.on_add(request, arrival_s)
+        return ()
 
     def check_room(self, client: str, count: int) -> None:
         """Raise OverloadedError, and count it, if the queue has no room; any thread may ask."""
-        try:
+        with self._counted_rejection():
             self._scheduler.check_room(client, count)
+
+    @contextmanager
+    def _counted_rejection(self) -> Generator[None]:
+        try:
+            yield
         except OverloadedError:
             self._metrics.on_reject()
             raise

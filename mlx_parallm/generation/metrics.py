@@ -48,7 +48,6 @@ class GenerationFamilies:
         self.registry = registry
         self._define_queue()
         self._define_tokens()
-        self._define_speculation()
         self._define_times()
         self._define_requests()
 
@@ -58,12 +57,8 @@ class GenerationFamilies:
         self.rejections = self._counter("admission_rejections", "Requests refused: queue full.")
         self.preemptions = self._counter("num_preemptions", "Preemptions.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self.cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The KV pool.",
-            (*LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "attention_backend", "path"),
-            registry=self.registry,
-        )
+        facts = ("block_size", "num_gpu_blocks", "cache_dtype", "attention_backend", "path")
+        self.cache_config = self._gauge("cache_config_info", "The KV pool.", *facts)
 
     def _define_tokens(self) -> None:
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
@@ -71,18 +66,15 @@ class GenerationFamilies:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or reused.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
-
-    def _define_speculation(self) -> None:
         self.drafts = self._counter("spec_decode_num_drafts", "Runs of proposals verified.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed.")
         self.accepted_tokens = self._counter(
             "spec_decode_num_accepted_tokens", "Proposed tokens accepted."
         )
-        self.accepted_per_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
+        self.accepted_per_position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens accepted, by their place in the run.",
-            (*LABELS, "position"),
-            registry=self.registry,
+            "position",
         )
 
     def _define_times(self) -> None:
@@ -96,11 +88,8 @@ class GenerationFamilies:
         self.inference_time = self._histogram("request_inference_time_seconds", "", LATENCY_S)
 
     def _define_requests(self) -> None:
-        self.success = Counter(
-            "vllm:request_success",
-            "Samples finished, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
+        self.success = self._counter(
+            "request_success", "Samples finished, by reason.", "finished_reason"
         )
         self.request_prompt = self._histogram("request_prompt_tokens", "", TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "", TOKENS)
@@ -108,11 +97,11 @@ class GenerationFamilies:
         self.params_n = self._histogram("request_params_n", "", SAMPLES)
         self.params_max_tokens = self._histogram("request_params_max_tokens", "", TOKENS)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"vllm:{name}", text, (*LABELS, *labels), registry=self.registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         documentation = text or name.replace("_", " ").capitalize() + "."
@@ -136,7 +125,11 @@ class RequestTimes:
 
 
 class EngineMetrics:
-    """Fills the metric families for one model."""
+    """Fills the metric families for one model.
+
+    Attributes:
+        stats: the queues after the latest step; any thread may read it.
+    """
 
     def __init__(
         self,
@@ -150,7 +143,7 @@ class EngineMetrics:
         self._labels = (model_name, "0")
         self._clock = clock
         self._times: dict[str, RequestTimes] = {}
-        self._last = SchedulerStats()
+        self.stats = SchedulerStats()
         families.cache_config.labels(
             *self._labels,
             str(info.block_size),
@@ -159,7 +152,7 @@ class EngineMetrics:
             info.attention_backend,
             info.path,
         ).set(1)
-        self.on_queue(self._last)
+        self.on_queue(self.stats)
         self._inter_token = families.inter_token.labels(*self._labels)
         self._generated = families.generation_tokens.labels(*self._labels)
         self._iteration = families.iteration_tokens.labels(*self._labels)
@@ -212,14 +205,9 @@ class EngineMetrics:
                     del self._times[event.request_id]
         self._generated.inc(generated)
 
-    @property
-    def stats(self) -> SchedulerStats:
-        """The queues after the latest step; any thread may ask."""
-        return self._last
-
     def on_queue(self, stats: SchedulerStats) -> None:
         """Note that the queues changed."""
-        families, labels, last = self._families, self._labels, self._last
+        families, labels, last = self._families, self._labels, self.stats
         families.running.labels(*labels).set(stats.num_running)
         families.waiting.labels(*labels).set(stats.num_waiting)
         families.kv_usage.labels(*labels).set(stats.kv_usage)
@@ -227,7 +215,7 @@ class EngineMetrics:
         families.prefix_queries.labels(*labels).inc(stats.prefix_queries - last.prefix_queries)
         families.prefix_hits.labels(*labels).inc(stats.prefix_hits - last.prefix_hits)
         self._on_speculation(stats.speculation, last.speculation)
-        self._last = stats
+        self.stats = stats
 
     def _on_speculation(self, now: SpeculationStats, last: SpeculationStats) -> None:
         families, labels = self._families, self._labels

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, Self
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
-from mlx_parallm.engine.policies import AdapterStore, NoAdapters, Policies
+from mlx_parallm.engine.device import DeviceAdapters
+from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.types.errors import ModelLoadingError
 from mlx_parallm.types.pooling import PoolRequest
 
@@ -32,18 +32,6 @@ class BatchSlots(AdapterSlots):
         return content in self._slots or self.num_movable > 1
 
 
-class SlotStore(AdapterStore, Protocol):
-    """An ``AdapterStore`` with slots that batches name."""
-
-    def ensure(self, contents: Collection[str]) -> None:
-        """Load adapters that a batch names and that are not on the device yet."""
-        ...
-
-    def release(self) -> None:
-        """Note that no adapter is on the device any more: the model was unloaded."""
-        ...
-
-
 class EncoderAdapterSet:
     """The adapters of a model and the requests that use them.
 
@@ -55,47 +43,26 @@ class EncoderAdapterSet:
         adapters: their slots.
     """
 
-    def __init__(
-        self,
-        name: str = "",
-        store: SlotStore | None = None,
-        *,
-        num_slots: int = 0,
-        max_loaded: int = 0,
-        max_rank: int = 0,
-    ) -> None:
+    def __init__(self, name: str, store: DeviceAdapters | None, config: EngineConfig) -> None:
         """Return an empty set.
 
         Args:
             name: the model's first name.
             store: keeps the adapters' tensors; None if the model takes no adapters.
-            num_slots: most adapters of a batch.
-            max_loaded: see ``Policies``.
-            max_rank: see ``Policies``.
+            config: limits their number.
         """
         # One more slot is uploaded to while batches run.
-        self.adapters = BatchSlots(num_slots + 1)
+        self.adapters = BatchSlots(config.scheduler.max_loras + 1)
         self.policies = Policies(
             model=name,
             users=self,
             store=store or NoAdapters(),
-            max_loaded=max_loaded,
-            max_rank=max_rank,
+            max_loaded=config.adapters.max_loaded,
+            max_rank=config.adapters.max_rank,
         )
         self._store = store
         # Requests by their adapter's content; they count from their admission.
         self._open: Counter[str] = Counter()
-
-    @classmethod
-    def of_model(cls, name: str, store: SlotStore, config: EngineConfig) -> Self:
-        """Return an empty set for the model with this first name."""
-        return cls(
-            name,
-            store,
-            num_slots=config.scheduler.max_loras,
-            max_loaded=config.adapters.max_loaded,
-            max_rank=config.adapters.max_rank,
-        )
 
     def uses(self, content: str) -> bool:
         """See ``AdapterUsers``."""

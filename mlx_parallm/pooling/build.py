@@ -114,8 +114,7 @@ class PoolingKind(KindDefaults):
 class DeviceEncoder:
     """Runs the batches of one model as worker ops. Implements ``PoolingRunner``."""
 
-    def __init__(self, worker: Worker, model: str, info: PoolingInfo) -> None:
-        self.info = info
+    def __init__(self, worker: Worker, model: str) -> None:
         self._worker = worker
         self._model = model
 
@@ -124,10 +123,6 @@ class DeviceEncoder:
     ) -> Pending[list[np.ndarray]]:
         """See ``PoolingRunner``."""
         return self._worker.begin(PoolBatch(model=self._model, inputs=inputs, slots=slots))
-
-    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """See ``PoolingRunner``."""
-        return self.begin(inputs, {}).wait()
 
     def release(self) -> None:
         """See ``PoolingRunner``."""
@@ -215,7 +210,7 @@ class PendingPoolingModel:
             max_waiting=MAX_WAITING,
         )
         engine = PoolingEngine(
-            DeviceEncoder(self._worker, self.name, plan.info),
+            DeviceEncoder(self._worker, self.name),
             max_tokens=max_tokens,
             max_waiting=MAX_WAITING,
             metrics=PoolingMetrics(self._families, self.name),
@@ -231,7 +226,7 @@ class PendingPoolingModel:
         if isinstance(kept, EncoderAdapterSet):
             return kept
         store = DeviceAdapters(self._worker, self.name)
-        return EncoderAdapterSet.of_model(self.name, store, self._settings)
+        return EncoderAdapterSet(self.name, store, self._settings)
 
     def _info(self, info: PoolingInfo) -> PoolingInfo:
         config, path = self._folder.config, self._folder.path

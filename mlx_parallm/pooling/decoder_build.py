@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.decoders import reads_both_ways
@@ -42,15 +41,29 @@ def reads_on(path: Path) -> bool:
 
 
 def chosen_tokens(path: Path, task: ModelTask, tokenizer: EncoderTokenizer) -> tuple[int, ...]:
-    """Return the ids of the tokens by which a decoder scores; see ``PoolingSpec.chosen``.
+    """Return the ids by which a reranker without a head scores, that of a match first.
+
+    Other decoders have none; see ``PoolingSpec.chosen``.
 
     Raises:
-    ModelLoadError: the vocabulary does not have them.
+        ModelLoadError: the vocabulary does not have them.
     """
     if task != "score":
         return ()
-    model_config = read_json(path / "config.json")
-    return () if has_head(model_config) else _chosen(path, model_config, tokenizer)
+    config = read_json(path / "config.json")
+    if has_head(config):
+        return ()
+    for module in read_json(path / "modules.json") or ():
+        if module_kind(module) == "LogitScore":
+            scores = read_fields(path / str(module["path"]) / "config.json")
+            ids = (scores.get("true_token_id"), scores.get("false_token_id"))
+            return tuple(token_id for token_id in ids if token_id is not None)
+    # vLLM's field has the token of a mismatch first.
+    tokens = list(reversed(config.get("classifier_from_token") or ("no", "yes")))
+    ids = [tokenizer.token_id(token) for token in tokens]
+    if None in ids:
+        raise ModelLoadError(f"{path} cannot score: {tokens} are not tokens of its vocabulary.")
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
@@ -70,22 +83,3 @@ def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
         scores_pairs=task_of(config, path) == "score",
         instruction=instruction,
     )
-
-
-def _chosen(path: Path, config: dict[str, Any], tokenizer: EncoderTokenizer) -> tuple[int, ...]:
-    """Return the ids by which a reranker without a head scores, that of a match first.
-
-    Raises:
-        ModelLoadError: the vocabulary does not have them.
-    """
-    for module in read_json(path / "modules.json") or ():
-        if module_kind(module) == "LogitScore":
-            scores = read_fields(path / str(module["path"]) / "config.json")
-            ids = (scores.get("true_token_id"), scores.get("false_token_id"))
-            return tuple(token_id for token_id in ids if token_id is not None)
-    # vLLM's field has the token of a mismatch first.
-    tokens = list(reversed(config.get("classifier_from_token") or ("no", "yes")))
-    ids = [tokenizer.token_id(token) for token in tokens]
-    if None in ids:
-        raise ModelLoadError(f"{path} cannot score: {tokens} are not tokens of its vocabulary.")
-    return tuple(token_id for token_id in ids if token_id is not None)

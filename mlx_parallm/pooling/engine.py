@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.defaults import EngineDefaults
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
@@ -114,7 +115,7 @@ class PoolingEngine(EngineDefaults):
         super().__init__()
         self._encoder = encoder
         #: The model's adapters, which stay when it is evicted.
-        self.adapters = adapters or EncoderAdapterSet()
+        self.adapters = adapters or EncoderAdapterSet("", None, EngineConfig())
         self._queue = PoolingQueue()
         self._cache = ResultCache(cache_bytes)
         self._cost = BatchCost()

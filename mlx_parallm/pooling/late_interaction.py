@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec
@@ -41,8 +40,9 @@ def with_late_interaction(
         expansion_id=_expansion_id(spec, tokenizer) if settings.expands_to else None,
         skipped_ids=frozenset(_known(spec.skipped, tokenizer)),
     )
-    prompts = _before(info.prompts, {"query": query_text, "document": document_text})
-    return replace(info, late=late, prompts=prompts)
+    prefixes = {"query": query_text, "document": document_text}
+    changed = {name: text + info.prompts.get(name, "") for name, text in prefixes.items() if text}
+    return replace(info, late=late, prompts={**info.prompts, **changed})
 
 
 def _marked(prefix: str, tokenizer: EncoderTokenizer) -> tuple[tuple[int, ...], str]:
@@ -54,12 +54,6 @@ def _marked(prefix: str, tokenizer: EncoderTokenizer) -> tuple[tuple[int, ...], 
         if token_id is not None:
             return (token_id,), ""
     return (), prefix
-
-
-def _before(prompts: Mapping[str, str], texts: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the prompts with these texts put before them, by name."""
-    changed = {name: text + prompts.get(name, "") for name, text in texts.items() if text}
-    return {**prompts, **changed}
 
 
 def _expansion_id(spec: LateSpec, tokenizer: EncoderTokenizer) -> int:

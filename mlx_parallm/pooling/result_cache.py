@@ -19,22 +19,20 @@ class ResultCache:
     """Results of one model by input; the least recently used are evicted.
 
     It is not thread-safe. Readers share the results and must not write to them.
+
+    Attributes:
+        num_bytes: bytes of all entries.
     """
 
     def __init__(self, max_bytes: int) -> None:
         """``max_bytes``: most bytes of all entries; 0 disables the cache."""
         self._max_bytes = max_bytes
         self._entries: OrderedDict[PoolingInput, np.ndarray] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def __len__(self) -> int:
         """Return the number of entries."""
         return len(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all entries."""
-        return self._num_bytes
 
     def get(self, item: PoolingInput) -> np.ndarray | None:
         """Return the cached result of an equal input, or None."""
@@ -49,14 +47,14 @@ class ResultCache:
         if size > self._max_bytes or item in self._entries:
             return
         self._entries[item] = result
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(*self._entries.popitem(last=False))
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _size(*self._entries.popitem(last=False))
 
     def clear(self) -> None:
         """Evict everything, because the model has changed."""
         self._entries.clear()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
 
 def _size(item: PoolingInput, result: np.ndarray) -> int:

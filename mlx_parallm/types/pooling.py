@@ -273,21 +273,12 @@ class PoolingJob(Protocol):
 class PoolingRunner(Protocol):
     """Runs a model over a batch of inputs. Everything happens on the engine thread."""
 
-    @property
-    def info(self) -> PoolingInfo:
-        """Facts about the loaded model."""
-        ...
-
     def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> PoolingJob:
         """Return a batch of these inputs, with nothing computed yet.
 
         ``slots`` maps the content id of every adapter that inputs name to its slot. The slots may
         be reused as soon as this returns.
         """
-        ...
-
-    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """Return the results of a batch, computed without a break."""
         ...
 
     def release(self) -> None:

@@ -19,9 +19,10 @@ from mlx_parallm.pooling.build import is_read, pooling_spec, tokenizer_of
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.pooling import PoolingInput, PoolingRunner
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
 from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from mlx_parallm.worker.pooling.loading import open_runner
 from tests.decoder_folders import read_decoder, write_decoder_embedder, write_words
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
@@ -32,7 +33,7 @@ PAIR_TEMPLATE = (
 )
 
 
-def built(folder: Path, task: Any = "auto") -> tuple[PoolingRunner, EncoderTokenizer]:
+def built(folder: Path, task: Any = "auto") -> tuple[AdaptedEncoder, EncoderTokenizer]:
     config = ModelConfig(path=str(folder), task=task)
     assert is_read(config, folder)
     tokenizer = tokenizer_of(config, folder)

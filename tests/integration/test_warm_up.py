@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,10 +96,11 @@ def test_steps_use_the_block_that_they_are_given_and_no_other(
     runner = runner_of(model, config, 4)
     batches: list[ScheduledBatch] = []
 
-    def record(batch: ScheduledBatch) -> None:
+    def record(batch: ScheduledBatch) -> Any:
         batches.append(batch)
+        return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(runner, "run", record)
+    monkeypatch.setattr(runner, "submit", record)
     count = run(runner)
     assert len(batches) == count
     tables = [sequence.block_table for batch in batches for sequence in batch.sequences]

@@ -24,6 +24,9 @@ class InputCache:
 
     An unused product stays until its memory is needed: the least recently used one goes first. The
     changes are applied by the worker before the next step, see ``take_changes``.
+
+    Attributes:
+        used_bytes: size of all products that are kept.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -32,17 +35,12 @@ class InputCache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._keys: dict[int, Hashable] = {}
         self._free_slots: list[int] = []
-        self._used_bytes = 0
+        self.used_bytes = 0
         self._dropped: set[int] = set()
         self._computed: dict[int, ModelInput] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the size of all products that are kept."""
-        return self._used_bytes
 
     def contains(self, key: Hashable) -> bool:
         """Return True if the product of this content is kept."""
@@ -98,7 +96,7 @@ class InputCache:
     def check_integrity(self, num_users: int) -> None:
         """Assert that bytes, slots and users are accounted for; ``num_users`` of all sequences."""
         entries = self._entries.values()
-        assert self._used_bytes == sum(entry.nbytes for entry in entries)
+        assert self.used_bytes == sum(entry.nbytes for entry in entries)
         assert num_users == sum(entry.num_users for entry in entries)
         slots = sorted([*(entry.slot for entry in entries), *self._free_slots])
         assert slots == list(range(len(slots))), "slots are lost"
@@ -107,16 +105,16 @@ class InputCache:
     def _make_room(self, nbytes: int) -> bool:
         unused = [key for key, entry in self._entries.items() if not entry.num_users]
         for key in unused:
-            if self._used_bytes + nbytes <= self._capacity:
+            if self.used_bytes + nbytes <= self._capacity:
                 return True
             self._drop(key)
-        return not self._entries or self._used_bytes + nbytes <= self._capacity
+        return not self._entries or self.used_bytes + nbytes <= self._capacity
 
     def _add(self, key: Hashable, source: ModelInput) -> _Entry:
         slot = heappop(self._free_slots) if self._free_slots else len(self._entries)
         entry = self._entries[key] = _Entry(slot, source.nbytes)
         self._keys[slot] = key
-        self._used_bytes += source.nbytes
+        self.used_bytes += source.nbytes
         self._dropped.discard(slot)
         self._computed[slot] = source
         return entry
@@ -125,6 +123,6 @@ class InputCache:
         entry = self._entries.pop(key)
         del self._keys[entry.slot]
         heappush(self._free_slots, entry.slot)
-        self._used_bytes -= entry.nbytes
+        self.used_bytes -= entry.nbytes
         if self._computed.pop(entry.slot, None) is None:
             self._dropped.add(entry.slot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
 
 
 class BlockPool:
@@ -11,6 +10,10 @@ class BlockPool:
 
     An owned block can have a content too: it is then shared with every sequence that needs that
     content. A block loses its content when it is evicted, never before.
+
+    Attributes:
+        drafted: full blocks that hold a draft model's KV of the same tokens too; a block is dropped
+            from it when it is allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -20,8 +23,7 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._content: list[bytes | None] = [None] * num_blocks
         self._by_content: dict[bytes, int] = {}
-        # Full blocks that hold a draft model's KV of the same tokens too.
-        self._drafted: set[int] = set()
+        self.drafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -35,7 +37,7 @@ class BlockPool:
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._owners[block] = 1
-        self._drafted.difference_update(blocks)
+        self.drafted.difference_update(blocks)
         return blocks
 
     def share(self, block: int) -> None:
@@ -54,14 +56,6 @@ class BlockPool:
             self._free.append(block)
         else:
             self._cached[block] = None
-
-    def mark_drafted(self, blocks: Iterable[int]) -> None:
-        """Note that a draft model has computed these blocks; forgotten when they are allocated."""
-        self._drafted.update(blocks)
-
-    def is_drafted(self, block: int) -> bool:
-        """Return True if a draft model has computed this block."""
-        return block in self._drafted
 
     def find(self, content: bytes) -> int | None:
         """Return the block with this content, owned or cached."""

@@ -115,13 +115,13 @@ class KVCacheManager:
     def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
         """Note that a draft model has computed the first ``num_tokens`` tokens."""
         num_full = num_tokens // self.block_size
-        self._pool.mark_drafted(table.blocks[table.num_drafted : num_full])
+        self._pool.drafted.update(table.blocks[table.num_drafted : num_full])
         table.num_drafted = max(table.num_drafted, num_full)
 
     def count_drafted(self, table: BlockTable) -> int:
         """Leading tokens in full blocks that a draft model has computed."""
         for index, block in enumerate(table.blocks):
-            if not self._pool.is_drafted(block):
+            if block not in self._pool.drafted:
                 return index * self.block_size
         return len(table.blocks) * self.block_size
 

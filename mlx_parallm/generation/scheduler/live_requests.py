@@ -19,13 +19,14 @@ class LiveRequests:
 
     Attributes:
         groups: the requests by their ids.
+        by_id: their samples that have not ended.
     """
 
     def __init__(self, running: RunningSet, max_waiting: int) -> None:
         self._running = running
         self._max_waiting = max_waiting
         self.groups: dict[str, RequestGroup] = {}
-        self._by_id: dict[int, Sequence] = {}
+        self.by_id: dict[int, Sequence] = {}
         self._per_client: Counter[str] = Counter()
         self._seq_ids = count()
         self._arrivals = count()
@@ -33,11 +34,7 @@ class LiveRequests:
     @property
     def num_waiting(self) -> int:
         """Return how many live sequences do not run, future forks of a leader included."""
-        return len(self._by_id) - len(self._running)
-
-    def get(self, seq_id: int) -> Sequence | None:
-        """Return the sample with this id; None if it has ended."""
-        return self._by_id.get(seq_id)
+        return len(self.by_id) - len(self._running)
 
     def add(
         self, request: GenerateRequest, end_ids: frozenset[int], weights: PolicyWeights, seed: int
@@ -56,14 +53,14 @@ class LiveRequests:
         for index in range(request.params.n):
             sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
             group.sequences[index] = sequence
-            self._by_id[sequence.seq_id] = sequence
+            self.by_id[sequence.seq_id] = sequence
         self.groups[request.request_id] = group
         self._per_client[request.client] += request.params.n
         return group
 
     def forget(self, sequence: Sequence) -> None:
         """Stop counting a sample that neither runs nor waits."""
-        del self._by_id[sequence.seq_id]
+        del self.by_id[sequence.seq_id]
         client = sequence.request.client
         self._per_client[client] -= 1
         if not self._per_client[client]:
@@ -89,5 +86,5 @@ class LiveRequests:
     def check_integrity(self) -> None:
         """Assert that every sample is counted."""
         assert self._per_client == Counter(
-            sequence.request.client for sequence in self._by_id.values()
+            sequence.request.client for sequence in self.by_id.values()
         )

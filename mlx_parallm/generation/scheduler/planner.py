@@ -154,7 +154,6 @@ class Planner:
 
     def _send_back(self, sequence: Sequence) -> None:
         self._running.stop(sequence)
-        sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def preempt_all(self) -> None:
@@ -293,11 +292,11 @@ class Planner:
 
     def _count_spare(self) -> int:
         """Return the number of free blocks that running prompts do not still need."""
-        return self._kv.num_free - sum(self._num_missing(sequence) for sequence in self._running)
-
-    def _num_missing(self, sequence: Sequence) -> int:
-        needed = self._kv.blocks_for(len(sequence.token_ids))
-        return max(needed - len(sequence.blocks.blocks), 0)
+        missing = (
+            self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
+            for sequence in self._running
+        )
+        return self._kv.num_free - sum(max(count, 0) for count in missing)
 
     def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
         if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:

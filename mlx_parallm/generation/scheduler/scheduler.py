@@ -253,7 +253,7 @@ class Scheduler:
         rows = self._in_flight.pop(batch.step_id)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
-            sequence, begun = self._live.get(row.seq_id), rows[row.seq_id]
+            sequence, begun = self._live.by_id.get(row.seq_id), rows[row.seq_id]
             if output.failed and row.seq_id in output.failed:
                 if sequence is None and row.sample is not None:
                     # The sample ended meanwhile, and no other continues from a decode row.
@@ -363,7 +363,6 @@ class Scheduler:
             finish_reason=reason,
             stop_reason=None if reason is None else _stop_reason(sequence, token, reason),
             prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
-            num_preemptions=sequence.num_preemptions,
             version=row.version,
         )
 

@@ -92,11 +92,6 @@ class RequestGroup:
             return False
         return self.inputs.cut(0, num_shared) == num_shared
 
-    @property
-    def samples_any(self) -> bool:
-        """Return True unless the request only scores its prompt."""
-        return self.request.params.max_tokens != 0
-
     def refresh_weights(self) -> None:
         """Drop prompt results of other weights, unless they are final already.
 
@@ -199,7 +194,6 @@ class Sequence:
     is_caught_up: bool = False
     adapter: str | None = None
     adapter_slot: int = NO_ADAPTER
-    num_preemptions: int = 0
     place: int = 0
     blocked_at: int = 0
     thinking: ThinkingTracker | None = field(init=False)
@@ -263,8 +257,9 @@ class Sequence:
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
         is_last = num_tokens == self.num_remaining
-        samples = is_last and self.group.samples_any
         params, targets = self.request.params, self._targets(start, end)
+        # A request for no tokens only scores its prompt.
+        samples = is_last and params.max_tokens != 0
         row = ScheduledSequence(
             seq_id=self.seq_id,
             slot=self.slot,

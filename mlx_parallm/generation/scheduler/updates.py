@@ -22,7 +22,6 @@ class SequenceUpdate:
         stop_reason: the stop token id that ended it; None for the model's own end-of-sequence.
         prompt: set once per request, when its prompt has been computed.
         error: why the sample failed.
-        num_preemptions: how often the sample has been preempted so far.
         version: label of the weights that chose the token.
     """
 
@@ -33,7 +32,6 @@ class SequenceUpdate:
     stop_reason: int | None = None
     prompt: PromptEvent | None = None
     error: str | None = None
-    num_preemptions: int = 0
     version: str = DEFAULT_VERSION
 
 

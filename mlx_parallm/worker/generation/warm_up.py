@@ -20,7 +20,7 @@ from mlx_parallm.types.step import (
     SampleSpec,
     ScheduledBatch,
     ScheduledSequence,
-    StepOutput,
+    StepInFlight,
 )
 from mlx_parallm.worker.attention.held_tables import table_length
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
@@ -72,8 +72,8 @@ class ShapeRunner(Protocol):
         """True if the first step of each shape takes longer than others."""
         ...
 
-    def run(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step and wait for its results."""
+    def submit(self, batch: ScheduledBatch) -> StepInFlight:
+        """Begin a step."""
         ...
 
 
@@ -117,7 +117,7 @@ class WarmUp:
     def run_next(self, block: int) -> None:
         """Run the next step on an unused block; log the figures after the last one."""
         begin_s = self._clock()
-        self._runner.run(_on_block(self._batches[self._num_done], block))
+        self._runner.submit(_on_block(self._batches[self._num_done], block)).wait()
         self._seconds += self._clock() - begin_s
         self._num_done += 1
         if self.is_done:

@@ -28,7 +28,7 @@ from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 
 class DecoderRunner:
-    """Runs a decoder over inputs of mixed length. Implements ``pooling.PoolingRunner``."""
+    """Runs a decoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
         """Create a runner for a model of ``open_decoder``; ``spec`` says how vectors are made.
@@ -74,13 +74,13 @@ class DecoderRunner:
 
     @property
     def info(self) -> PoolingInfo:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self._info
 
     def begin(
         self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
@@ -90,11 +90,11 @@ class DecoderRunner:
         return self._model(mx.array(ids), mask), mask
 
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._modules:
             module.clear()

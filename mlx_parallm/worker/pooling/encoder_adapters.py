@@ -12,7 +12,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.types.pooling import LABEL_TASKS, OwnHead, PoolingInput, PoolingRunner, Task
+from mlx_parallm.types.pooling import (
+    LABEL_TASKS,
+    OwnHead,
+    PoolingInfo,
+    PoolingInput,
+    PoolingRunner,
+    Task,
+)
 from mlx_parallm.worker.lora.adapted_layers import (
     AdaptedLayers,
     find_module,
@@ -46,8 +53,17 @@ class AdaptedEncoder(PoolingRunner, Protocol):
     """A pooling model's runner that takes adapters."""
 
     @property
+    def info(self) -> PoolingInfo:
+        """Return facts about the loaded model."""
+        ...
+
+    @property
     def adapters(self) -> EncoderAdapters:
         """Return the part that puts adapters into slots."""
+        ...
+
+    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
+        """Return the results of a batch, computed without a break."""
         ...
 
 

@@ -21,7 +21,7 @@ from mlx_parallm.worker.weights.loader import DTYPES
 
 
 class EncoderRunner:
-    """Runs an encoder over inputs of mixed length. Implements ``pooling.PoolingRunner``."""
+    """Runs an encoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
 
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
@@ -55,13 +55,13 @@ class EncoderRunner:
 
     @property
     def info(self) -> PoolingInfo:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self._info
 
     def begin(
         self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
@@ -73,11 +73,11 @@ class EncoderRunner:
         return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
 
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``pooling.PoolingRunner``."""
+        """See ``AdaptedEncoder``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._model.modules():
             module.clear()

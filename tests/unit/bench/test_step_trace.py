@@ -47,7 +47,7 @@ def traced_engine(*, runs_ahead: bool) -> tuple[GenerationEngine, TraceRecorder]
         EngineMetrics(MetricFamilies(), "m", info),
         tracer=recorder,
     )
-    engine.add(
+    engine.submit(
         GenerateRequest(request_id="a", model="m", prompt_ids=(1, 2), params=SamplingParams())
     )
     return engine, recorder

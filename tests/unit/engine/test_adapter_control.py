@@ -15,6 +15,7 @@ from mlx_parallm.config import AdapterConfig, EngineConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ControlMetrics
+from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.types.errors import InvalidRequestError
@@ -27,7 +28,8 @@ class TwoEncoders:
     def __init__(self) -> None:
         self.names = [("m",), ("n",)]
         self.sets = {
-            name: EncoderAdapterSet.of_model(name, SlotRecord(), EngineConfig()) for name in "mn"
+            name: EncoderAdapterSet(name, cast("DeviceAdapters", SlotRecord()), EngineConfig())
+            for name in "mn"
         }
         host = SimpleNamespace(engines={}, adapters=self.sets, stagings={})
         self._host = cast(EngineHost, host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.queue import PoolingQueue
@@ -54,7 +55,7 @@ def make(max_loaded: int = 8) -> tuple[RepliedEngine, EncoderAdapterSet, SlotRec
         scheduler=SchedulerConfig(max_loras=MAX_LORAS),
         adapters=AdapterConfig(max_loaded=max_loaded),
     )
-    adapters = EncoderAdapterSet.of_model("m", store, config)
+    adapters = EncoderAdapterSet("m", cast("DeviceAdapters", store), config)
     encoder = AdaptedSums(store)
     return engine_of(encoder, cache_bytes=10_000, adapters=adapters), adapters, store, encoder
 

@@ -73,7 +73,7 @@ def text_of(events: list[GenerateEvent], request_id: str, index: int = 0) -> str
 
 def test_text_ends_at_eos_and_the_prompt_event_comes_first() -> None:
     engine, _ = make_engine(FakeRunner(spell("hello")))
-    engine.add(make_request())
+    engine.submit(make_request())
     events = run(engine)
     assert isinstance(events[0], PromptEvent)
     assert text_of(events, "a") == "hello"
@@ -83,8 +83,8 @@ def test_text_ends_at_eos_and_the_prompt_event_comes_first() -> None:
 
 def test_a_stop_string_across_tokens_ends_only_its_own_sample() -> None:
     engine, _ = make_engine(FakeRunner(spell("one two three")))
-    engine.add(make_request("a", stop=(" tw",)))
-    engine.add(make_request("b"))
+    engine.submit(make_request("a", stop=(" tw",)))
+    engine.submit(make_request("b"))
     events = run(engine)
     assert text_of(events, "a") == "one"
     assert text_of(events, "b") == "one two three"
@@ -102,14 +102,14 @@ def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
     runner = FakeRunner(spell("ok"), before=fail_first)
     engine, _ = make_engine(runner)
     first = [0]
-    engine.add(make_request("a"))
+    engine.submit(make_request("a"))
     first[0] = _next_step_id(engine, runner)
     events = run(engine)
     assert [type(e) for e in events] == [ErrorEvent]
     (event,) = events
     assert isinstance(event, ErrorEvent)
     assert isinstance(event.error, StepError)
-    engine.add(make_request("b"))
+    engine.submit(make_request("b"))
     assert text_of(run(engine), "b") == "ok"
 
 
@@ -120,10 +120,10 @@ def test_a_step_that_fails_at_its_end_ends_its_requests_and_no_other(runs_ahead:
 
     runner = FakeRunner(spell("fine"), ending=fail_second)
     engine, _ = make_engine(runner)
-    engine.add(make_request("a"))
+    engine.submit(make_request("a"))
     events = engine.step() or []
     events += engine.step() or []
-    engine.add(make_request("b"))
+    engine.submit(make_request("b"))
     events += run(engine)
     assert [e.request_id for e in events if isinstance(e, ErrorEvent)] == ["a"]
     assert text_of(events, "a") == "f"
@@ -140,7 +140,7 @@ def test_a_step_is_begun_before_the_one_before_it_ends(runs_ahead: bool) -> None
         ending=lambda batch: order.append(f"end {batch.step_id}"),
     )
     engine, _ = make_engine(runner)
-    engine.add(make_request("a", max_tokens=3))
+    engine.submit(make_request("a", max_tokens=3))
     assert text_of(run(engine), "a") == "hey"
     if runs_ahead:
         assert order == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
@@ -152,30 +152,30 @@ def test_a_step_is_begun_before_the_one_before_it_ends(runs_ahead: bool) -> None
 def _next_step_id(engine: GenerationEngine, runner: FakeRunner) -> int:
     """Run a request of its own to learn which step comes next, whatever the numbering."""
     engine.abort("a")
-    engine.add(make_request("probe"))
+    engine.submit(make_request("probe"))
     run(engine)
-    engine.add(make_request("a"))
+    engine.submit(make_request("a"))
     return runner.batches[-1].step_id + 1
 
 
 def test_refusals_at_the_door_leave_nothing_behind() -> None:
     engine, _ = make_engine(FakeRunner(spell("x")), max_waiting=1)
     with pytest.raises(ContextLengthError, match="maximum context length is 256 tokens"):
-        engine.add(make_request(prompt="a" * 300))
+        engine.submit(make_request(prompt="a" * 300))
     with pytest.raises(InvalidRequestError) as refusal:
-        engine.add(
+        engine.submit(
             GenerateRequest(request_id="r", model="m", prompt_ids=(999,), params=SamplingParams())
         )
     assert refusal.value.param == "prompt"
-    engine.add(make_request("a"))
+    engine.submit(make_request("a"))
     with pytest.raises(OverloadedError):
-        engine.add(make_request("b"))
+        engine.submit(make_request("b"))
     assert text_of(run(engine), "a") == "x"
 
 
 def test_abort_frees_the_blocks_at_once() -> None:
     engine, families = make_engine(FakeRunner(spell("x" * 40)))
-    engine.add(make_request("a"))
+    engine.submit(make_request("a"))
     engine.step()
     assert families.registry.get_sample_value(
         "vllm:kv_cache_usage_perc", {"model_name": "m", "engine": "0"}
@@ -191,7 +191,7 @@ def test_abort_frees_the_blocks_at_once() -> None:
 
 def test_metrics_count_tokens_and_reasons() -> None:
     engine, families = make_engine(FakeRunner(spell("abc")))
-    engine.add(make_request("a", n=2))
+    engine.submit(make_request("a", n=2))
     run(engine)
     labels = {"model_name": "m", "engine": "0"}
     value = families.registry.get_sample_value
@@ -204,7 +204,7 @@ def test_metrics_count_tokens_and_reasons() -> None:
 def test_a_context_full_of_output_ends_by_length() -> None:
     info = make_info(max_model_len=8)
     engine, _ = make_engine(FakeRunner(spell("x" * 40), info=info))
-    engine.add(make_request("a", prompt="hi"))
+    engine.submit(make_request("a", prompt="hi"))
     events = run(engine)
     assert text_of(events, "a") == "x" * 6
     assert isinstance(events[-1], TokenEvent)
@@ -229,7 +229,7 @@ def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
     metrics = EngineMetrics(MetricFamilies(), "m", info)
     engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
     for name, tokens in (("a", 3), ("b", 1)):
-        engine.add(make_request(name, max_tokens=tokens))
+        engine.submit(make_request(name, max_tokens=tokens))
         while engine.has_work():
             engine.step()
             spend(1.0)
