@@ -106,15 +106,15 @@ def check_room(num_prompts: int, n: int, max_waiting: int) -> None:
 
 def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) -> None:
     """Raise ContextLengthError unless the prompt and the requested output fit."""
-    wanted = max_tokens if max_tokens is not None else 1
-    if prompt_len + wanted <= max_model_len:
+    num_output = max_tokens if max_tokens is not None else 1
+    if prompt_len + num_output <= max_model_len:
         return
     if prompt_len + 1 > max_model_len:
         detail = f"However, your prompt has {prompt_len} tokens. Please shorten it."
     else:
         detail = (
-            f"However, you requested {prompt_len + wanted} tokens ({prompt_len} in the prompt, "
-            f"{wanted} for the completion). Please shorten the prompt or the completion."
+            f"However, you requested {prompt_len + num_output} tokens ({prompt_len} in the prompt, "
+            f"{num_output} for the completion). Please shorten the prompt or the completion."
         )
     param = "max_tokens" if prompt_len + 1 <= max_model_len else "messages"
     raise ContextLengthError(max_model_len, detail, param=param)

@@ -64,12 +64,12 @@ from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-# A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
+# CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
-# KV of small models on the CPU; larger ones get as much as their weights take.
+# CPU_KV_BYTES: least KV memory on the CPU; models with more weights get as much as those take.
 CPU_KV_BYTES = 1 << 30
 
-# Free memory that KV must leave to the arrays of a step.
+# STEP_BYTES: free memory that the KV pool leaves for the arrays of a step.
 STEP_BYTES = 256 << 20
 
 # CPU_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
@@ -228,11 +228,11 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
     """
     if cache.kv_cache_bytes is not None:
         return _free_for_kv(cache.kv_cache_bytes) if models else 0
-    wanted = sum(loaded.kv.wanted_bytes for loaded in models)
+    total = sum(loaded.kv.wanted_bytes for loaded in models)
     free = free_memory_bytes()
-    budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
+    budget = total if free is None else min(total, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
-        # There a pool takes its memory, and the time to fill it, at start.
+        # A pool on the CPU takes its memory, and the time to fill it, at the start.
         budget = min(budget, max(CPU_KV_BYTES, sum(loaded.weight_bytes for loaded in models)))
     return budget
 

@@ -159,16 +159,23 @@ class Grammars(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationModel:
-    """A loaded model as its clients see it.
+    """A loaded model, or an adapter of one, as its clients see it.
 
-    ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
-    seconds; ``chat_template_kwargs`` variables of the template that every request begins with.
-    ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
-    where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
-    ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
-    ``grammars`` compiles what its samples may be asked to match. ``revision`` tells its files from
-    those of others, as they were loaded. ``adapter`` is set where this is
-    an adapter, whose model's first name is ``parent``.
+    Attributes:
+        names: the names that requests may use; the first is the one reported.
+        root: the hub id or folder that it comes from.
+        created: when it was loaded, in Unix seconds.
+        tokenizer: the model's tokenizer.
+        info: facts about the model.
+        chat_template_kwargs: default variables of the chat template.
+        tool_format: how the model writes tool calls; None if its text is not parsed for them.
+        reasoning_format: how it writes reasoning; None if its text is not parsed for it.
+        parses_tools: False if the settings turn the parsing of tool calls off.
+        allows_auto_tools: False if the model may not decide itself whether it calls tools.
+        grammars: compiles the grammars of requests.
+        revision: identifies the loaded files.
+        parent: for an adapter, the first name of its model.
+        adapter: for an adapter, its name.
     """
 
     names: tuple[str, ...]

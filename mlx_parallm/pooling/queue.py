@@ -130,8 +130,8 @@ class PoolingQueue:
         adapters = {None, self._adapter(first)}
 
         def joins(place: int, shortest: int, longest: int) -> bool:
-            wanted = adapters | {self._adapter(place)}
-            return _is_near(shortest, longest) and len(wanted) <= max_adapters + 1
+            joined = adapters | {self._adapter(place)}
+            return _is_near(shortest, longest) and len(joined) <= max_adapters + 1
 
         while True:
             count, longest = end - begin, lengths[end - 1][0]

@@ -76,7 +76,7 @@ class InputCache:
         return changes
 
     def clear(self) -> None:
-        """Drop all products that nobody uses."""
+        """Drop all products without users."""
         for key in [key for key, entry in self._entries.items() if not entry.num_users]:
             self._drop(key)
 
@@ -89,7 +89,7 @@ class InputCache:
             if not self._entries[key].num_users:
                 self._drop(key)
                 continue
-            # Its users fail with their steps; under this key nobody else finds it.
+            # Its users fail with their steps. No other request finds it under this key.
             self._keys[slot] = lost = object()
             self._entries[lost] = self._entries.pop(key)
 

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 
 
 class BlockPool:
-    """Every block is free, cached (found by its content, held by nobody) or owned, exactly once.
+    """Every block is free, cached (found by its content, without an owner) or owned, exactly once.
 
     An owned block can have a content too: it is then shared with every sequence that needs that
     content. A block loses its content when it is evicted, never before.
@@ -48,7 +48,7 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Give up a block; with its last owner it becomes cached, or free if it has no content."""
-        assert self._owners[block] > 0, "a block is released that nobody owns"
+        assert self._owners[block] > 0, "a block without an owner is released"
         self._owners[block] -= 1
         if self._owners[block] > 0:
             return

@@ -10,7 +10,7 @@ from mlx_parallm.generation.kv_cache.block_hash import block_hash, root_hash
 from mlx_parallm.generation.kv_cache.block_pool import BlockPool
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 
-# No generation of the prefix cache.
+# UNFINDABLE: a table with this generation is in no generation of the prefix cache.
 UNFINDABLE = -1
 
 
@@ -109,7 +109,7 @@ class KVCacheManager:
         return block_hash(table.parent, token_ids[start:stop], table.inputs.block_key(start, stop))
 
     def withhold(self, table: BlockTable) -> None:
-        """Let nobody find what this table computes from now on: its content is mixed."""
+        """Keep what this table computes from now on out of the prefix cache."""
         table.generation = UNFINDABLE
 
     def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:

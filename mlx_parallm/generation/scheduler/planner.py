@@ -164,9 +164,9 @@ class Planner:
     def refresh_weights(self) -> None:
         """Let running sequences continue with their changed weights.
 
-        What such a sequence computes is nobody else's: its blocks hold KV of both. One that has
-        chosen no token with these blocks begins anew, so that the versions of a sample's tokens are
-        all that computed it.
+        The blocks of such a sequence hold KV of both versions, so the prefix cache gets none of its
+        later blocks. A sequence that has sampled no token with these blocks is preempted: thus the
+        versions of a sample's tokens are all versions that computed it.
         """
         changed = [
             sequence

@@ -159,7 +159,7 @@ class Sequence:
         num_pending: tokens that steps in flight are choosing.
         num_drafted: leading tokens that a draft model has computed, or is going to.
         num_proposed: proposals that the step in flight verifies; any number of them becomes tokens.
-        speculation: what makes its proposals; None until it is first asked.
+        speculation: makes its proposals; None before the first.
         table: its blocks while running.
         slot: its slot while running.
         held: the products of inputs that it holds while running; None without inputs.

@@ -8,15 +8,15 @@ from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 
-# What asks for no better than this can still be owed a share, and what asks for better cannot keep
-# others from theirs: a client must not push the rest out by the priority it names.
+# DEFAULT_PRIORITY: only sequences of this priority or a better one are owed a share. A better
+# priority does not keep other clients from their shares.
 DEFAULT_PRIORITY = 0
 
 
 class ClientShares:
     """The slots that each client may hold while others wait: an even share of all slots.
 
-    A client may have more while nobody waits that has less than its share.
+    A client may have more while no client with less than its share waits.
 
     Attributes:
         owed: since ``look``: of each client that has less than its share, what waits first.

@@ -11,17 +11,17 @@ from mlx_parallm.types.shape_buckets import coarse
 
 # MIN_CHUNK: rows of fewer tokens are computed token by token and cost what decode rows cost.
 MIN_CHUNK = 16
-# Prefill tokens of the first step whose cost nobody knows yet.
+# FIRST_CHUNK: prefill tokens of the first step, before any cost is measured.
 FIRST_CHUNK = 64
-# A step's prefill may be this much more than lately: further the model is not trusted. The lesser
-# growth is to the next number of tokens, where lately took nearly as long as it may: a step that
-# takes as long for any prefill until the device has more to do than the host tells nothing of when
-# that is.
+# GROWTH: a step may have this many times the prefill tokens of recent steps; predictions beyond
+# that are not trusted. NEAR_GROWTH is the limit if recent steps took nearly as long as they may:
+# while the host is slower than the device, steps take equally long for any prefill, so their times
+# do not show where the device becomes the slower one.
 GROWTH, NEAR_GROWTH = 1.5, 1.25
-# What is left of that with each step that had less.
+# RECENT_MEMORY: each step with fewer prefill tokens lowers the recent number to this share of it.
 RECENT_MEMORY = 0.75
-# Where no prefill fits, it may cost this share more than the least that any costs: so there are
-# fewer steps that take too long.
+# LEAST_SHARE: if no prefill fits the bound, a step still gets tokens that cost this share of
+# prefill's fixed cost. Each such step then does more, so that fewer steps exceed the bound.
 LEAST_SHARE = 0.25
 
 
@@ -63,7 +63,7 @@ class StepCost:
     def most_prefill(self, bound_s: float) -> int:
         """Return the most prefill tokens for which a prediction can be trusted.
 
-        So many times the tokens take at most so many times as long, whatever they cost.
+        A step with x times the tokens takes at most x times as long, whatever a token costs.
         """
         growth = 1.0
         if self._recent_s <= bound_s:

@@ -11,7 +11,7 @@ class StepPlan:
 
     Attributes:
         budget_left: tokens that may still be added.
-        allowance: bounds the time of prefill too; None if nobody waits for it.
+        allowance: bounds the time of prefill too; None if no decode row waits for it.
         num_tokens: of each sequence, proposals not counted.
         proposals: guesses that are run after them.
         draft_ends: how many tokens a draft model is to have computed of each.
