@@ -302,6 +302,8 @@ class ServerConfig:
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         engine_process: True if the models live in a process of their own.
         data_parallel_size: engine processes that serve the same models; 1: there is one engine.
+        data_parallel_devices: the NVIDIA GPU of each engine, by its index; those of one index share
+            it. Empty: one GPU for each engine.
         shutdown_timeout_s: time that running requests get to finish after SIGTERM.
         log_format: "console" or "json".
     """
@@ -335,6 +337,7 @@ class ServerConfig:
     sse_keep_alive_s: float = 5.0
     engine_process: bool = False
     data_parallel_size: int = 1
+    data_parallel_devices: tuple[str, ...] = ()
     shutdown_timeout_s: float = 30.0
     root_path: str = ""
     log_level: str = "info"

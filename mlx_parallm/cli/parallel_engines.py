@@ -27,15 +27,10 @@ def parallel_life(
     """Return the engines of ``--data-parallel-size``; nothing is loaded yet.
 
     Raises:
-        ConfigError: there are fewer GPUs than engines.
+        ConfigError: there are fewer GPUs than engines, or not one device is named for each.
     """
     count = server_config.data_parallel_size
-    devices = visible_devices(os.environ)
-    if devices and len(devices) < count:
-        raise ConfigError(
-            f"--data-parallel-size is {count}, but there are {len(devices)} GPUs; name one twice "
-            f"in {DEVICES} to let two engines share it."
-        )
+    devices = _devices(server_config)
     shared = [devices.count(device) for device in devices] or [count] * count
     command = engine_process.command(server_config)
     lives = [
@@ -49,6 +44,26 @@ def parallel_life(
     ]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
     return ParallelLife(lives, make_router)
+
+
+def _devices(config: ServerConfig) -> list[str]:
+    """Return the GPU of each engine, by its name in ``DEVICES``; empty without an NVIDIA GPU."""
+    count, visible = config.data_parallel_size, visible_devices(os.environ)
+    if not config.data_parallel_devices:
+        if visible and len(visible) < count:
+            raise ConfigError(
+                f"--data-parallel-size is {count}, but there are {len(visible)} GPUs; "
+                "--data-parallel-devices lets engines share a GPU."
+            )
+        return visible[:count]
+    chosen = config.data_parallel_devices
+    indices = [int(index) for index in chosen if index.isdecimal()]
+    if len(indices) != count or not all(index < len(visible) for index in indices):
+        raise ConfigError(
+            f"--data-parallel-devices needs {count} indices of GPUs, one for each engine, below "
+            f"{len(visible)}; it has {', '.join(chosen)}."
+        )
+    return [visible[index] for index in indices]
 
 
 def visible_devices(environment: Mapping[str, str]) -> list[str]:

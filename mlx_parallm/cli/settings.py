@@ -351,6 +351,9 @@ SETTINGS: tuple[Setting, ...] = (
              "engine processes that serve the same models behind one port. Each has its own copy "
              "of the weights, and its own NVIDIA GPU or an equal share of the CPU cores and of the "
              "KV memory.", aliases=("dp",), metavar="N"),
+    _setting("data-parallel-devices", "server.data_parallel_devices", values.listed, PROCESS,
+             "index of the NVIDIA GPU of each engine of --data-parallel-size. Engines with the "
+             "same index share a GPU. If not given: one GPU for each engine.", metavar="INDEX"),
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
              "on an NVIDIA GPU, run steps of the usual shapes while the server is idle after its "
              "start. This takes some seconds in all. Otherwise the first step of each shape would "

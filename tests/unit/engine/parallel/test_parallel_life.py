@@ -135,7 +135,7 @@ def test_engines_of_one_device_share_its_memory_and_threads() -> None:
     ("environment", "devices"),
     [
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, ["0", "1"]),
-        ({"CUDA_VISIBLE_DEVICES": " 3, 3"}, ["3", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": " 3, GPU-5"}, ["3", "GPU-5"]),
         ({"CUDA_VISIBLE_DEVICES": ""}, []),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, []),
     ],
@@ -150,3 +150,19 @@ def test_more_engines_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ConfigError, match="--data-parallel-size is 2, but there are 1 GPUs"):
         parallel_life(EngineConfig(), ServerConfig(data_parallel_size=2), ignore_progress)
+
+
+def devices_of(*chosen: str) -> list[str]:
+    config = ServerConfig(data_parallel_size=2, data_parallel_devices=chosen)
+    lives = parallel_life(EngineConfig(), config, ignore_progress)._lives
+    return [life._environment["CUDA_VISIBLE_DEVICES"] for life in lives]  # type: ignore[attr-defined]
+
+
+def test_engines_share_the_devices_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert devices_of() == ["4", "5"]
+    assert devices_of("2", "0") == ["6", "4"]
+    assert devices_of("1", "1") == ["5", "5"]
+    for wrong in (("1",), ("0", "3"), ("0", "gpu"), ("0", "1", "2")):
+        with pytest.raises(ConfigError, match="--data-parallel-devices needs 2 indices"):
+            devices_of(*wrong)
