@@ -65,15 +65,18 @@ CLEAN_ROOMS = (
     "tests/unit/cli",
     "tests/unit/client",
     "tests/unit/demo",
+    "tests/unit/generation",
     "tests/unit/grammar",
     "tests/unit/kernels",
     "tests/unit/loadtests",
     "tests/unit/models",
     "tests/unit/numerics",
     "tests/unit/parsing",
+    "tests/unit/pooling",
     "tests/unit/scripts",
     "tests/unit/tokenizer",
     "tests/unit/types",
+    "tests/unit/worker",
 )
 
 _FRAGMENT = re.compile(r"(Of|Not|First|The same)\b(?! time\b)")

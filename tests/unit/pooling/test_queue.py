@@ -31,22 +31,22 @@ def test_every_place_of_every_request_runs_once(
     queue = PoolingQueue()
     for number, inputs in enumerate(requests):
         queue.add(request(str(number), *inputs))
-    found = {}
+    computed = {}
     for batch in drained(queue, max_tokens):
-        lengths = [len(one.input.token_ids) for one in batch]
+        lengths = [len(waiting.input.token_ids) for waiting in batch]
         assert lengths == sorted(lengths)
         assert len(batch) == 1 or len(batch) * max(lengths) <= max_tokens
         assert max(lengths) - min(lengths) <= max(FREE_PADDING, max(lengths) // MAX_PADDING_SHARE)
         for waiting in batch:
             for asker in waiting.askers:
-                assert asker not in found
-                found[asker] = waiting.input.token_ids
+                assert asker not in computed
+                computed[asker] = waiting.input.token_ids
     wanted = {
-        (str(number), place): one
+        (str(number), place): item
         for number, inputs in enumerate(requests)
-        for place, one in enumerate(inputs)
+        for place, item in enumerate(inputs)
     }
-    assert found == wanted
+    assert computed == wanted
     assert queue.take(max_tokens) == []
 
 
@@ -58,13 +58,13 @@ def test_the_longest_waiting_is_in_the_next_batch(
     queue.add(request("first", *inputs))
     waiting = list(dict.fromkeys(inputs))
     while waiting:
-        batch = [one.input.token_ids for one in queue.take(max_tokens)]
+        batch = [taken.input.token_ids for taken in queue.take(max_tokens)]
         assert waiting[0] in batch
-        waiting = [one for one in waiting if one not in batch]
+        waiting = [item for item in waiting if item not in batch]
 
 
 def launch_and_tokens(launch: float) -> Callable[[int, int], float]:
-    """A launch takes as long as so many tokens."""
+    """Return the cost of batches whose launch costs as much as ``launch`` tokens."""
     return lambda count, length: launch + count * length
 
 
@@ -80,10 +80,12 @@ def test_groups_of_other_lengths_join_where_that_costs_less(
         batches = []
         while len(queue):
             batch = queue.take(max_tokens, seconds=seconds)
-            batches.append([len(one.input.token_ids) for one in batch])
+            batches.append([len(waiting.input.token_ids) for waiting in batch])
             assert len(batch) == 1 or len(batch) * max(batches[-1]) <= max_tokens
         assert sum(map(len, batches)) == len(set(inputs))
-        costs.append(sum(launch + len(one) * max(one) for one in batches))
+        costs.append(
+            sum(launch + len(batch_lengths) * max(batch_lengths) for batch_lengths in batches)
+        )
         counts.append(len(batches))
     assert counts[1] <= counts[0]
     assert costs[1] <= costs[0] + launch
@@ -114,8 +116,8 @@ def test_groups_that_join_bring_no_more_adapters_than_there_may_be() -> None:
     for max_adapters, wanted in ((1, 1), (2, 2)):
         queue = PoolingQueue()
         for name, length in (("a", 5), ("b", 90)):
-            one = PoolingInput(tuple(range(length)), adapter=name)
-            queue.add(PoolRequest(request_id=name, model="m", inputs=(one,)))
+            item = PoolingInput(tuple(range(length)), adapter=name)
+            queue.add(PoolRequest(request_id=name, model="m", inputs=(item,)))
         batch = queue.take(1000, max_adapters=max_adapters, seconds=launch_and_tokens(1e6))
         assert len(batch) == wanted
 
@@ -126,7 +128,7 @@ def test_an_input_that_several_ask_for_runs_once() -> None:
     queue.add(request("b", (1, 2)))
     assert len(queue) == 2
     (batch,) = drained(queue, 100)
-    assert [one.askers for one in batch] == [[("a", 1)], [("a", 0), ("a", 2), ("b", 0)]]
+    assert [waiting.askers for waiting in batch] == [[("a", 1)], [("a", 0), ("a", 2), ("b", 0)]]
 
 
 @given(INPUTS, INPUTS)
@@ -137,5 +139,7 @@ def test_what_is_removed_does_not_run_and_others_do(
     queue.add(request("removed", *removed))
     queue.add(request("kept", *kept))
     queue.remove(request("removed", *removed))
-    askers = [asker for batch in drained(queue, 400) for one in batch for asker in one.askers]
+    askers = [
+        asker for batch in drained(queue, 400) for waiting in batch for asker in waiting.askers
+    ]
     assert sorted(askers) == sorted(("kept", place) for place in range(len(kept)))

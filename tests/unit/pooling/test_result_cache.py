@@ -32,10 +32,10 @@ def test_the_latest_used_are_kept(steps: list[tuple[bool, int]], max_bytes: int)
             latest += [number] * (number not in latest)
             latest = latest[len(latest) - min(len(latest), max_bytes // ENTRY) :]
         else:
-            found = cache.get(one(number))
-            assert (found is not None) == (number in latest)
-            if found is not None:
-                assert found[0] == number
+            cached = cache.get(one(number))
+            assert (cached is not None) == (number in latest)
+            if cached is not None:
+                assert cached[0] == number
                 latest.remove(number)
                 latest.append(number)
         assert len(cache) == len(latest)

@@ -122,7 +122,7 @@ def test_tensors_come_in_pieces_and_stay_until_their_handle_is_dropped() -> None
     worker.execute(Load(model="m", spec="good"))
     sizes = {"a": PIECE_BYTES, "b": 1, "c": PIECE_BYTES - 1, "d": 2 * PIECE_BYTES, "e": 5}
     pieces = list(tensor_ops("h", {name: tensor(size) for name, size in sizes.items()}))
-    assert [list(one.tensors) for one in pieces] == [["a"], ["b", "c"], ["d"], ["e"]]
+    assert [list(piece.tensors) for piece in pieces] == [["a"], ["b", "c"], ["d"], ["e"]]
     for piece in pieces:
         worker.execute(piece)
     worker.execute(PutTensors(handle="other", tensors={}))
@@ -166,19 +166,19 @@ def test_a_shape_that_another_worker_tried_is_not_tried_again() -> None:
 
 
 def test_no_op_reads_a_clock_or_free_memory() -> None:
-    found = {
+    reads = {
         (str(file.relative_to(ROOT)), name)
         for file in ROOT.rglob("*.py")
         for name in names_in(ast.parse(file.read_text()))
         if name in CLOCKS
     }
-    assert {one for one in found if one[0] not in REPORTS} == set()
-    # It would find one.
-    assert ("device/properties.py", "perf_counter") in found
+    assert {read for read in reads if read[0] not in REPORTS} == set()
+    # The search finds a read of a clock where there is one.
+    assert ("device/properties.py", "perf_counter") in reads
 
 
 def names_in(tree: ast.AST) -> set[str]:
-    """All that a module imports or reads by attribute."""
+    """Return the names that a module imports or reads by attribute."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

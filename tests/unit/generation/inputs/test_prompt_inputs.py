@@ -66,8 +66,8 @@ def prefix_hit(first: PromptInputs, second: PromptInputs, length: int = 16) -> i
     table = manager.new_table(tokens, b"", use_cache=True, inputs=first)
     assert manager.grow(table, length)
     manager.commit(table, tokens, length)
-    found: BlockTable = manager.new_table(tokens, b"", use_cache=True, inputs=second)
-    return len(found.blocks) * BLOCK
+    reused: BlockTable = manager.new_table(tokens, b"", use_cache=True, inputs=second)
+    return len(reused.blocks) * BLOCK
 
 
 def test_equal_rows_at_equal_places_are_found_and_no_others() -> None:

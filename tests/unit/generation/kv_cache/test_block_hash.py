@@ -27,9 +27,9 @@ def chain(salt: bytes, blocks: Sequence[Sequence[int]]) -> bytes:
     other=st.tuples(st.binary(max_size=2), st.lists(TOKENS, max_size=3)),
 )
 def test_addresses_are_equal_exactly_when_salt_and_blocks_are(
-    one: tuple[bytes, list[list[int]]], other: tuple[bytes, list[list[int]]]
+    first: tuple[bytes, list[list[int]]], second: tuple[bytes, list[list[int]]]
 ) -> None:
-    assert (chain(*one) == chain(*other)) is (one == other)
+    assert (chain(*first) == chain(*second)) is (first == second)
 
 
 def test_order_and_where_one_block_ends_matter() -> None:

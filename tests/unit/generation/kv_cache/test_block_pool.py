@@ -13,7 +13,7 @@ from mlx_parallm.generation.kv_cache.block_pool import BlockPool
 
 
 def pool_of_cached(*contents: bytes) -> tuple[BlockPool, list[int]]:
-    """A pool without a free block; its blocks are cached, the first one longest."""
+    """Return a pool without a free block; its blocks are cached, the first one longest."""
     pool = BlockPool(len(contents))
     blocks = allocate(pool, len(contents))
     for block, content in zip(blocks, contents, strict=True):
@@ -230,9 +230,9 @@ class PoolAndModel(RuleBasedStateMachine):
             return
         self.pool.check_integrity([self.owners[b] for b in range(self.pool.num_blocks)])
         assert self.pool.num_free == len(self.free) + len(self.cached)
-        found = {content: self.pool.find(content) for content in (b"a", b"b", b"c", b"d")}
+        cached_blocks = {content: self.pool.find(content) for content in (b"a", b"b", b"c", b"d")}
         known = {content: block for block, content in self.contents.items()}
-        assert found == {content: known.get(content) for content in found}
+        assert cached_blocks == {content: known.get(content) for content in cached_blocks}
 
 
 TestPoolAndModel = PoolAndModel.TestCase

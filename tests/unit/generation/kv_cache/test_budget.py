@@ -16,7 +16,7 @@ BLOCK = 16
 
 
 def plan(length: int, *, seqs: int = 128, token_bytes: int = 1) -> KVPlan:
-    """A claim of ``seqs`` sequences of ``length`` tokens."""
+    """Return the claim of a model for ``seqs`` sequences of ``length`` tokens."""
     context = -(-length // BLOCK)
     return KVPlan(BLOCK, token_bytes * BLOCK, context * seqs, length)
 
@@ -35,12 +35,12 @@ SPARE = st.one_of(st.integers(0, 3000), st.integers(0, 3_000_000))
 
 
 def least(plans: list[KVPlan]) -> int:
-    """The smallest budget: one block each."""
-    return sum(one.block_bytes for one in plans)
+    """Return the smallest budget: one block each."""
+    return sum(claim.block_bytes for claim in plans)
 
 
 def taken(blocks: list[int], plans: list[KVPlan]) -> int:
-    return sum(count * one.block_bytes for count, one in zip(blocks, plans, strict=True))
+    return sum(count * claim.block_bytes for count, claim in zip(blocks, plans, strict=True))
 
 
 def test_a_small_model_beside_a_large_one_keeps_its_context() -> None:
@@ -70,27 +70,27 @@ def test_the_budget_is_kept_and_nearly_used(plans: list[KVPlan], spare: int) -> 
 def test_each_model_has_a_context_or_as_much_as_any_other(plans: list[KVPlan], spare: int) -> None:
     blocks = share_budget(plans, least(plans) + spare)
     assert all(count >= 1 for count in blocks)
-    for count, one in zip(blocks, plans, strict=True):
-        if count >= one.context_blocks:
+    for count, claim in zip(blocks, plans, strict=True):
+        if count >= claim.context_blocks:
             continue
         for others, other in zip(blocks, plans, strict=True):
             assert others <= other.context_blocks
-            assert others == 1 or others * other.block_bytes < (count + 1) * one.block_bytes + max(
-                one.block_bytes, other.block_bytes
-            )
+            assert others == 1 or others * other.block_bytes < (
+                count + 1
+            ) * claim.block_bytes + max(claim.block_bytes, other.block_bytes)
 
 
 @given(PLANS, SPARE)
 def test_nothing_is_cut_that_fits(plans: list[KVPlan], spare: int) -> None:
-    budget = sum(one.context_blocks * one.block_bytes for one in plans) + spare
+    budget = sum(claim.context_blocks * claim.block_bytes for claim in plans) + spare
     blocks = share_budget(plans, budget)
-    assert all(n >= one.context_blocks for n, one in zip(blocks, plans, strict=True))
+    assert all(n >= claim.context_blocks for n, claim in zip(blocks, plans, strict=True))
 
 
 @given(PLANS)
 def test_a_budget_of_all_wants_gives_each_its_want(plans: list[KVPlan]) -> None:
-    budget = sum(one.wanted_bytes for one in plans)
-    assert share_budget(plans, budget) == [one.wanted_blocks for one in plans]
+    budget = sum(claim.wanted_bytes for claim in plans)
+    assert share_budget(plans, budget) == [claim.wanted_blocks for claim in plans]
 
 
 @given(PLANS, SPARE, st.integers(0, 5000))

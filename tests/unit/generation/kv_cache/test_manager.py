@@ -18,7 +18,7 @@ TEXT = tuple(range(100, 140))
 def compute(
     manager: KVCacheManager, token_ids: Sequence[int], salt: bytes = b"", *, use_cache: bool = True
 ) -> BlockTable:
-    """The table of a sequence whose tokens have all been computed."""
+    """Return the table of a sequence whose tokens have all been computed."""
     table = manager.new_table(token_ids, salt, use_cache=use_cache)
     assert manager.grow(table, len(token_ids))
     manager.commit(table, token_ids, len(token_ids))
@@ -26,7 +26,7 @@ def compute(
 
 
 def hits(manager: KVCacheManager, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
-    """The cached blocks that a new sequence would begin with; nothing is held after."""
+    """Return the cached blocks that a new sequence would begin with; none is held after."""
     table = manager.new_table(token_ids, salt, use_cache=True)
     blocks = list(table.blocks)
     manager.free(table)
@@ -73,10 +73,10 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_left(
 ) -> None:
     manager = KVCacheManager(8, SIZE)
     table = compute(manager, TEXT[:16])
-    found = manager.new_table(TEXT[:length], b"", use_cache=True)
-    assert found.blocks == table.blocks[:expected]
-    assert found.hashes == table.hashes[:expected]
-    manager.check_integrity([table, found])
+    reused = manager.new_table(TEXT[:length], b"", use_cache=True)
+    assert reused.blocks == table.blocks[:expected]
+    assert reused.hashes == table.hashes[:expected]
+    manager.check_integrity([table, reused])
 
 
 def test_only_computed_full_blocks_can_be_found() -> None:
@@ -221,9 +221,9 @@ def test_forks_write_to_blocks_of_their_own_and_are_found_by_what_they_wrote() -
     assert forked is not None
     child, _ = forked
     texts = {1: (*TEXT[:6], 1, 1), 2: (*TEXT[:6], 2, 2)}
-    for one, text in ((table, texts[1]), (child, texts[2])):
-        manager.grow(one, 8)
-        manager.commit(one, text, 8)
+    for branch, text in ((table, texts[1]), (child, texts[2])):
+        manager.grow(branch, 8)
+        manager.commit(branch, text, 8)
     assert hits(manager, (*texts[1], 0), b"salt") == table.blocks
     assert hits(manager, (*texts[2], 0), b"salt") == child.blocks
     assert table.blocks[0] == child.blocks[0]

@@ -54,21 +54,21 @@ class ManagerAndBlocks(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 9), fails=st.booleans())
     def compute(self, data: st.DataObject, count: int, fails: bool) -> None:
-        one = data.draw(st.sampled_from(self.running))
-        end = min(one.num_computed + count, len(one.token_ids))
-        if not self.manager.grow(one.table, end):
+        sequence = data.draw(st.sampled_from(self.running))
+        end = min(sequence.num_computed + count, len(sequence.token_ids))
+        if not self.manager.grow(sequence.table, end):
             return
-        for position in range(one.num_computed, end):
-            self.store[self._place(one.table, position)] = self._content(one, position)
+        for position in range(sequence.num_computed, end):
+            self.store[self._place(sequence.table, position)] = self._content(sequence, position)
         if not fails:
-            one.num_computed = end
-            self.manager.commit(one.table, one.token_ids, end)
+            sequence.num_computed = end
+            self.manager.commit(sequence.table, sequence.token_ids, end)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=6).map(tuple))
     def fork(self, data: st.DataObject, tail: tuple[int, ...]) -> None:
-        one = data.draw(st.sampled_from(self.running))
-        forked = self.manager.fork(one.table, one.num_computed)
+        sequence = data.draw(st.sampled_from(self.running))
+        forked = self.manager.fork(sequence.table, sequence.num_computed)
         if forked is None:
             assert self.manager.num_free == 0
             return
@@ -77,15 +77,17 @@ class ManagerAndBlocks(RuleBasedStateMachine):
             for offset in range(SIZE):
                 if (copy[0], offset) in self.store:
                     self.store[copy[1], offset] = self.store[copy[0], offset]
-        token_ids = (*one.token_ids[: one.num_computed], *tail, 0)
-        self.running.append(Running(token_ids, one.salt, one.weights, child, one.num_computed))
+        token_ids = (*sequence.token_ids[: sequence.num_computed], *tail, 0)
+        self.running.append(
+            Running(token_ids, sequence.salt, sequence.weights, child, sequence.num_computed)
+        )
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from(self.running))
-        self.running.remove(one)
-        self.manager.free(one.table)
+        sequence = data.draw(st.sampled_from(self.running))
+        self.running.remove(sequence)
+        self.manager.free(sequence.table)
 
     @rule()
     def change_weights(self) -> None:
@@ -96,22 +98,22 @@ class ManagerAndBlocks(RuleBasedStateMachine):
     def every_sequence_reads_its_own_tokens(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.manager.check_integrity(one.table for one in self.running)
-        for one in self.running:
-            for position in range(one.num_computed):
-                held = self.store[self._place(one.table, position)]
-                assert held == self._content(one, position)
+        self.manager.check_integrity(sequence.table for sequence in self.running)
+        for sequence in self.running:
+            for position in range(sequence.num_computed):
+                held = self.store[self._place(sequence.table, position)]
+                assert held == self._content(sequence, position)
 
     def _place(self, table: BlockTable, position: int) -> tuple[int, int]:
         return table.blocks[position // SIZE], position % SIZE
 
-    def _content(self, one: Running, position: int) -> Content:
-        return one.salt, one.weights, one.token_ids[: position + 1]
+    def _content(self, sequence: Running, position: int) -> Content:
+        return sequence.salt, sequence.weights, sequence.token_ids[: position + 1]
 
     def teardown(self) -> None:
         if hasattr(self, "manager"):
-            for one in self.running:
-                self.manager.free(one.table)
+            for sequence in self.running:
+                self.manager.free(sequence.table)
             self.manager.check_integrity([])
             assert self.manager.num_free == self.manager.num_blocks
 

@@ -1,4 +1,4 @@
-"""Slots of adapters: the least recently used one makes way, and nobody starves."""
+"""Slots of adapters: the least recently used one is evicted, and no adapter starves."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_one_adapter_makes_way_for_who_starves_and_the_others_go_on() -> None:
     assert not slots.has_room("b")
     for _ in range(MAX_PASSED):
         slots.acquire("many")
-    assert [slots.has_room(one) for one in ("pinned", "many", "few", "c")] == [
+    assert [slots.has_room(name) for name in ("pinned", "many", "few", "c")] == [
         True,
         True,
         False,

@@ -1,4 +1,4 @@
-"""What waits for a slot of an adapter holds up nothing that needs none, and does not starve."""
+"""Sequences that wait for an adapter slot neither starve nor delay those that need none."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_endless_stream_for_one_adapter_does_not_keep_out_another() -> None:
 
 
 def test_one_that_starves_behind_what_it_makes_way_for_gets_its_turn() -> None:
-    """The first runs again after it was preempted, in the line of who starves, and before it."""
+    """Check that the preempted first sequence runs again, before the one that starves."""
     world = harness(max_num_seqs=3)
     world.add(ask("first", "a", max_tokens=30))
     world.step()

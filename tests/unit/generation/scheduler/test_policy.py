@@ -150,9 +150,9 @@ def test_samples_share_the_prompt_until_they_have_output() -> None:
     params = SamplingParams(n=2, max_tokens=4)
     request = GenerateRequest(request_id="r", model="m", prompt_ids=(1, 2, 3), params=params)
     group = RequestGroup(request, frozenset(), 0)
-    one, other = (Sequence(index, group, index, 0, prompt) for index in range(2))
+    first, second = (Sequence(index, group, index, 0, prompt) for index in range(2))
     for token_id in (7, 8):
-        one.add_token(SampledToken(seq_id=0, token_id=token_id), 64)
-    assert one.token_ids == [1, 2, 3, 7, 8]
-    assert other.token_ids is prompt
+        first.add_token(SampledToken(seq_id=0, token_id=token_id), 64)
+    assert first.token_ids == [1, 2, 3, 7, 8]
+    assert second.token_ids is prompt
     assert prompt == [1, 2, 3]

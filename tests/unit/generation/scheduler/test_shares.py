@@ -160,7 +160,7 @@ def test_every_normal_request_starts_within_few_steps(
         names = [f"{round_number}-{client}" for client in range(num_normal)]
         for name in names:
             world.add(ask(name, name[2:], most=3))
-        # The client's request of the round before has three tokens, and now and then an admission
-        # goes to whoever has waited longest.
+        # The client's request of the previous round has three tokens, and once in AGING_PERIOD
+        # admissions the sequence that has waited longest goes first.
         assert steps_until_started(world, names) <= 6
     world.drain()

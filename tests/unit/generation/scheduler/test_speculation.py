@@ -56,10 +56,10 @@ class Loop:
         name: str,
         prompt: tuple[int, ...] = LOOP * 2,
         ends: tuple[int, ...] = (),
-        **asked: Any,
+        **params: Any,
     ) -> None:
         request = GenerateRequest(
-            request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**asked)
+            request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**params)
         )
         self.scheduler.add(request, seed=0, end_ids=frozenset(ends))
         self.outputs[name] = []
@@ -114,7 +114,7 @@ def test_copied_text_takes_a_step_for_five_tokens() -> None:
     loop.add("a", max_tokens=12)
     assert proposals(loop.step()) == [0]
     assert proposals(loop.step()) == [4]
-    # Six tokens are there. Of the five in this step none is beyond max_tokens ...
+    # Six tokens are known. This step's five stay within max_tokens ...
     assert proposals(loop.step()) == [4]
     # ... and the last one needs no proposal.
     assert proposals(loop.step()) == [0]
@@ -323,7 +323,7 @@ def test_after_a_crowd_the_draft_model_catches_up_before_it_proposes(
     for _ in range(10):
         assert not any(drafts(loop.step()))
     loop.scheduler.abort("b")
-    # Of 18 tokens it has computed none.
+    # The draft model has computed none of the 18 tokens.
     [first] = drafts(loop.step())
     assert first is not None
     assert (first.start, first.end) == (0, 12)

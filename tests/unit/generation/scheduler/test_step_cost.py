@@ -50,7 +50,7 @@ def with_setup(decode: int, read: float, prefill: int, attended: float) -> float
 
 
 def slow_host(decode: int, read: float, prefill: int, attended: float) -> float:
-    """The host takes longer to prepare any prefill than the device takes for some 600 tokens."""
+    """Return a step's seconds if the host prepares any prefill as long as 600 tokens take."""
     host = 0.0125 if prefill else 0.005
     device = 0.003 + 2e-5 * decode + 1e-8 * read + 1.5e-5 * prefill + 4e-10 * attended
     return max(host, device)
@@ -134,17 +134,17 @@ def test_no_other_coefficients_of_prefill_fit_better(
 
 
 def loss(fit: PrefillFit, coefficients: list[float], before: list[float]) -> float:
-    """What is minimised, but for what does not depend on the coefficients."""
+    """Return the loss that is minimised, without terms that do not depend on the coefficients."""
     total = 0.0
     kept, known = fit._by_magnitude.values(), fit._decode.coefficients
-    for i, one in enumerate(coefficients):
+    for i, coefficient in enumerate(coefficients):
         own = sum(moments.squares[i][i] for moments in kept)
-        total += INERTIA * own * (one - before[i]) ** 2
+        total += INERTIA * own * (coefficient - before[i]) ** 2
         for moments in kept:
             decode = sum(a * b for a, b in zip(known, moments.others[i], strict=True))
-            total -= 2 * one * (moments.products[i] - decode)
+            total -= 2 * coefficient * (moments.products[i] - decode)
         for j, other in enumerate(coefficients):
-            total += one * other * sum(moments.squares[i][j] for moments in kept)
+            total += coefficient * other * sum(moments.squares[i][j] for moments in kept)
     return total
 
 
@@ -209,7 +209,7 @@ def test_what_decode_rows_take_is_not_counted_twice_if_it_is_learned_later() -> 
 def test_growth_stays_within_the_bound_where_a_device_takes_longer_at_last(
     taken: float, most: int
 ) -> None:
-    """So many times the tokens take at most so many times as long."""
+    """Check the bound for tokens that cost equally: x times the tokens take x times as long."""
     model, bound = StepCost(), 0.015
     model.observe(StepWork.of([(0, most)]), taken)
     growth = model.most_prefill(bound) / most
@@ -265,23 +265,23 @@ def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
         device.step()
     begin = len(device.steps)
     device.add("long", 16_000, 8)
-    while sum(one.prefill for one in device.steps[begin:]) < 15_900:
+    while sum(step.prefill for step in device.steps[begin:]) < 15_900:
         assert device.step() is not None
     mixed = device.steps[begin:]
-    assert all(one.decode >= 32 for one in mixed), "a stream missed a step"
+    assert all(step.decode >= 32 for step in mixed), "a stream missed a step"
     warm = [
-        one.seconds * 1e3 for one in mixed[WARM_UP:] if one.seconds < compile_s or not compile_s
+        step.seconds * 1e3 for step in mixed[WARM_UP:] if step.seconds < compile_s or not compile_s
     ]
     # The noise and the error of the model: by the second magnitude they are small.
     assert max(warm) <= 1.1 * bound_ms
     assert statistics.median(warm) >= 0.7 * bound_ms, "the time that is allowed is not used"
-    assert len({one.prefill for one in mixed}) <= MOST_SIZES
+    assert len({step.prefill for step in mixed}) <= MOST_SIZES
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("bound_ms", [12, 14, 15])
 def test_a_prompt_gets_the_tokens_that_cost_nothing_more(bound_ms: float, runs_ahead: bool) -> None:
-    """Whether or not the time that any prefill at all takes is within the bound."""
+    """Check bounds above and below the fixed time that any prefill takes."""
     config = SchedulerConfig(max_num_batched_tokens=4096, max_decode_stall_ms=bound_ms)
     device = SimulatedDevice(slow_host, config, runs_ahead=runs_ahead)
     for stream in range(32):
@@ -293,10 +293,10 @@ def test_a_prompt_gets_the_tokens_that_cost_nothing_more(bound_ms: float, runs_a
         device.add(name, 16_000, 2)
         while device.scheduler.has_request(name):
             assert device.step() is not None
-        mixed = [one for one in device.steps[begin:] if one.prefill]
+        mixed = [step for step in device.steps[begin:] if step.prefill]
         # In chunks of 16 tokens there would be a thousand.
         assert len(mixed) <= MOST_MIXED_STEPS
-        longest = sorted(one.seconds for one in mixed)
+        longest = sorted(step.seconds for step in mixed)
         assert longest[len(mixed) // 2] <= 1.1 * max(0.0125, bound_ms / 1e3)
         assert longest[-1] <= NEAR_GROWTH * 1.1 * max(0.0125, bound_ms / 1e3)
 
@@ -346,7 +346,7 @@ def test_under_any_bound_and_load_everything_ends(seed: int, runs_ahead: bool) -
         device.step()
     assert not device.scheduler.has_work()
     limit = max(config.max_num_batched_tokens or 0, config.max_num_seqs)
-    assert all(one.decode + one.prefill <= limit for one in device.steps)
+    assert all(step.decode + step.prefill <= limit for step in device.steps)
 
 
 def test_the_token_budget_follows_the_backend_unless_it_is_given() -> None:

@@ -18,7 +18,7 @@ LENGTH = 24
 
 
 def generate(budget: ThinkingBudget, wishes: Sequence[int], *, runs_ahead: bool) -> list[int]:
-    """The tokens of a sample whose model wishes for these; instead of a banned one, ``OTHER``."""
+    """Return the tokens of a sample whose model wishes for these; ``OTHER`` for a banned one."""
     tracker, tokens = ThinkingTracker(budget), list[int]()
     for wish in wishes:
         has_pending = runs_ahead and bool(tokens)

@@ -167,4 +167,4 @@ def test_every_token_is_of_the_weights_that_it_names(
     # None of what makes this hard was missing.
     wanted = ["straddled", "whole", "cached", "scored", "mixed KV", "evicted", "failed"]
     wanted += ["unloaded while used", "several adapters in a batch"]
-    assert all(seen[one] >= 5 for one in wanted), seen
+    assert all(seen[case] >= 5 for case in wanted), seen

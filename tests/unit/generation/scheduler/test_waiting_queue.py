@@ -39,7 +39,7 @@ def anybody(sequence: Sequence) -> bool:
 
 
 def queue_of(*names: str) -> tuple[WaitingQueue, dict[str, Sequence]]:
-    """A queue to which these were appended; ``a1`` is the client a's, ``a1!`` of priority -1."""
+    """Return a queue of these; ``a1`` is a sequence of client a, ``a1!`` one of priority -1."""
     queue, arrivals = WaitingQueue(), Arrivals()
     sequences = {name: arrivals.next(name[0], -name.count("!")) for name in names}
     for sequence in sequences.values():
@@ -86,17 +86,17 @@ def test_a_look_changes_nothing() -> None:
     queue, sequences = queue_of("a1", "b1", "a2")
     for _ in range(2 * AGING_PERIOD):
         assert queue.peek(anybody) is sequences["a1"]
-        assert queue.peek(lambda one: one.request.client == "b") is sequences["b1"]
+        assert queue.peek(lambda sequence: sequence.request.client == "b") is sequences["b1"]
     assert len(queue) == 3
     assert list(admitted(queue, sequences)) == ["a1", "b1", "a2"]
 
 
 def test_clients_that_may_not_run_are_passed_over_and_keep_their_turn() -> None:
     queue, sequences = queue_of("a1!", "a2", "b1", "b2")
-    only_b = [queue.peek(lambda one: one.request.client == "b") for _ in range(2)]
+    only_b = [queue.peek(lambda sequence: sequence.request.client == "b") for _ in range(2)]
     assert only_b == [sequences["b1"]] * 2
     queue.admit(sequences["b1"])
-    assert queue.peek(lambda one: False) is None
+    assert queue.peek(lambda sequence: False) is None
     assert list(admitted(queue, sequences)) == ["a1!", "a2", "b2"]
 
 
@@ -169,9 +169,9 @@ def test_the_longest_waiting_keeps_its_place_until_it_can_start() -> None:
     for _ in range(3):
         queue.append(arrivals.next("b"))
         assert queue.peek(anybody) is old
-    assert queue.peek(lambda one: one.request.client == "b") is not old
+    assert queue.peek(lambda sequence: sequence.request.client == "b") is not old
     queue.admit(old)
-    assert [one.request.client for one in queue] == ["b"] * 3
+    assert [sequence.request.client for sequence in queue] == ["b"] * 3
 
 
 @given(
@@ -240,8 +240,8 @@ class Waiting(RuleBasedStateMachine):
 
     @rule(clients=st.sampled_from(["ab", "a", "b", ""]))
     def admit(self, clients: str) -> None:
-        sequence = self.queue.peek(lambda one: one.request.client in clients)
-        able = [one for one in self.present if one.request.client in clients]
+        sequence = self.queue.peek(lambda sequence: sequence.request.client in clients)
+        able = [sequence for sequence in self.present if sequence.request.client in clients]
         if sequence is None:
             assert not able
             return
@@ -261,8 +261,10 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def holds_what_is_present(self) -> None:
         assert len(self.queue) == len(self.present)
-        ids = [one.seq_id for one in self.queue]
-        assert sorted(ids) == [one.seq_id for one in sorted(self.present, key=lambda s: s.seq_id)]
+        ids = [sequence.seq_id for sequence in self.queue]
+        assert sorted(ids) == [
+            sequence.seq_id for sequence in sorted(self.present, key=lambda s: s.seq_id)
+        ]
 
 
 TestWaiting = Waiting.TestCase

@@ -19,7 +19,7 @@ texts = st.lists(st.integers(0, 3), max_size=60)
 
 
 def search(tokens: Sequence[int], shortest: int, longest: int, most: int) -> tuple[int, ...]:
-    """What an index must propose, by comparing the end with every place, the latest first."""
+    """Return what an index must propose: compare the end with every place, the latest first."""
     best, best_size, seen = 0, 0, 0
     for end in range(len(tokens) - 1, 0, -1):
         size = 0
@@ -60,8 +60,8 @@ def test_a_long_prompt_is_indexed_over_several_calls(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ngram, "MAX_INDEXED", 10)
     tokens = [*range(30), 3, 4]
     index = NgramIndex(2, 2)
-    found = [index.propose(tokens, 2) for _ in range(4)]
-    assert found == [(), (), (5, 6), (5, 6)]
+    proposals = [index.propose(tokens, 2) for _ in range(4)]
+    assert proposals == [(), (), (5, 6), (5, 6)]
 
 
 def test_refused_drafts_pause_ever_longer_and_a_good_one_ends_it() -> None:

@@ -45,9 +45,9 @@ def test_a_forgotten_cap_shows() -> None:
     case = Case(sequences=MIXED, soft_cap=2.0)
     trial, backend = Trial(case), ReferenceAttention(case.block_size)
     pool = trial.fill(backend)
-    found = trial.run(backend, pool)
+    outputs = trial.run(backend, pool)
     trial.case = replace(case, soft_cap=None)
-    assert trial.error(found) > 0.1
+    assert trial.error(outputs) > 0.1
 
 
 def test_rows_of_one_prefix_heed_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

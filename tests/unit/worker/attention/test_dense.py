@@ -63,8 +63,8 @@ def test_attention_is_mlx_attention(
     )
     monkeypatch.setattr(dense, "is_exp_slow", lambda: True)
     monkeypatch.setattr(dense, "MIN_SCORES", 0)
-    found = dense_attention(queries, keys, values, scale=0.3, mask=mask, sinks=sinks)
-    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=5e-6)
+    actual = dense_attention(queries, keys, values, scale=0.3, mask=mask, sinks=sinks)
+    np.testing.assert_allclose(np.array(actual), np.array(wanted), atol=5e-6)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -80,13 +80,13 @@ def test_a_shared_prefix_is_as_if_each_row_had_it(has_sinks: bool) -> None:
     mine = normal(batch, kv_heads, own, 16), normal(batch, kv_heads, own, 8)
     sinks = normal(heads) if has_sinks else None
     mask = mx.arange(own) <= mx.array([0, 11, 3, 7, 1])[:, None, None, None]
-    found = shared_prefix_attention(queries, prefix, mine, scale=0.3, mask=mask, sinks=sinks)
+    actual = shared_prefix_attention(queries, prefix, mine, scale=0.3, mask=mask, sinks=sinks)
     keys, values = (
-        mx.concatenate([mx.broadcast_to(one[None], (batch, *one.shape)), other], axis=2)
-        for one, other in zip(prefix, mine, strict=True)
+        mx.concatenate([mx.broadcast_to(shared[None], (batch, *shared.shape)), own_part], axis=2)
+        for shared, own_part in zip(prefix, mine, strict=True)
     )
     seen = mx.concatenate([mx.ones((batch, 1, 1, span), dtype=mx.bool_), mask], axis=-1)
     wanted = mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=0.3, mask=seen, sinks=sinks
     )
-    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=5e-6)
+    np.testing.assert_allclose(np.array(actual), np.array(wanted), atol=5e-6)

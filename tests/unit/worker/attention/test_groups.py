@@ -29,7 +29,7 @@ def padded(lengths: list[int], parts: list[list[int]]) -> int:
 
 
 def most_saved(lengths: list[int]) -> int:
-    """What the best cut in two saves."""
+    """Return the tokens that the best cut in two saves."""
     down = sorted(lengths, reverse=True)
     return max(((len(down) - i) * (down[0] - down[i]) for i in range(1, len(down))), default=0)
 

@@ -21,18 +21,18 @@ from mlx_parallm.worker.attention.key_spans import (
     prefill_span,
 )
 
-#: Of an 8B model's 8 heads of keys.
+#: ``SLOTS``: threadgroups for each of the 8 key heads of an 8B model.
 SLOTS = 16
 
 
 def keys_until_the_end(lengths: np.ndarray, span: int, threadgroups: int) -> float:
     """Keys that the last threadgroup to end went through: each takes the longest item left."""
     whole = [span] * int((lengths // span).sum()) + (lengths % span).tolist()
-    items = sorted((one for one in whole if one), reverse=True)
+    items = sorted((num_keys for num_keys in whole if num_keys), reverse=True)
     extra = ITEM_KEYS if len(items) > len(lengths) else 0
     busy = [0.0] * threadgroups
-    for one in items:
-        heapq.heapreplace(busy, busy[0] + one + extra)
+    for num_keys in items:
+        heapq.heapreplace(busy, busy[0] + num_keys + extra)
     return max(busy) + (MERGE_KEYS if extra else 0)
 
 
@@ -53,12 +53,14 @@ def pieces(start: int, count: int, tokens: int = 32) -> np.ndarray:
 def test_no_other_division_ends_much_earlier(
     chunks: list[tuple[int, int]], threadgroups: int
 ) -> None:
-    lengths = np.concatenate([pieces(*one) for one in chunks])
+    lengths = np.concatenate([pieces(*chunk) for chunk in chunks])
     span = prefill_span(np.zeros_like(lengths), lengths, threadgroups)
     assert span % TILE == 0
-    found = keys_until_the_end(lengths, span, threadgroups)
+    num_keys = keys_until_the_end(lengths, span, threadgroups)
     others = (-(-int(lengths.max()) // (parts * TILE)) * TILE for parts in range(1, 17))
-    assert found <= 1.5 * min(keys_until_the_end(lengths, one, threadgroups) for one in others)
+    assert num_keys <= 1.5 * min(
+        keys_until_the_end(lengths, other_span, threadgroups) for other_span in others
+    )
 
 
 @pytest.mark.parametrize(

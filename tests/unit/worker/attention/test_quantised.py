@@ -47,17 +47,17 @@ def one_sequence(start: int, length: int, *blocks: int) -> ScheduledSequence:
 def test_values_come_back_as_the_nearest_level(
     bits: int, group_size: int, dim: int, offset: float, seed: int
 ) -> None:
-    one = KVQuantisation(bits=bits, group_size=group_size)
+    quantisation = KVQuantisation(bits=bits, group_size=group_size)
     values = np.random.default_rng(seed).standard_normal((3, 2, dim)).astype(np.float32) + offset
-    numbers, scales = quantise(mx.array(values), one)
-    assert numbers.nbytes + scales.nbytes == 6 * one.bytes_of(dim)
-    assert scales.shape == (3, 2, one.groups(dim), 2)
-    found = np.array(dequantise(numbers, scales, one, dim, mx.float32))
-    wanted = quantised(values, one)
+    numbers, scales = quantise(mx.array(values), quantisation)
+    assert numbers.nbytes + scales.nbytes == 6 * quantisation.bytes_of(dim)
+    assert scales.shape == (3, 2, quantisation.groups(dim), 2)
+    restored = np.array(dequantise(numbers, scales, quantisation, dim, mx.float32))
+    wanted = quantised(values, quantisation)
     # A division rounded otherwise may choose the next level once in a while.
     step = np.abs(np.array(scales[..., :1].astype(mx.float32)))
-    step = step.repeat(one.group_size, axis=-1).reshape(3, 2, -1)[..., :dim]
-    apart = np.abs(found - wanted)
+    step = step.repeat(quantisation.group_size, axis=-1).reshape(3, 2, -1)[..., :dim]
+    apart = np.abs(restored - wanted)
     assert (apart <= step * 1.001 + 1e-5).all()
     assert (apart > 1e-3 * step + 1e-5).mean() < 0.01
 
@@ -75,9 +75,9 @@ def test_names_and_quantisations_belong_together() -> None:
         quantisation_of("fp8")
 
 
-@pytest.mark.parametrize("one", [BITS8, BITS4])
-def test_a_pool_takes_the_bytes_it_says(one: KVQuantisation) -> None:
-    backend = QuantisedReferenceAttention(4, one)
+@pytest.mark.parametrize("quantisation", [BITS8, BITS4])
+def test_a_pool_takes_the_bytes_it_says(quantisation: KVQuantisation) -> None:
+    backend = QuantisedReferenceAttention(4, quantisation)
     pool = backend.new_pool(SHAPE, 5)
     assert sum(array.nbytes for array in pool.arrays()) == 5 * 4 * backend.bytes_per_token(SHAPE)
 
@@ -97,18 +97,18 @@ def test_so_many_times_as_many_tokens_fit(name: str, ratio: float) -> None:
     assert many / few == pytest.approx(ratio, abs=0.01)
 
 
-@pytest.mark.parametrize("one", [BITS8, BITS4])
-def test_what_is_gathered_is_what_was_written_and_copied(one: KVQuantisation) -> None:
-    backend = QuantisedReferenceAttention(4, one)
+@pytest.mark.parametrize("quantisation", [BITS8, BITS4])
+def test_what_is_gathered_is_what_was_written_and_copied(quantisation: KVQuantisation) -> None:
+    backend = QuantisedReferenceAttention(4, quantisation)
     pool = backend.new_pool(SHAPE, 8)
     keys = mx.random.normal((6, 2, 1, SHAPE.key_dim))
     values = mx.random.normal((6, 2, 1, SHAPE.value_dim))
     backend.write(pool, backend.plan([one_sequence(1, 6, 5, 2)]), keys, values)
     backend.copy_blocks(pool, mx.array([2, 5]), mx.array([7, 1]))
     for blocks in ([5, 2], [1, 7]):
-        found = backend.gather(pool, mx.array([blocks]))
-        for stored, given_rows in zip(found, (keys, values), strict=True):
-            wanted = quantised(np.array(given_rows[:, :, 0].swapaxes(0, 1)), one)
+        gathered = backend.gather(pool, mx.array([blocks]))
+        for stored, given_rows in zip(gathered, (keys, values), strict=True):
+            wanted = quantised(np.array(given_rows[:, :, 0].swapaxes(0, 1)), quantisation)
             np.testing.assert_allclose(np.array(stored[0, :, 1:7]), wanted, atol=1e-4)
 
 
@@ -135,9 +135,9 @@ def test_keys_without_values_are_kept() -> None:
     plan = backend.plan([one_sequence(0, 3, 1)])
     backend.write(pool, plan, keys, mx.zeros((3, 1, 1, 0)))
     backend.copy_blocks(pool, mx.array([1]), mx.array([0]))
-    found, values = backend.gather(pool, mx.array([[0]]))
+    gathered, values = backend.gather(pool, mx.array([[0]]))
     assert values.shape == (1, 1, 4, 0)
-    assert float(mx.abs(found[0, 0, :3] - keys[:, 0, 0]).max()) < 0.05
+    assert float(mx.abs(gathered[0, 0, :3] - keys[:, 0, 0]).max()) < 0.05
 
 
 def test_another_backends_pool_is_refused() -> None:

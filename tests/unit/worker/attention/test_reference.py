@@ -79,8 +79,8 @@ STEP = [
 def test_rows_with_a_common_prefix_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 4)
     groups = make_decode_groups(STEP[:6], np.arange(6), 4)
-    found = {tuple(group.rows.tolist()): group.start for group in groups}
-    assert found == {(0, 2, 5): 12, (1, 4): 4, (3,): 0}
+    starts = {tuple(group.rows.tolist()): group.start for group in groups}
+    assert starts == {(0, 2, 5): 12, (1, 4): 4, (3,): 0}
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -24,16 +24,16 @@ def test_a_folder_gets_the_kernels_and_waiting_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    told = threading.Event()
+    is_reported = threading.Event()
     lines: list[tuple[str, float]] = []
 
     def compile_source(source: str, name: str) -> bytes:
-        assert told.wait(600)  # time limit: the thread of a failed test ends
+        assert is_reported.wait(600)  # time limit: the thread of a failed test ends
         return source.encode()
 
     def on_progress(text: str, share: float) -> None:
         lines.append((text, share))
-        told.set()
+        is_reported.set()
 
     compiler = KernelCompiler(compile_source, "13.5 sm_90a", KernelStore(tmp_path / "users"))
     precompiler = Precompiler(compiler, no_launch, CUDA_TYPES)

@@ -1,4 +1,4 @@
-"""What limits leave of the machine's memory."""
+"""Limits leave a part of the machine's memory."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from mlx_parallm.worker.generation.state_store import GroupStateCache, States, S
 
 
 def rows_of(store: StateStore, slots: Sequence[int], num_rows: int | None = None) -> list[float]:
-    """The first number of every slot's state in the first cache."""
+    """Return the first number of every slot's state in the first cache."""
     array = store.fetch(slots, num_rows)[0][0]
     assert array.shape[0] == (num_rows or len(slots))
     return array[: len(slots), 0].tolist()
@@ -74,7 +74,9 @@ def test_a_group_that_stays_the_same_copies_nothing() -> None:
     store.take_written()
     for _ in range(2):
         states = store.fetch([5, 1, 7], 4)
-        assert [one is other for one, other in zip(states[0], kept[0], strict=True)] == [True] * 2
+        assert [
+            before is kept_array for before, kept_array in zip(states[0], kept[0], strict=True)
+        ] == [True] * 2
         assert states[1][0] is kept[1][0]
         store.commit([5, 1, 7], states, 4)
     assert len(store.take_written()) == 4
@@ -96,7 +98,7 @@ def test_the_rows_of_others_do_not_keep_an_array_that_is_retired() -> None:
     store.take_written()
     store.fetch([0, 1])
     # Slots 2 and 3 have rows of their own now, to be computed with the step.
-    assert [one.tolist() for one in store.take_written()] == [[[4, 5]], [[6, 7]]]
+    assert [array.tolist() for array in store.take_written()] == [[[4, 5]], [[6, 7]]]
     assert rows_of(store, [3, 2]) == [6, 4]
 
 
@@ -132,7 +134,7 @@ def test_any_order_of_steps_keeps_every_slots_own_state(
                 continue
             num_rows = len(slots) + extra
             states = store.fetch(slots, num_rows)
-            store.commit(slots, [[entry + 1 for entry in one] for one in states], num_rows)
+            store.commit(slots, [[entry + 1 for entry in arrays] for arrays in states], num_rows)
             for slot in slots:
                 wanted[slot] += 1
     for slot, value in wanted.items():

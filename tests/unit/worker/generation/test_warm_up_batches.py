@@ -31,12 +31,12 @@ def decodes(batch: ScheduledBatch) -> bool:
 def test_they_are_within_the_limits(limits: StepLimits) -> None:
     for batch in warm_up_batches(limits):
         assert batch.num_tokens <= limits.tokens
-        assert len({one.slot for one in batch.sequences}) == len(batch.sequences)
-        for one in batch.sequences:
-            assert 0 <= one.slot < limits.num_seqs
-            end = one.start + len(one.token_ids)
+        assert len({row.slot for row in batch.sequences}) == len(batch.sequences)
+        for row in batch.sequences:
+            assert 0 <= row.slot < limits.num_seqs
+            end = row.start + len(row.token_ids)
             assert end <= limits.model_len
-            assert end <= len(one.block_table) * limits.block_size
+            assert end <= len(row.block_table) * limits.block_size
 
 
 @settings(max_examples=20)
@@ -71,4 +71,4 @@ def width_of(blocks: int) -> int:
 
 
 def width(batch: ScheduledBatch) -> int:
-    return width_of(max(len(one.block_table) for one in batch.sequences))
+    return width_of(max(len(row.block_table) for row in batch.sequences))

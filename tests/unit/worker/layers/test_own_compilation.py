@@ -1,4 +1,4 @@
-"""Layers that compile a step of their own heed weights that are replaced."""
+"""Layers that compile a step of their own use weights that replaced others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_weights_that_are_replaced_are_heeded(
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     mx.random.seed(0)
     model = build(config_of("kimi_k3"))
-    layers: list[Any] = [one for one in model.modules() if hasattr(one, "_decode_core")]
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_decode_core")]
     assert run_uncompiled(model) == len(layers) > 0
     if not is_uncompiled:
         for layer in layers:
@@ -36,8 +36,8 @@ def test_weights_that_are_replaced_are_heeded(
     decode(model)
     for layer in layers:
         layer.o_proj.weight = 2 * layer.o_proj.weight
-    found = decode(model)
+    actual = decode(model)
     for layer in layers:
         layer._step = None
     # As long as mlx_lm keeps what it saw first, this is needed.
-    assert bool(mx.allclose(found, decode(model), atol=1e-5)) == is_uncompiled
+    assert bool(mx.allclose(actual, decode(model), atol=1e-5)) == is_uncompiled

@@ -31,7 +31,7 @@ def test_others_are_padded_by_a_share_at_most(
     pad: Callable[[int], int], longest: int, share: float, least: int, most: int
 ) -> None:
     padded = [pad(count) for count in range(1, longest + 1)]
-    for count, found in enumerate(padded, 1):
-        assert count <= found <= max(count * share, count + least - 1)
+    for count, num_rows in enumerate(padded, 1):
+        assert count <= num_rows <= max(count * share, count + least - 1)
     assert padded == sorted(padded)
     assert len(set(padded)) <= most

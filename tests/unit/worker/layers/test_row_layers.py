@@ -56,14 +56,14 @@ def test_row_layers_compute_the_same_from_the_same_parameters(bits: int | None) 
     assert after.keys() == before.keys()
     assert all(mx.array_equal(after[name], before[name]) for name in after)
     for run in (model, mx.compile(model)):
-        for tokens, one in zip(INPUTS, wanted, strict=True):
-            found = run(tokens)
-            assert found.shape == one.shape
-            assert mx.allclose(found, one, atol=1e-5)
+        for tokens, expected in zip(INPUTS, wanted, strict=True):
+            actual = run(tokens)
+            assert actual.shape == expected.shape
+            assert mx.allclose(actual, expected, atol=1e-5)
 
 
 class Sharing(nn.Module):
-    """The same block twice, a block with another's keys and values, and a layer of two names."""
+    """A model with one block twice, a block with another's keys and values, and a shared layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +89,8 @@ def test_layers_that_a_model_has_in_several_places_are_replaced_once(bits: int |
     wanted = [model(tokens) for tokens in INPUTS]
     use_row_layers(model, None)
     for run in (model, mx.compile(model)):
-        for tokens, one in zip(INPUTS, wanted, strict=True):
-            assert mx.allclose(run(tokens), one, atol=1e-5)
+        for tokens, expected in zip(INPUTS, wanted, strict=True):
+            assert mx.allclose(run(tokens), expected, atol=1e-5)
 
 
 def test_new_weights_are_used() -> None:
@@ -133,6 +133,8 @@ def test_inputs_of_gated_delta_nets_are_one_product(name: str, groups: list[list
     wanted = layer(x)
     use_row_layers(layer, None)
     for group in groups:
-        (product,) = {id(layer[one]["_product"]): layer[one]["_product"] for one in group}.values()
-        assert product.widths == [layer[one]["weight"].shape[0] for one in group]
+        (product,) = {
+            id(layer[name]["_product"]): layer[name]["_product"] for name in group
+        }.values()
+        assert product.widths == [layer[name]["weight"].shape[0] for name in group]
     assert mx.allclose(layer(x), wanted, atol=1e-5)

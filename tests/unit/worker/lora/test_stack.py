@@ -44,7 +44,7 @@ def low_rank(trained: Any, kind: Any = "linear") -> LowRank:
 
 
 def trained(cls: Any, base: Any, rank: int, scale: float) -> Any:
-    """An adapted layer of mlx_lm whose factors are not zero."""
+    """Return an adapted layer of mlx_lm whose factors are not zero."""
     made = cls.from_base(base, r=rank, scale=scale)
     made.lora_b = mx.random.normal(made.lora_b.shape)
     if cls is DoRALinear:
@@ -69,16 +69,16 @@ def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: in
     stack = LinearStack((OUT, inner), mx.float32)
     fused: dict[int, Any] = {NO_ADAPTER: base, 7: base}
     for slot, (rank, scale, is_dora) in ADAPTERS.items():
-        one = trained(DoRALinear if is_dora else LoRALinear, base, rank, scale)
-        change = low_rank(one)
+        layer = trained(DoRALinear if is_dora else LoRALinear, base, rank, scale)
+        change = low_rank(layer)
         assert stack.why_unfit(change) is None
         stack.put(slot, change, dora_gain(plain, change))
-        fused[slot] = one.fuse(dequantize=True)
+        fused[slot] = layer.fuse(dequantize=True)
     rows = [3, 0, 1, 2, 5, 1, 7]
     x = mx.random.normal((len(rows), length, inner))
-    found = stack(x, base(x), of(rows), base.bias if bias else None)
+    actual = stack(x, base(x), of(rows), base.bias if bias else None)
     wanted = mx.concatenate([fused[slot](x[i : i + 1]) for i, slot in enumerate(rows)])
-    assert mx.allclose(found, wanted, **TOLERANCE)
+    assert mx.allclose(actual, wanted, **TOLERANCE)
     # Some models merge these axes before a layer.
     flat, y = x.flatten(0, 1), base(x).flatten(0, 1)
     merged = stack(flat, y, of(rows), base.bias if bias else None)
@@ -103,9 +103,9 @@ def test_adapters_of_many_rows_are_those_of_each(few: list[int], bias: bool) -> 
     assert together is not None
     assert together.frequent is not None
     x = mx.random.normal((len(slots), 1, IN))
-    found = stack(x, base(x), together, base.bias if bias else None)
+    actual = stack(x, base(x), together, base.bias if bias else None)
     each = stack(x, base(x), AdapterRows(mx.array(slots)), base.bias if bias else None)
-    assert mx.allclose(found, each, **TOLERANCE)
+    assert mx.allclose(actual, each, **TOLERANCE)
     fewer = AdapterRows.of_step(np.array([1] * (MANY_ROWS - 1) + [0] * MANY_ROWS, np.int32))
     assert fewer is not None
     assert fewer.frequent is None
@@ -116,21 +116,23 @@ def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
     stack = EmbeddingStack((VOCAB, IN), mx.float32)
     fused: dict[int, Any] = {NO_ADAPTER: base}
     for slot, (rank, scale, _) in ADAPTERS.items():
-        one = trained(LoRAEmbedding, base, rank, scale)
-        stack.put(slot, low_rank(one, "embedding"))
-        fused[slot] = one.fuse()
+        embedding = trained(LoRAEmbedding, base, rank, scale)
+        stack.put(slot, low_rank(embedding, "embedding"))
+        fused[slot] = embedding.fuse()
     rows = [2, 0, 5, 1]
     ids = mx.random.randint(0, VOCAB, (len(rows), 3))
-    found = stack(ids, base(ids), of(rows))
+    actual = stack(ids, base(ids), of(rows))
     wanted = mx.stack([fused[slot](ids[i]) for i, slot in enumerate(rows)])
-    assert mx.allclose(found, wanted, **TOLERANCE)
+    assert mx.allclose(actual, wanted, **TOLERANCE)
     x = mx.random.normal((len(rows), 3, IN))
     logits = stack.head(x, base.as_linear(x), of(rows))
     wanted = mx.stack([fused[slot].as_linear(x[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(logits, wanted, **TOLERANCE)
     # An adapter of PEFT changes what is looked up only.
-    one = replace(low_rank(trained(LoRAEmbedding, base, 4, 2.0), "embedding"), changes_head=False)
-    stack.put(2, one)
+    change = replace(
+        low_rank(trained(LoRAEmbedding, base, 4, 2.0), "embedding"), changes_head=False
+    )
+    stack.put(2, change)
     logits = stack.head(x, base.as_linear(x), of(rows))
     assert mx.allclose(logits[0], base.as_linear(x[0]), **TOLERANCE)
     assert mx.allclose(logits[1:], wanted[1:], **TOLERANCE)
@@ -148,9 +150,9 @@ def test_experts_equal_those_of_mlx_lm() -> None:
     x = mx.random.normal((len(rows), 1, 1, 1, IN))
     indices = mx.random.randint(0, EXPERTS, (len(rows), 1, 2))
     both = expert_slots(indices, mx.array(rows), stack.num_slots)
-    found = stack(x, base(x, indices), both, sorted_indices=False)
+    actual = stack(x, base(x, indices), both, sorted_indices=False)
     wanted = mx.stack([layers[slot](x[i], indices[i]) for i, slot in enumerate(rows)])
-    assert mx.allclose(found, wanted, **TOLERANCE)
+    assert mx.allclose(actual, wanted, **TOLERANCE)
 
 
 def test_a_dropped_slot_is_the_base_and_others_stay() -> None:

@@ -1,4 +1,4 @@
-"""What the checks at load compare with needs no GPU kernels that MLX would compile for it alone."""
+"""The references of the checks at load need no GPU kernels that MLX compiles only for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def specs_of_rows() -> list[SampleSpec]:
 
 
 def operations(array: mx.array, folder: Path) -> set[str]:
-    """The names of the operations that an array is computed by."""
+    """Return the names of the operations that an array is computed by."""
     file = folder / "graph.dot"
     mx.export_to_dot(str(file), array)
     return set(re.findall(r'label ?="(\w+)', file.read_text()))
@@ -51,8 +51,8 @@ def test_logprobs_are_those_of_stock_operations() -> None:
     logits = sampling_check.check_logits(VOCAB, mx.float32)
     ids = np.arange(logits.shape[0]) * 3 % VOCAB
     stock = target_logprobs(logits, mx.array(ids), 0).target
-    found = sampling_check._logprobs(np.array(logits), ids[:, None])[:, 0]
-    assert np.allclose(found, np.array(stock), atol=1e-4)
+    actual = sampling_check._logprobs(np.array(logits), ids[:, None])[:, 0]
+    assert np.allclose(actual, np.array(stock), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)

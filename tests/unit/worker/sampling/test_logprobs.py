@@ -78,16 +78,18 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_ask():
 
 def test_tokens_named_by_a_row_are_reported_in_its_order():
     logits = np.random.default_rng(0).normal(size=(3, 10)).astype(np.float32) * 2
-    asked = [{"logprobs": 1, "logprob_token_ids": (7, 0, 7)}, {"logprobs": 2}, {}]
-    asked[2] = {
+    params = [{"logprobs": 1, "logprob_token_ids": (7, 0, 7)}, {"logprobs": 2}, {}]
+    params[2] = {
         "logprobs": 0,
         "logprob_token_ids": (3,),
         "temperature": 0.0,
         "logit_bias": ((3, 9),),
     }
     specs = [
-        SampleSpec(params=SamplingParams(**one), seed=0, position=0, prompt_ids=(), output_ids=[])
-        for one in asked
+        SampleSpec(
+            params=SamplingParams(**fields), seed=0, position=0, prompt_ids=(), output_ids=[]
+        )
+        for fields in params
     ]
     result = Sampler()(mx.array(logits), specs)
     mx.eval(result.arrays())

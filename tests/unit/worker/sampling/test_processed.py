@@ -56,7 +56,7 @@ def log_softmax(row: Any) -> np.ndarray:
 
 
 def reference(row: np.ndarray, spec: SampleSpec) -> np.ndarray:
-    """The log-probabilities of the distribution that a row's token is drawn from."""
+    """Return the log-probabilities of the distribution that a row's token is drawn from."""
     params = spec.params
     adjusted = np.array(reference_adjust(row, spec), dtype=np.float32)
     if params.temperature == 0:
@@ -91,13 +91,13 @@ def test_processed_logprobs_are_those_of_what_the_token_was_drawn_from(
     specs: list[SampleSpec], seed: int
 ) -> None:
     logits = random_logits(len(specs), seed)
-    found = run(logits, specs, PROCESSED_LOGPROBS)
-    for row, spec, one in zip(logits, specs, found, strict=True):
+    tokens = run(logits, specs, PROCESSED_LOGPROBS)
+    for row, spec, token in zip(logits, specs, tokens, strict=True):
         expected = reference(row, spec)
-        entry = one.logprob
+        entry = token.logprob
         assert entry is not None
-        assert entry.token_id == one.token_id
-        assert entry.logprob == pytest.approx(expected[one.token_id], abs=2e-5)
+        assert entry.token_id == token.token_id
+        assert entry.logprob == pytest.approx(expected[token.token_id], abs=2e-5)
         possible = np.sort(expected[expected > -np.inf])[::-1]
         count = len(possible) if spec.params.logprobs == -1 else spec.params.logprobs
         assert [value for _, value in entry.top] == pytest.approx(possible[:count], abs=2e-5)
@@ -127,15 +127,17 @@ def test_each_row_has_its_own_mode_and_the_samplers_where_it_names_none() -> Non
                 reference(row, spec) for row, spec in zip(logits, specs, strict=True)
             ],
         }
-        for place, one, own in (
+        for place, token, own in (
             (0, first, mode), (1, second, RAW_LOGPROBS), (3, fourth, PROCESSED_LOGPROBS)
         ):  # fmt: skip
             expected = wanted[own][place]
-            assert one.logprob is not None
-            assert one.logprob.logprob == pytest.approx(expected[one.token_id], abs=1e-5)
-            assert len(one.logprob.top) == 2
+            assert token.logprob is not None
+            assert token.logprob.logprob == pytest.approx(expected[token.token_id], abs=1e-5)
+            assert len(token.logprob.top) == 2
             shares = expected[expected > -np.inf]
-            assert one.logprob.entropy == pytest.approx(-(np.exp(shares) * shares).sum(), abs=1e-5)
+            assert token.logprob.entropy == pytest.approx(
+                -(np.exp(shares) * shares).sum(), abs=1e-5
+            )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -152,29 +154,31 @@ def test_a_forced_token_is_certain_when_processed_and_the_models_own_when_raw(
     masks = TokenMasks([2], words)
     for mode in (RAW_LOGPROBS, PROCESSED_LOGPROBS):
         specs = [
-            make_spec(temperature=temperature, logprobs=3, entropy=True, logprobs_mode=mode, **one)
-            for one in forcing
+            make_spec(
+                temperature=temperature, logprobs=3, entropy=True, logprobs_mode=mode, **changes
+            )
+            for changes in forcing
         ]
-        for row, one in zip(logits, run(logits, specs, masks=masks), strict=True):
-            assert one.token_id == 7
-            assert one.logprob is not None
+        for row, token in zip(logits, run(logits, specs, masks=masks), strict=True):
+            assert token.token_id == 7
+            assert token.logprob is not None
             if mode == PROCESSED_LOGPROBS:
-                assert (one.logprob.logprob, one.logprob.top) == (0.0, ((7, 0.0),))
-                assert one.logprob.entropy == 0.0
+                assert (token.logprob.logprob, token.logprob.top) == (0.0, ((7, 0.0),))
+                assert token.logprob.entropy == 0.0
             else:
-                assert one.logprob.logprob == pytest.approx(log_softmax(row)[7], abs=1e-5)
-                assert len(one.logprob.top) == 3
+                assert token.logprob.logprob == pytest.approx(log_softmax(row)[7], abs=1e-5)
+                assert len(token.logprob.top) == 3
 
 
 def test_what_is_impossible_is_no_alternative_and_as_a_target_the_least_number() -> None:
     logits = random_logits(1)
     logits[0, [2, 9]] = -np.inf
-    (one,) = target_logprobs(mx.array(logits), [2], VOCAB).to_python()
-    assert one.logprob == LEAST
+    (entry,) = target_logprobs(mx.array(logits), [2], VOCAB).to_python()
+    assert entry.logprob == LEAST
     assert math.isfinite(LEAST)
-    assert one.rank == VOCAB - 1
-    assert len(one.top) == VOCAB - 2
-    assert {2, 9}.isdisjoint(token for token, _ in one.top)
+    assert entry.rank == VOCAB - 1
+    assert len(entry.top) == VOCAB - 2
+    assert {2, 9}.isdisjoint(token for token, _ in entry.top)
 
 
 def test_tokens_named_by_a_row_are_told_where_they_can_be_drawn() -> None:
@@ -183,21 +187,21 @@ def test_tokens_named_by_a_row_are_told_where_they_can_be_drawn() -> None:
     )
     quiet = make_spec(temperature=0.5)
     logits = random_logits(2)
-    _, one = run(logits, [quiet, spec], PROCESSED_LOGPROBS)
+    _, token = run(logits, [quiet, spec], PROCESSED_LOGPROBS)
     expected = reference(logits[1], spec)
-    assert one.logprob is not None
-    assert [token for token, _ in one.logprob.top] == [1, 3]
-    values = [value for _, value in one.logprob.top]
+    assert token.logprob is not None
+    assert [token_id for token_id, _ in token.logprob.top] == [1, 3]
+    values = [value for _, value in token.logprob.top]
     assert values == pytest.approx(expected[[1, 3]], abs=1e-5)
 
 
 def test_entropy_alone_brings_the_tokens_logprob() -> None:
     logits = np.zeros((1, VOCAB), dtype=np.float32)
-    (one,) = run(logits, [make_spec(entropy=True)])
-    assert one.logprob is not None
-    assert one.logprob.logprob == pytest.approx(-math.log(VOCAB), abs=1e-6)
-    assert one.logprob.entropy == pytest.approx(math.log(VOCAB), abs=1e-6)
-    assert one.logprob.top == ()
+    (token,) = run(logits, [make_spec(entropy=True)])
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(-math.log(VOCAB), abs=1e-6)
+    assert token.logprob.entropy == pytest.approx(math.log(VOCAB), abs=1e-6)
+    assert token.logprob.top == ()
 
 
 def test_the_mode_changes_no_token() -> None:
@@ -209,9 +213,9 @@ def test_the_mode_changes_no_token() -> None:
         {"entropy": True},
         {"logprobs": -1},
     ]
-    chosen = [
-        [one.token_id for one in run(logits, [make_spec(**one, **more) for one in params], mode)]
-        for mode in (RAW_LOGPROBS, PROCESSED_LOGPROBS)
-        for more in reported
-    ]
-    assert all(one == chosen[0] for one in chosen)
+    chosen: list[list[int]] = []
+    for mode in (RAW_LOGPROBS, PROCESSED_LOGPROBS):
+        for more in reported:
+            specs = [make_spec(**fields, **more) for fields in params]
+            chosen.append([token.token_id for token in run(logits, specs, mode)])
+    assert all(row == chosen[0] for row in chosen)

@@ -59,7 +59,7 @@ def reference_adjust(row, spec):
 
 
 def reference_keep(row, params):
-    """The tokens that min-p, top-k and top-p leave, with ties."""
+    """Return the tokens that min-p, top-k and top-p leave, with ties."""
     row = np.asarray(row, dtype=np.float64)
     keep = np.exp(row - row.max()) >= params.min_p
     if params.top_k > 0:
@@ -112,8 +112,8 @@ def test_min_p_top_k_and_top_p_keep_what_the_reference_keeps(params, seed, coars
     # Coarse logits have many ties; the shift keeps their shares off the top-p limits.
     logits = np.round(logits) * 1.01 if coarse else logits
     kept = np.array(truncate(mx.array(logits), params))
-    for row, logit, one in zip(kept, logits, params, strict=True):
-        assert (np.isfinite(row) == reference_keep(logit, one)).all()
+    for row, logit, row_params in zip(kept, logits, params, strict=True):
+        assert (np.isfinite(row) == reference_keep(logit, row_params)).all()
         assert (row[np.isfinite(row)] == logit[np.isfinite(row)]).all()
 
 

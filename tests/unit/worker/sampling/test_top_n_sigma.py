@@ -123,7 +123,7 @@ def test_off_changes_no_draw_and_greedy_rows_are_left_alone() -> None:
 
 
 def test_banned_tokens_neither_count_nor_come_back() -> None:
-    """As ``min_tokens`` bans the end of sequence."""
+    """Check banned tokens, such as the end of sequence that ``min_tokens`` bans."""
     logits = logits_of(64)
     likeliest = logits.argmax(axis=-1)
     specs = [

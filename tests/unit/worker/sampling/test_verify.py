@@ -1,4 +1,4 @@
-"""What is kept of verified proposals: the tokens, and their distribution."""
+"""Verified proposals keep the tokens of decoding, and their distribution."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("asked", PARAMS)
+@pytest.mark.parametrize("fields", PARAMS)
 @pytest.mark.parametrize("proposal", [0, 5])
 def test_two_verified_tokens_have_the_models_joint_distribution(
-    asked: dict[str, object], proposal: int
+    fields: dict[str, object], proposal: int
 ) -> None:
-    """A toy model of two steps: the second's logits depend on the first token."""
-    params = SamplingParams(**asked)  # type: ignore[arg-type]
+    """Use a toy model of two steps: the second's logits depend on the first token."""
+    params = SamplingParams(**fields)  # type: ignore[arg-type]
     mx.random.seed(4)
     first = mx.random.normal((VOCAB,)) * 1.5
     second = mx.random.normal((VOCAB, VOCAB)) * 1.5
@@ -104,11 +104,11 @@ def probabilities(logits: mx.array, params: SamplingParams) -> np.ndarray:
     return np.array(mx.softmax(cut, axis=-1)).astype(np.float64)
 
 
-def check_chi_square(found: Counter[tuple[int, int]], expected: np.ndarray) -> None:
+def check_chi_square(pairs: Counter[tuple[int, int]], expected: np.ndarray) -> None:
     """No impossible pair, and a statistic that one fair run in 10,000 exceeds."""
-    assert all(expected[pair] > 0 for pair in found)
+    assert all(expected[pair] > 0 for pair in pairs)
     common = [pair for pair in np.ndindex(*expected.shape) if DRAWS * expected[pair] >= 5]
-    counts = np.array([found[pair] for pair in common], dtype=float)
+    counts = np.array([pairs[pair] for pair in common], dtype=float)
     wanted = np.array([DRAWS * expected[pair] for pair in common])
     rest, wanted_rest = DRAWS - counts.sum(), DRAWS - wanted.sum()
     statistic = float(((counts - wanted) ** 2 / wanted).sum())
