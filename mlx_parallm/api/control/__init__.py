@@ -1,1 +1,1 @@
-"""What changes the server, or tells of it."""
+"""Routes that change the server, or report its state."""

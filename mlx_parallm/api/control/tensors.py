@@ -21,9 +21,9 @@ from mlx_parallm.api.http.uploads import (
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 
-#: The field of a JSON body that has the file.
+#: TENSORS: the field of a JSON body with the file.
 TENSORS = "tensors"
-#: SGLang's field of a JSON body that has several.
+#: SERIALIZED: SGLang's field of a JSON body with several files.
 SERIALIZED = "serialized_named_tensors"
 FORMAT = "load_format"
 SAFETENSORS = "safetensors"
@@ -33,7 +33,7 @@ _BASE64 = {"type": "string", "contentEncoding": "base64"}
 
 
 class UploadTimings(BaseModel):
-    """How long the parts of an upload took, in milliseconds."""
+    """The duration of an upload's stages, in milliseconds."""
 
     receive_ms: float = Field(description="From the first byte of the body to the last.")
     parse_ms: float = Field(description="Of reading, checking and hashing the tensors.")
@@ -43,7 +43,7 @@ class UploadTimings(BaseModel):
 def upload_schema(
     form: type[BaseModel], file_field: str, *, needs_file: bool = True
 ) -> dict[str, Any]:
-    """Return what the OpenAPI document says of an upload, whose body FastAPI does not read.
+    """Return the OpenAPI description of an upload, whose body FastAPI does not read.
 
     Args:
         form: the fields beside the file.
@@ -61,7 +61,7 @@ def upload_schema(
 
 
 def serialized_schema(form: type[BaseModel], *, needs_file: bool = True) -> dict[str, Any]:
-    """Return what the OpenAPI document says of a body of ``take_serialized``."""
+    """Return the OpenAPI description of a body of ``take_serialized``."""
     entries = {"type": "array", "items": _BASE64}
     schema = _with_field(form, SERIALIZED, entries, needs_file)
     return _request_body({JSON_TYPE: {"schema": schema}})
@@ -84,10 +84,10 @@ def unpacked(
 ) -> tuple[dict[str, Any], bytes | bytearray | None, str]:
     """Return the fields of an upload, its file, and the name of the field that the file is in.
 
-    The file is None where a JSON body has none and needs none.
+    The file is None if a JSON body has none and needs none.
 
     Raises:
-        InvalidRequestError: a JSON body is no object, or its file is no base64.
+        InvalidRequestError: a JSON body is not an object, or its file is not base64.
     """
     if not is_json(received.kind):
         return dict(received.fields), received.body, file_field
@@ -99,11 +99,11 @@ def unpacked(
 
 
 def timings(received: Received, parsed_s: float) -> UploadTimings:
-    """Return how long an upload took that has just begun to serve.
+    """Return the timings of an upload that was just loaded.
 
     Args:
         received: the upload.
-        parsed_s: when its tensors had been read, of ``time.perf_counter``.
+        parsed_s: when its tensors had been parsed, by ``time.perf_counter``.
     """
     return UploadTimings(
         receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
@@ -113,15 +113,15 @@ def timings(received: Received, parsed_s: float) -> UploadTimings:
 
 
 def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[str, HostTensor]:
-    """Take the tensors out of a body: those of all its entries, by name.
+    """Remove the tensors from a body's fields; return those of all entries by name.
 
     Args:
-        fields: of the body.
-        dtypes: that they may have, by the format's names.
+        fields: the fields of the body.
+        dtypes: the allowed dtypes, by the format's names.
 
     Raises:
-        InvalidRequestError: they are in another format, which could only be unpickled; an entry is
-            no such file; or a name occurs twice.
+        InvalidRequestError: the format is another, which could only be unpickled; an entry is not
+            a safetensors file; or a name occurs twice.
     """
     if fields.get(FORMAT) != SAFETENSORS:
         raise InvalidRequestError(

@@ -1,1 +1,1 @@
-"""Files of clients."""
+"""Files of clients, and batches of requests."""

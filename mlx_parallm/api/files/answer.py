@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI describes them."""
+"""Files and batches in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.batch_jobs.files import FileRecord
-from mlx_parallm.batch_jobs.records import BatchRecord
+from mlx_parallm.batch_jobs.records import BatchRecord, State
 
 
 def file_object(record: FileRecord) -> dict[str, Any]:
-    """Return a file."""
+    """Return the description of a file."""
     return {
         "id": record.id,
         "object": "file",
@@ -25,7 +25,7 @@ def file_object(record: FileRecord) -> dict[str, Any]:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """Return a batch; its files are shown when they are whole."""
+    """Return the description of a batch; output files appear once they are complete."""
     has_ended = record.has_ended
     errors = record.errors
     return {
@@ -40,14 +40,12 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         "output_file_id": record.output_file_id if has_ended else None,
         "error_file_id": record.error_file_id if has_ended else None,
         "created_at": record.created_at,
-        "in_progress_at": record.in_progress_at,
         "expires_at": record.expires_at,
-        "finalizing_at": record.finalizing_at,
-        "completed_at": record.completed_at,
-        "failed_at": record.failed_at,
-        "expired_at": record.expired_at,
-        "cancelling_at": record.cancelling_at,
-        "cancelled_at": record.cancelled_at,
+        **{
+            f"{state}_at": getattr(record, f"{state}_at")
+            for state in State
+            if state is not State.VALIDATING
+        },
         "request_counts": {
             "total": record.total,
             "completed": record.completed,
@@ -59,7 +57,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 
 def list_object(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """Return a page."""
+    """Return a page of a list."""
     return {
         "object": "list",
         "data": list(objects),

@@ -22,7 +22,7 @@ from mlx_parallm.batch_jobs.threads import in_thread
 routes = Routes(FILES, short=True)
 
 FILE_FIELD = "file"
-# FastAPI cannot know: the form is read as it comes, not by it.
+# FORM_SCHEMA describes the form for the documentation: FastAPI does not read it.
 FORM_SCHEMA = UploadFields.model_json_schema()
 FORM_SCHEMA["properties"][FILE_FIELD] = {"type": "string", "format": "binary"}
 FORM_SCHEMA["required"] = [FILE_FIELD, "purpose"]
@@ -53,7 +53,7 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
 ) -> dict[str, Any]:
-    """The caller's files by age; ``after`` is the last id of the page before."""
+    """List the caller's files by age; ``after`` is the last id of the previous page."""
     records, has_more = batches.files.list(
         client, purpose=purpose, after=after, limit=limit, descending=order == "desc"
     )
@@ -62,20 +62,20 @@ async def list_files(
 
 @routes.get("/v1/files/{file_id}")
 async def retrieve_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
-    """One file's description."""
+    """Return the description of a file."""
     return file_object(batches.files.get(file_id, client))
 
 
 @routes.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
-    """Remove a file, unless a batch that has not ended reads it."""
+    """Delete a file, unless a running batch reads it."""
     batches.files.delete(file_id, client)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 @routes.get("/v1/files/{file_id}/content", response_class=FileResponse)
 async def retrieve_content(file_id: str, client: ClientDep, batches: BatchesDep) -> FileResponse:
-    """What is in a file."""
+    """Return the content of a file."""
     record = batches.files.get(file_id, client)
     return FileResponse(
         batches.files.path(record.id),

@@ -1,4 +1,4 @@
-"""What comes in with files and lists of them."""
+"""The fields of uploads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "ev
 
 
 class ExpiresAfter(BaseModel):
-    """When a file goes by itself."""
+    """When a file expires."""
 
     anchor: Literal["created_at"]
     seconds: StrictInt = Field(ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)
@@ -25,12 +25,12 @@ class UploadFields(BaseModel):
 
     purpose: Purpose = Field(description="What the file is for.")
     expires_after_anchor: Literal["created_at"] | None = Field(
-        None, alias="expires_after[anchor]", description="The moment from which time is counted."
+        None, alias="expires_after[anchor]", description="The moment from which the time counts."
     )
     expires_after_seconds: int | None = Field(
         None,
         alias="expires_after[seconds]",
         ge=MIN_EXPIRY_S,
         le=MAX_EXPIRY_S,
-        description="When the file goes; one for a batch after 30 days if not given.",
+        description="When the file expires; by default, a file for a batch expires after 30 days.",
     )

@@ -1,4 +1,4 @@
-"""``GET /docs`` and ``/openapi.json``: the API's documentation, all of it from this server."""
+"""``GET /docs`` and ``/openapi.json``: the API's documentation, without files of other servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 
 ASSETS = "/docs/assets"
-# Groups of operations, and the list of schemas, are opened by whoever reads them.
+# FOLDED: groups of operations and the list of schemas are closed at first.
 FOLDED = {"docExpansion": "none", "defaultModelsExpandDepth": 0}
 
 routes = Routes(SERVER, access=Access.OPEN)
@@ -23,14 +23,14 @@ routes = Routes(SERVER, access=Access.OPEN)
 
 @routes.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     document, base = request.app.openapi(), _base(request)
     return JSONResponse({**document, "servers": [{"url": base}]} if base else document)
 
 
 @routes.get("/docs", include_in_schema=False)
 async def documentation(request: Request) -> HTMLResponse:
-    """Swagger UI over ``/openapi.json``."""
+    """Show Swagger UI for ``/openapi.json``."""
     base = _base(request)
     return get_swagger_ui_html(
         openapi_url=f"{base}/openapi.json",
@@ -44,11 +44,11 @@ async def documentation(request: Request) -> HTMLResponse:
 
 @routes.get(ASSETS + "/{path:path}", include_in_schema=False)
 async def asset(path: str, request: Request) -> Response:
-    """A file of Swagger UI."""
+    """Return a file of Swagger UI."""
     folder = StaticFiles(directory=str(files("fastapi_swagger") / "resources"))
     return await folder.get_response(path, request.scope)
 
 
 def _base(request: Request) -> str:
-    """Return what a browser must write before a path (``--root-path``)."""
+    """Return the prefix of paths for browsers (``--root-path``)."""
     return request.scope.get("root_path", "").rstrip("/")

@@ -1,4 +1,4 @@
-"""``GET /``: a page to look at the server and to try its models; its parts at ``/page/``."""
+"""``GET /``: a page that shows the server and tries its models; its parts are at ``/page/``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Everything comes from this server, and no text can become markup or a script (CSP Level 3,
-# Trusted Types): the page shows what models write.
+# POLICY: everything comes from this server, and no text can become markup or a script (CSP Level 3,
+# Trusted Types), because the page shows texts of models.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -42,14 +42,14 @@ HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Kept by the browser, but asked for again: a new version is seen at once.
+    # The browser caches files but revalidates them, so that a new version shows at once.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page; ``etag`` is made of its content, as a wheel's files have no times."""
+    """A file of the page; ``etag`` is a digest of its content, as a wheel's files have no times."""
 
     content: bytes
     content_type: str
@@ -69,19 +69,19 @@ def page_files() -> dict[str, PageFile]:
     return page
 
 
-# Links of the page are relative, so that it works below any prefix.
+# The page's links are relative, so that it works below any prefix.
 routes = Routes(SERVER, access=Access.OPEN)
 
 
 @routes.get("/", include_in_schema=False)
 async def page(request: Request) -> Response:
-    """The page itself, which asks for a key if the server needs one."""
+    """Return the page itself, which asks for a key if the server needs one."""
     return _answer(request, page_files()[INDEX])
 
 
 @routes.get("/page/{name}", include_in_schema=False)
 async def part(name: str, request: Request) -> Response:
-    """A script, a style sheet or an image."""
+    """Return a script, a style sheet or an image of the page."""
     if name not in page_files() or name == INDEX:
         raise HTTPException(404)
     return _answer(request, page_files()[name])
@@ -90,7 +90,7 @@ async def part(name: str, request: Request) -> Response:
 def _answer(request: Request, file: PageFile) -> Response:
     headers = HEADERS | {"etag": file.etag}
     known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
-    # A proxy that compresses makes an entity tag weak.
+    # A compressing proxy makes an entity tag weak.
     if file.etag in [tag.removeprefix("W/") for tag in known]:
         return Response(status_code=304, headers=headers)
     return Response(file.content, headers=headers, media_type=file.content_type)

@@ -27,15 +27,16 @@ from mlx_parallm.types.pooling import Task
 
 routes = Routes(TOKENS, body_limit=TOKENIZE)
 
-# Of one body's inputs: what is told of a token takes some hundred times as much as its text.
+# MAX_CHARACTERS: characters of a body's inputs. The answer about a token has some hundred times as
+# many bytes as its text.
 MAX_CHARACTERS = 1_000_000
-# Entries of a list that are written at once.
+# PART_ENTRIES: entries of a list that are written at once.
 PART_ENTRIES = 1024
 
 
 @routes.post("/tokenize")
 async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
-    """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
+    """Return the tokens of a text or a conversation; for TEI's ``inputs``, a list for each text."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
     model = tokenizing_model(engine, body.model)
@@ -62,17 +63,17 @@ async def _text_tokens(
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
     model = engine.pooling.get(body.model, *get_args(Task))
     prompt = named_prompt(model.info, body.prompt_name)
-    given = [prompt + text for text in texts]
-    if (size := sum(map(len, given))) > MAX_CHARACTERS:
+    prompted = [prompt + text for text in texts]
+    if (size := sum(map(len, prompted))) > MAX_CHARACTERS:
         raise InvalidRequestError(
             f"inputs have {size} characters, and at most {MAX_CHARACTERS} are allowed.",
             param="inputs",
         )
 
     def work() -> Response:
-        found = model.tokenizer.spans(given, add_special_tokens=body.add_special_tokens)
+        spans_of_texts = model.tokenizer.spans(prompted, add_special_tokens=body.add_special_tokens)
         return _json_response(
-            [text_tokens(text, spans) for text, spans in zip(given, found, strict=True)]
+            [text_tokens(*each) for each in zip(prompted, spans_of_texts, strict=True)]
         )
 
     return await in_thread(work)
@@ -96,7 +97,7 @@ def _json_response(answer: Any) -> Response:
 
 
 def _json(value: Any) -> str:
-    """Return the value as JSON; long lists are written in parts: each holds the interpreter."""
+    """Return the value as JSON, long lists in parts, because writing holds the interpreter."""
     if is_object(value) and any(is_list(each) for each in value.values()):
         return f"{{{','.join(f'{_dumps(key)}:{_json(each)}' for key, each in value.items())}}}"
     if not is_list(value):
@@ -127,7 +128,7 @@ def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
 
 
 def _ends(body: TokenizeRequest) -> dict[str, bool]:
-    """Return how a conversation ends, for a template."""
+    """Return the template's options for the end of a conversation."""
     return {
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,

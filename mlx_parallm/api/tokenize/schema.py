@@ -32,10 +32,10 @@ class TokenizeRequest(TurnEndFields):
         False, description='Add every token as the vocabulary has it, such as "Ġword".'
     )
     inputs: Texts | None = Field(
-        None, description="TEI's: a text or several, which ask for TEI's answer, of an encoder."
+        None, description="TEI's: a text or several, with TEI's answer, by an encoder."
     )
     prompt_name: StrictStr | None = Field(
-        None, description="TEI's: the prompt of the model that is put before inputs."
+        None, description="TEI's: name of the model's prompt that precedes every input."
     )
 
 

@@ -1,1 +1,1 @@
-"""vLLM's route from tokens to tokens."""
+"""vLLM's token-in, token-out route."""

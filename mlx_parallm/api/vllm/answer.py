@@ -1,4 +1,4 @@
-"""Events of a request from tokens to tokens, as vLLM's objects and chunks."""
+"""From events of a token-in, token-out request to vLLM's objects and chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
 
-# What the body calls the engine's names.
+# FIELDS: the body's names of the engine's fields.
 FIELDS = {
     "prompt": "token_ids",
     "messages": "token_ids",
@@ -78,8 +78,8 @@ class TokenAnswer(SampledAnswer):
         chunk = self._head() | {"choices": [choice]}
         if not self._is_begun:
             self._is_begun = True
-            found = self._prompt_logprobs()
-            chunk |= {} if found is None else {"prompt_logprobs": found}
+            logprobs = self._prompt_logprobs()
+            chunk |= {} if logprobs is None else {"prompt_logprobs": logprobs}
         return [chunk | chunk_usage(self.usage, self._body.stream_options)]
 
     def closing(self) -> list[Chunk]:
@@ -96,7 +96,7 @@ class TokenAnswer(SampledAnswer):
         return head
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        """Return a choice, or a piece of it."""
+        """Return a choice, or a piece of a streamed one."""
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": sample.finish_reason,
@@ -104,7 +104,7 @@ class TokenAnswer(SampledAnswer):
             "logprobs": None,
         }
         if self._body.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": [self._entry(one) for one in sample.logprobs]}
+            choice["logprobs"] = {"content": [self._entry(each) for each in sample.logprobs]}
         return choice | {"text": sample.text} if self._with_text else choice
 
     def _entry(self, entry: TokenLogprob) -> dict[str, Any]:

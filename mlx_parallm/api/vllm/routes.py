@@ -1,4 +1,4 @@
-"""``POST /inference/v1/generate``: vLLM's route from tokens to tokens."""
+"""``POST /inference/v1/generate``: vLLM's token-in, token-out route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ routes = Routes(RL, body_limit=INPUT)
 
 @routes.post("/inference/v1/generate", responses=STREAMED)
 async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
-    """Continue a prompt of token ids, by token ids."""
+    """Continue a prompt of token ids; the answer has token ids."""
     n = body.sampling_params.n
     admitted = await prelude.admit(body.model or None, n=n, fields=FIELDS)
     model = admitted.model

@@ -1,4 +1,4 @@
-"""The body of ``POST /inference/v1/generate``, vLLM's route from tokens to tokens."""
+"""The body of ``POST /inference/v1/generate``, vLLM's token-in, token-out route."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS, SamplingFields, Strea
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 
-# Parameters of vLLM that would change the tokens and are not offered here.
+# UNSUPPORTED: parameters of vLLM that would change the tokens and are not supported here.
 UNSUPPORTED = (
     "bad_words",
     "logits_processors",
@@ -20,7 +20,7 @@ UNSUPPORTED = (
     "thinking_token_budget",
     "use_beam_search",
 )
-# Fields of the body of which the same is true.
+# UNSUPPORTED_FIELDS: fields of the body that are not supported either.
 UNSUPPORTED_FIELDS = ("content_parts", "features")
 
 
@@ -58,7 +58,7 @@ class TokenSamplingParams(SamplingFields):
     )
 
     def check_supported(self) -> None:
-        """Refuse what would change the tokens and is not offered.
+        """Refuse parameters that would change the tokens and are not supported.
 
         Raises:
             InvalidRequestError: such a parameter has a value.
@@ -107,7 +107,7 @@ class TokenGenerateRequest(StreamFields):
     priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
 
     def check_supported(self) -> None:
-        """Refuse what is not offered.
+        """Refuse fields and parameters that are not supported.
 
         Raises:
             InvalidRequestError: the prompt has images or other media, or see

@@ -1,4 +1,4 @@
-"""Log-probabilities by token id, as vLLM's route from tokens to tokens writes them."""
+"""Log-probabilities by token id, in the form of vLLM's token-in, token-out route."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from mlx_parallm.types.step import TokenLogprob
 
 
 class TokenEntries:
-    """Writes entries that clients of every version of vLLM read.
+    """Writes entries that clients of all versions of vLLM can read.
 
-    vLLM 0.33 names a token by ``token_id``, older versions by the text ``token_id:N``; clients
-    look for the one or the other, so both are there. Ranks are those among the likeliest that were
-    asked for; null for a token outside of them.
+    vLLM 0.33 names a token by ``token_id``, older versions by the text ``token_id:N``; entries have
+    both. Ranks count among the requested alternatives; a token outside of them has null.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
-        """``tokenizer`` makes ``token`` the token's text, and adds its ``bytes``."""
+        """With ``tokenizer``, ``token`` is the token's text, and ``bytes`` are added."""
         self._tokenizer = tokenizer
 
     def entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
-        """One token."""
+        """Return the entry of a token."""
         named = self._names(token_id)
         return named | {"token_id": token_id, "logprob": logprob, "rank": rank}
 
@@ -39,7 +38,7 @@ class TokenEntries:
         return own | {"top_logprobs": shown if count == ALL_TOKENS else shown[: max(count, 1)]}
 
     def with_named(self, entry: TokenLogprob) -> dict[str, Any]:
-        """Return a sampled token with those that were asked for by id, in the order asked for."""
+        """Return a sampled token with the tokens that the request names, in their order."""
         named = [self.entry(token_id, value, None) for token_id, value in entry.top]
         own = self.entry(entry.token_id, entry.logprob, entry.rank)
         return own | {"top_logprobs": named}

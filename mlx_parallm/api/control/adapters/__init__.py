@@ -1,1 +1,1 @@
-"""Adapters while the server runs."""
+"""Loading, listing and unloading adapters while the server runs."""

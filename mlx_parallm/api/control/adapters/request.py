@@ -1,4 +1,4 @@
-"""Uploads of adapters into what the engine takes, and loaded ones into what clients read."""
+"""From uploads to adapters of the engine, and from loaded adapters to answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "adapter_model"
-# Fields of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
+# NOT_SERVED: SGLang's fields for tokens that the base model lacks, and for checksums of pickles.
 NOT_SERVED = ("added_tokens_config", "expected_checksums")
 
 
 def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields]:
     """Return the adapter of a body, and its fields.
 
-    It is long work, for a thread of its own: every number is checked and hashed.
+    It takes long, so it runs on a thread of its own: every number is checked and hashed.
 
     Raises:
         InvalidRequestError: a field is missing or wrong, the tensors are no safetensors file, or
@@ -40,11 +40,13 @@ def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields]:
 
 
 def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
-    """Return the adapter of SGLang's ``/load_lora_adapter_from_tensors``; long work too.
+    """Return the adapter of SGLang's ``/load_lora_adapter_from_tensors``.
+
+    It takes as long as ``read_upload``.
 
     Raises:
-        InvalidRequestError: a field is wrong or asks for what is not served, or the tensors are
-            wrong; see ``take_serialized``.
+        InvalidRequestError: a field is wrong or not supported, or the tensors are wrong; see
+            ``take_serialized``.
     """
     fields = json_object(received.body)
     tensors = take_serialized(fields, dtypes=FLOATS)
@@ -59,7 +61,7 @@ def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
 def _upload(
     name: str, weights: AdapterWeights, fields: AdapterFields | LoraTensors
 ) -> AdapterUpload:
-    # Computed here rather than on the engine thread.
+    # The digest is computed here, so that the engine thread need not do it.
     _ = weights.digest
     return AdapterUpload(
         name=name,
@@ -72,7 +74,7 @@ def _upload(
 
 
 def refuse_3d_weights(is_3d: bool) -> None:
-    """Raise NotImplementedRouteError if an adapter's weights of experts are in vLLM's 3D form."""
+    """Raise NotImplementedRouteError if an adapter has its experts in vLLM's 3D form."""
     if is_3d:
         raise NotImplementedRouteError(
             "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
@@ -80,15 +82,15 @@ def refuse_3d_weights(is_3d: bool) -> None:
 
 
 def card(info: AdapterInfo) -> AdapterCard:
-    """Return a loaded adapter as clients read it."""
+    """Return the description of a loaded adapter."""
     return AdapterCard.model_validate(asdict(info))
 
 
 def uploaded(info: AdapterInfo, timings: UploadTimings) -> UploadedAdapter:
-    """Return an adapter that has just begun to serve."""
+    """Return the description of an adapter that was just uploaded."""
     return UploadedAdapter.model_validate({**asdict(info), "timings": timings})
 
 
 def loaded_adapters(infos: Sequence[AdapterInfo]) -> dict[str, str]:
-    """Return SGLang's map of what is loaded."""
+    """Return the loaded adapters in SGLang's form."""
     return {info.name: info.source or info.name for info in infos}

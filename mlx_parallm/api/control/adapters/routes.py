@@ -39,7 +39,7 @@ from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import NotFoundError
 
-#: With and without ``/v1``.
+#: Most routes are served with and without ``/v1``.
 routes = Routes(SERVER, access=Access.ADMIN, short=True)
 
 HEADER_PREFIX = "x-adapter-"
@@ -52,9 +52,9 @@ HEADER_PREFIX = "x-adapter-"
     response_model=UploadedAdapter,
 )
 async def update_adapter_weights(request: Request, engine: EngineDep, response: Response) -> object:
-    """Serve an adapter whose tensors are in the body, or replace one between two steps.
+    """Load an adapter from tensors in the body, or replace a loaded one between two steps.
 
-    The query or headers ``x-adapter-…`` bring the fields of a body that is nothing but tensors.
+    If the body is only tensors, the query or headers ``x-adapter-…`` have the fields.
     """
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     upload, fields = await asyncio.to_thread(read_upload, received)
@@ -66,13 +66,13 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
 
 @routes.get("/v1/adapters")
 async def list_adapters(engine: EngineDep) -> AdapterList:
-    """The loaded adapters of all models."""
-    return AdapterList(object="list", data=[card(info) for info in await engine.control.look()])
+    """List the loaded adapters of all models."""
+    return AdapterList(data=[card(info) for info in await engine.control.look()])
 
 
 @routes.get("/v1/adapters/{name:path}")
 async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
-    """One adapter."""
+    """Return the description of a loaded adapter."""
     for info in await engine.control.look():
         if info.name == name:
             return card(info)
@@ -81,21 +81,21 @@ async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
 
 @routes.delete("/v1/adapters/{name:path}")
 async def delete_adapter(name: str, engine: EngineDep) -> DeletedAdapter:
-    """Admit no more requests of an adapter; those that run end with it."""
+    """Unload an adapter: new requests are refused; running requests finish with it."""
     info = await engine.control.unload_adapter(name)
-    return DeletedAdapter(object="adapter", name=info.name, deleted=True)
+    return DeletedAdapter(name=info.name)
 
 
 @routes.post("/v1/load_lora_adapter", short=False, response_class=PlainTextResponse)
 async def load_lora_adapter(body: LoadLora, engine: EngineDep) -> Response:
-    """vLLM's: serve an adapter from a folder; a name that is taken needs ``load_inplace``."""
+    """Load an adapter from a folder (vLLM). ``load_inplace`` replaces a loaded one."""
     await _load(engine, body, replaces=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @routes.post("/v1/unload_lora_adapter", short=False, response_class=PlainTextResponse)
 async def unload_lora_adapter(body: UnloadLora, engine: EngineDep) -> Response:
-    """vLLM's: admit no more requests of an adapter."""
+    """Unload an adapter (vLLM); running requests finish with it."""
     await engine.control.unload_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -103,7 +103,7 @@ async def unload_lora_adapter(body: UnloadLora, engine: EngineDep) -> Response:
 @routes.post("/load_lora_adapter", short=False, dialect=SGLANG)
 @routes.post("/update_weights_from_lora", short=False, dialect=SGLANG)
 async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
-    """SGLang's and prime-rl's: serve an adapter from a folder, in place of one of this name."""
+    """Load an adapter from a folder (SGLang, prime-rl); one with this name is replaced."""
     await _load(engine, body, replaces=True)
     if body.flush_cache:
         await engine.control.reset_prefix_cache()
@@ -119,7 +119,7 @@ async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     response_model=LoraAnswer,
 )
 async def put_lora_tensors(request: Request, engine: EngineDep, response: Response) -> object:
-    """SGLang's: serve an adapter of the body, as safetensors only, in place of one of this name."""
+    """Load an adapter from safetensors in the body (SGLang); one with this name is replaced."""
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     upload, fields = await asyncio.to_thread(read_serialized, received)
     await engine.control.load_adapter(upload, model=fields.base_model_name)
@@ -129,7 +129,7 @@ async def put_lora_tensors(request: Request, engine: EngineDep, response: Respon
 
 @routes.post("/unload_lora_adapter", short=False, dialect=SGLANG)
 async def drop_lora_adapter(body: UnloadLora, engine: EngineDep) -> LoraAnswer:
-    """SGLang's: admit no more requests of an adapter."""
+    """Unload an adapter (SGLang); running requests finish with it."""
     await engine.control.unload_adapter(body.lora_name)
     return _answer(engine)
 
@@ -149,4 +149,4 @@ async def _load(engine: EngineClient, body: LoadLora, *, replaces: bool) -> None
 
 def _answer(engine: EngineClient) -> LoraAnswer:
     loaded = loaded_adapters(engine.control.adapters())
-    return LoraAnswer(success=True, error_message="", loaded_adapters=loaded)
+    return LoraAnswer(loaded_adapters=loaded)

@@ -25,7 +25,7 @@ FolderPath = Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)
 
 
 def _parsed(value: Any) -> Any:
-    """Return an object, from its JSON where a form, a query or a header brings it."""
+    """Return an object, parsed if it came as text in a form, a query or a header."""
     if not isinstance(value, str):
         return value
     try:
@@ -35,44 +35,42 @@ def _parsed(value: Any) -> Any:
 
 
 class AdapterFields(OpenForm):
-    """What an upload says besides its tensors, in its form, its query, its headers or its JSON."""
+    """The fields of an upload beside its tensors, in a form, a query, headers or JSON."""
 
-    name: Name = Field(description="That requests are to use as their model.")
+    name: Name = Field(description="The name that requests use as their model.")
     config: Annotated[dict[str, Any], BeforeValidator(_parsed)] = Field(
         validation_alias=AliasChoices("config", "adapter_config"),
         description="The content of adapter_config.json, as PEFT or mlx-lm writes it.",
     )
     model: Name | None = Field(None, description="The base model; the first by default.")
     version: Name | None = Field(
-        None, description="Label of the tokens it makes; by default it counts on."
+        None, description="Label of its tokens; by default the next number."
     )
     expected_version: Name | None = Field(
-        None, description="The version that this one replaces; 412 if another is there."
+        None, description="The version to replace; 412 if another is loaded."
     )
-    pinned: bool | None = Field(None, description="Whether it keeps its slot once it has one.")
+    pinned: bool | None = Field(None, description="True keeps it in its slot.")
 
 
 class AdapterCard(BaseModel):
     """A loaded adapter."""
 
-    object: str = Field("adapter", description="Always adapter.")
-    name: str = Field(description="That requests use as their model.")
+    object: str = Field(default="adapter", description="Always adapter.")
+    name: str = Field(description="The name that requests use as their model.")
     model: str = Field(description="The first name of its base model.")
-    version: str = Field(description="Label of the tokens that it makes now.")
-    digest: str = Field(description="SHA-256 of what it changes: its identity.")
-    rank: int = Field(description="The largest of its modules.")
-    bytes: int = Field(validation_alias="num_bytes", description="Of its tensors.")
-    created: int = Field(description="Unix seconds of this version.")
-    source: str | None = Field(None, description="The folder it came from; null for an upload.")
-    pinned: bool = Field(
-        validation_alias="is_pinned", description="Whether it keeps its slot once it has one."
-    )
-    resident: bool = Field(validation_alias="is_resident", description="Whether it has a slot.")
-    num_running: int = Field(description="Sequences that run with it.")
+    version: str = Field(description="Label of its tokens now.")
+    digest: str = Field(description="SHA-256 of its content.")
+    rank: int = Field(description="The largest rank of its modules.")
+    bytes: int = Field(validation_alias="num_bytes", description="Size of its tensors.")
+    created: int = Field(description="Unix time of this version.")
+    source: str | None = Field(default=None, description="Its folder; null for an upload.")
+    pinned: bool = Field(validation_alias="is_pinned", description="True keeps it in its slot.")
+    resident: bool = Field(validation_alias="is_resident", description="True if it has a slot.")
+    num_running: int = Field(description="Sequences running with it.")
 
 
 class UploadedAdapter(AdapterCard):
-    """An adapter that serves now."""
+    """An adapter that was just loaded."""
 
     timings: UploadTimings = Field(description="How long that took.")
 
@@ -80,52 +78,52 @@ class UploadedAdapter(AdapterCard):
 class AdapterList(BaseModel):
     """All loaded adapters."""
 
-    object: str = Field("list", description="Always list.")
-    data: list[AdapterCard] = Field(description="By when they were first loaded.")
+    object: str = Field(default="list", description="Always list.")
+    data: list[AdapterCard] = Field(description="In the order of loading.")
 
 
 class DeletedAdapter(BaseModel):
-    """An adapter that admits no more requests."""
+    """An adapter that was unloaded."""
 
-    object: str = Field("adapter", description="Always adapter.")
+    object: str = Field(default="adapter", description="Always adapter.")
     name: str = Field(description="Its name.")
-    deleted: bool = Field(True, description="Always true.")
+    deleted: bool = Field(default=True, description="Always true.")
 
 
 class LoraForm(OpenForm):
-    """What bodies of vLLM and SGLang say of an adapter."""
+    """A body of vLLM or SGLang about an adapter."""
 
-    # Ids that the two servers have, and nothing else reads.
+    # These ids are internal to the two servers.
     without_effect = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
 
 
 class UnloadLora(LoraForm):
-    """vLLM's and SGLang's body of unloading one."""
+    """vLLM's and SGLang's body for unloading an adapter."""
 
     lora_name: Name = Field(description="Its name.")
 
 
 class NewLora(LoraForm):
-    """What both ways to load an adapter say of it."""
+    """The fields of both ways to load an adapter."""
 
-    lora_name: Name = Field(description="That requests are to use as their model.")
+    lora_name: Name = Field(description="The name that requests use as their model.")
     base_model_name: Name | None = Field(None, description="The base model; the first by default.")
-    pinned: StrictBool | None = Field(None, description="Whether it keeps its slot.")
-    version: Name | None = Field(None, description="Label of the tokens it makes.")
-    expected_version: Name | None = Field(None, description="The version that this one replaces.")
+    pinned: StrictBool | None = Field(None, description="True keeps it in its slot.")
+    version: Name | None = Field(None, description="Label of its tokens.")
+    expected_version: Name | None = Field(None, description="The version to replace.")
 
 
 class LoadLora(NewLora):
-    """vLLM's and SGLang's body of loading an adapter from a folder."""
+    """vLLM's and SGLang's body for loading an adapter from a folder."""
 
     lora_path: FolderPath = Field(description="A folder that this server may read.")
-    load_inplace: StrictBool = Field(False, description="Whether it may replace another.")
+    load_inplace: StrictBool = Field(False, description="True may replace a loaded adapter.")
     is_3d_lora_weight: StrictBool = Field(False, description="Only false is served.")
-    flush_cache: StrictBool = Field(False, description="Whether to forget what was cached.")
+    flush_cache: StrictBool = Field(False, description="True also empties the prefix cache.")
 
 
 class LoraTensors(NewLora):
-    """SGLang's body of ``/load_lora_adapter_from_tensors``, but for the tensors."""
+    """SGLang's body of ``/load_lora_adapter_from_tensors`` without the tensors."""
 
     config_dict: dict[str, Any] = Field(description="The content of adapter_config.json.")
     load_format: Literal["safetensors"] = Field(
@@ -136,8 +134,8 @@ class LoraTensors(NewLora):
 class LoraAnswer(BaseModel):
     """SGLang's answer."""
 
-    success: bool = Field(True, description="Always true; errors have another status.")
-    error_message: str = Field("", description="Always empty.")
+    success: bool = Field(default=True, description="Always true; errors have another status.")
+    error_message: str = Field(default="", description="Always empty.")
     loaded_adapters: dict[str, str] = Field(
-        description="Folder, or name where there is none, by name."
+        description="The folder of each adapter by name; for an upload, its name."
     )

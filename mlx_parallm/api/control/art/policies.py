@@ -1,7 +1,7 @@
-"""What ART calls the versions of adapters: generations of a slot, each with the step it is of.
+"""Versions of adapters in ART's terms: generations of a slot, each with its training step.
 
-The words are those of the server that ART ships (openpipe-art 0.5.23, ``art_vllm_runtime``): a slot
-is the name that requests use; an update takes it from one generation to the next.
+The terms come from the server that ART ships (openpipe-art 0.5.23, ``art_vllm_runtime``): a slot is
+the name that requests use, and an update moves it from one generation to the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_parallm.types.errors import InvalidRequestError
 
-#: Operations and generations that are remembered; the oldest are forgotten first.
+#: MAX_REMEMBERED: operations and generations that are kept; the oldest are forgotten first.
 MAX_REMEMBERED = 4096
 _STEP = re.compile(r"@(\d{1,18})$")
 
@@ -25,10 +25,10 @@ class Policy:
     """A state of an adapter, as ART identifies it.
 
     Attributes:
-        generation_id: tells it from all others of its slot; the label of its weights.
-        policy_version: the training step it is of.
+        generation_id: unique within its slot; the label of its weights.
+        policy_version: its training step.
         lora_slot: the name that requests use.
-        update_seq: grows with every update; 0 for what no update of ART's brought.
+        update_seq: grows with every update; 0 if no update of ART's brought it.
     """
 
     generation_id: str
@@ -39,10 +39,10 @@ class Policy:
 
 @dataclass(slots=True, eq=False)
 class Policies:
-    """The generations of all slots. Lives on the event loop.
+    """The generations of all slots. It is used on the event loop only.
 
     Attributes:
-        lock: held while an update is made, so that one comes after the other.
+        lock: held during an update, so that updates run one after another.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,7 +60,7 @@ class Policies:
         return self._known.get((slot, label))
 
     def of(self, slot: str, label: str) -> Policy:
-        """Return the generation of any adapter or model; others than ART's have name and label."""
+        """Return the generation of any adapter or model; without ART, of its name and label."""
         known = self.find(slot, label)
         if known is not None:
             return known
@@ -73,7 +73,7 @@ class Policies:
         )
 
     def begin(self, slot: str, generation_id: str, policy_version: int) -> Policy:
-        """Know a generation before its first token is made; ``forget`` it if it is not loaded."""
+        """Record a generation before its first token; call ``forget`` if loading fails."""
         self._num_updates += 1
         policy = Policy(
             generation_id=generation_id,
@@ -90,7 +90,7 @@ class Policies:
         self._known.pop((policy.lora_slot, policy.generation_id), None)
 
     def result_of(self, operation_id: str, request: Mapping[str, Any]) -> Any:
-        """Return what an operation answered that is asked for again; None if it is new.
+        """Return the answer of an operation that is repeated; None if it is new.
 
         Raises:
             InvalidRequestError: another request had this id.
@@ -105,7 +105,7 @@ class Policies:
         return result
 
     def settle(self, operation_id: str, request: Mapping[str, Any], result: Any) -> None:
-        """Remember what an operation answered."""
+        """Record the answer of an operation."""
         self._receipts[operation_id] = (request, result)
         _trim(self._receipts)
 

@@ -1,11 +1,10 @@
-"""ART's routes: what this server can do for it, and adapters that are replaced in flight."""
+"""ART's routes: capabilities, and adapters that are replaced in flight."""
 
 from __future__ import annotations
 
 from fastapi import Request
 
 from mlx_parallm.api.control.art.schema import (
-    PROTOCOL_VERSION,
     ArtCapabilities,
     InFlightUpdate,
     InFlightUpdated,
@@ -21,21 +20,13 @@ routes = Routes(RL)
 
 @routes.get("/art/capabilities")
 async def art_capabilities() -> ArtCapabilities:
-    """The features of ART's serving protocol that are served."""
-    return ArtCapabilities(
-        runtime="art_vllm",
-        protocol_version=PROTOCOL_VERSION,
-        binary_routed_experts=False,
-        fast_metrics=None,
-        inplace_lora_load=True,
-        in_flight_lora_updates=True,
-        policy_token_spans=True,
-    )
+    """Return the features of ART's serving protocol that this server has."""
+    return ArtCapabilities()
 
 
 @routes.post("/art/in_flight_lora_update", access=Access.ADMIN)
 async def in_flight_lora_update(
     body: InFlightUpdate, request: Request, engine: EngineDep
 ) -> InFlightUpdated:
-    """Replace an adapter while requests generate with it; their spans show where."""
+    """Replace an adapter while requests generate with it; spans show which tokens it made."""
     return await update_in_flight(body, engine.control, request.app.state.policies)

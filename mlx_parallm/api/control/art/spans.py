@@ -1,4 +1,4 @@
-"""Which of ART's policies made which tokens of a choice."""
+"""Spans of a choice's tokens by ART's policy that made them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PolicySpans:
     """Writes a choice's versions in ART's form.
 
     Attributes:
-        policies: that are known by their labels.
+        policies: the known policies, by label.
         slot: the name of the adapter or model.
-        label: of the weights that were there when the request came, for a choice without tokens.
-        num_prompt_tokens: of the request.
+        label: the weights' label when the request came, for a choice without tokens.
+        num_prompt_tokens: tokens of the prompt.
     """
 
     policies: Policies
@@ -29,8 +29,8 @@ class PolicySpans:
         """Return the two fields of a choice.
 
         ``policy_token_spans`` partition its tokens. ``prompt_policy_token_spans`` partition the
-        prompt's tokens but the first, which nothing predicts: weights that change during a prompt
-        compute all of it anew, so it is of the version of the first token.
+        prompt's tokens but the first, which nothing predicts. When weights change during a prompt,
+        all of it is recomputed, so that it has the version of the first token.
         """
         made = [
             self._span(span["version"], span["start"], span["end"]) for span in versions.to_json()

@@ -21,19 +21,18 @@ from mlx_parallm.types.errors import (
 async def update_in_flight(
     body: InFlightUpdate, control: EngineControl, policies: Policies
 ) -> InFlightUpdated:
-    """Take a slot from one generation to the next.
+    """Move a slot from one generation to the next.
 
-    An operation that is repeated, for its answer was lost, does nothing while it is what serves.
-
-    A slot that is not loaded begins with a generation that is its own predecessor: so ART's service
-    begins. A slot that another route loaded has no generation yet, and takes any for its own.
+    ART repeats an operation whose answer was lost; it does nothing while its generation is served.
+    ART's service begins with a generation that names itself as the expected one: that loads a slot.
+    A slot that another route loaded has no generation yet, and accepts any expected one.
 
     Raises:
-        VersionMismatchError: the slot has another generation than was expected. ART's own server
-            answers 409, which clients of OpenAI's API send again.
+        VersionMismatchError: the slot has another generation than expected. ART's own server
+            answers 409, but OpenAI's clients repeat such requests.
         NotFoundError: there is no such slot, or no such folder.
-        InvalidRequestError: the folder has no adapter that can be served, or the operation's id is
-            another one's.
+        InvalidRequestError: the folder has no adapter that can be served, or another operation
+            has this id.
     """
     _check(body)
     request = body.model_dump()
@@ -42,7 +41,7 @@ async def update_in_flight(
         result: InFlightUpdated | None = policies.result_of(body.operation_id, request)
         if result is None or info is None or info.version != result.generation_id:
             policy = await _advance(body, control, policies, info)
-            result = InFlightUpdated(status="updated", model_name=body.model_name, **asdict(policy))
+            result = InFlightUpdated(model_name=body.model_name, **asdict(policy))
             policies.settle(body.operation_id, request, result)
     return result
 
@@ -81,7 +80,7 @@ async def _advance(
 
 
 def _same(body: InFlightUpdate, current: Policy, info: AdapterInfo | None) -> Policy:
-    """Return what is there, if the update is of exactly that: a trainer that was started anew."""
+    """Return the current policy if a restarted trainer sends exactly its update again."""
     paths = (body.lora_path, str(Path(body.lora_path).resolve()))
     is_there = info is not None and info.source in paths
     if not is_there or body.policy_version != current.policy_version:
@@ -96,7 +95,7 @@ async def _load(body: InFlightUpdate, control: EngineControl, info: AdapterInfo 
             body.lora_path,
             model=body.base_model_name or (None if info is None else info.model),
             version=body.generation_id,
-            # Another route may be faster.
+            # Another route may load the adapter meanwhile.
             expected_version=None if info is None else info.version,
             replaces=info is not None,
         )

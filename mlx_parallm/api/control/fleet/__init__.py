@@ -1,1 +1,1 @@
-"""What routers and launchers ask."""
+"""Routes for routers and launchers of several servers."""

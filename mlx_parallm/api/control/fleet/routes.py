@@ -1,4 +1,4 @@
-"""What routers and launchers of rollout servers ask: loads, size, and whether tokens come."""
+"""Routes for routers and launchers of rollout servers: load, size, and a probe of generation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @routes.get("/health_generate", response_class=Response)
 async def health_generate(request: Request, engine: EngineDep) -> Response:
-    """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
+    """Answer 200 if a token can be generated (SGLang); a busy or paused server is not tried."""
     engine.check_open()
     if not engine.control.is_paused and not (await engine.load()).num_running:
         await _make_token(engine, f"health-{request.state.answer_id}")
@@ -42,14 +42,13 @@ async def health_generate(request: Request, engine: EngineDep) -> Response:
 
 @routes.get("/v1/loads")
 async def loads(engine: EngineDep) -> Loads:
-    """SGLang's: how busy this server is."""
+    """Report how busy this server is (SGLang)."""
     now = await engine.load()
-    # What was admitted after the latest step waits.
+    # Requests that were admitted after the latest step are waiting.
     waiting = max(now.num_waiting, now.num_requests - now.num_running)
     total = now.num_running + waiting
     info = engine.first_model().info
     load = Load(
-        dp_rank=0,
         num_running_reqs=now.num_running,
         num_waiting_reqs=waiting,
         num_total_reqs=total,
@@ -70,22 +69,21 @@ async def loads(engine: EngineDep) -> Loads:
 
 @routes.get("/get_world_size")
 async def world_size() -> WorldSize:
-    """vLLM's: one process computes each model."""
-    return WorldSize(world_size=1)
+    """Return 1: one process computes each model (vLLM)."""
+    return WorldSize()
 
 
 @routes.get("/workers")
 async def workers(request: Request, engine: EngineDep) -> Workers:
-    """A router's, for slime: this server routes to itself."""
+    """List the workers of a router, for slime: only this server."""
     url = str(request.base_url).rstrip("/")
     name = engine.first_model().names[0]
-    worker = Worker(id=url, url=url, model_id=name, worker_type="regular", is_healthy=True)
-    return Workers(workers=[worker], total=1)
+    return Workers(workers=[Worker(id=url, url=url, model_id=name)])
 
 
 @routes.post("/workers", access=Access.ADMIN)
 async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
-    """A router's, for slime, which tells the router of each engine: this server has itself."""
+    """Accept this server's own address as a worker, for slime, which announces each engine."""
     url = str(request.base_url).rstrip("/")
     if _address(body.url) not in (_address(url), request.scope.get("server")):
         raise InvalidRequestError(
@@ -93,11 +91,11 @@ async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
             "in front of them.",
             param="url",
         )
-    return AddedWorker(status="accepted", worker_id=url, url=url)
+    return AddedWorker(worker_id=url, url=url)
 
 
 def _address(url: str) -> tuple[str | None, int | None]:
-    """Host and port of an HTTP address; of another text nothing."""
+    """Return host and port of an HTTP address; None for any other text."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -13,7 +13,7 @@ from mlx_parallm.api.http.forms import OpenForm
 class Load(BaseModel):
     """How busy this server is, in SGLang's names."""
 
-    dp_rank: int = Field(0, description="Always 0.")
+    dp_rank: int = Field(default=0, description="Always 0.")
     num_running_reqs: int = Field(description="Sequences in the batch.")
     num_waiting_reqs: int = Field(description="Sequences that wait for a place in it.")
     num_total_reqs: int = Field(description="Both.")
@@ -33,40 +33,40 @@ class Loads(BaseModel):
 class WorldSize(BaseModel):
     """How many processes compute a model."""
 
-    world_size: int = Field(1, description="Always 1.")
+    world_size: int = Field(default=1, description="Always 1.")
 
 
 class Worker(BaseModel):
-    """This server, as a router tells of it."""
+    """This server, as a router lists it."""
 
     id: str = Field(description="Its address.")
     url: str = Field(description="Its address.")
     model_id: str = Field(description="The first model.")
-    worker_type: str = Field("regular", description="Always regular.")
-    is_healthy: bool = Field(True, description="Always true.")
+    worker_type: str = Field(default="regular", description="Always regular.")
+    is_healthy: bool = Field(default=True, description="Always true.")
 
 
 class NewWorker(OpenForm):
-    """A router's body for a server that it is to send requests to."""
+    """The body that adds a server to a router."""
 
     url: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)] = Field(
         description="This server's own address."
     )
     worker_type: Literal["regular"] = Field(
-        "regular", description="Prefill and decoding are not apart here."
+        "regular", description="Prefill and decode are not separated here."
     )
 
 
 class AddedWorker(BaseModel):
-    """Requests to this address go to the worker."""
+    """The worker that was added."""
 
-    status: str = Field("accepted", description="Always accepted.")
-    worker_id: str = Field(description="The id that /workers tells.")
+    status: str = Field(default="accepted", description="Always accepted.")
+    worker_id: str = Field(description="The id in /workers.")
     url: str = Field(description="Its address.")
 
 
 class Workers(BaseModel):
-    """The answer of a router with one worker: this server itself."""
+    """The list of a router with one worker: this server itself."""
 
     workers: list[Worker] = Field(description="One entry.")
-    total: int = Field(1, description="Always 1.")
+    total: int = Field(default=1, description="Always 1.")

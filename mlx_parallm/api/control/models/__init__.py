@@ -1,1 +1,1 @@
-"""What is served; loading and unloading."""
+"""Listing, loading and unloading models."""

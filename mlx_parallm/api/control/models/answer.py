@@ -1,4 +1,4 @@
-"""Models as OpenAI and vLLM describe them, and with what they take and where they are."""
+"""Models in OpenAI's and vLLM's form, with their memory and folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_parallm.engine.interface import ModelMemory, ModelStatus, ServedModel
 
 
 def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:
-    """Return what is told of a model of any kind, or of an adapter, loaded or not.
+    """Return the description of a model of any kind, or of an adapter, loaded or not.
 
     An adapter's memory is part of its model's.
     """
@@ -35,7 +35,7 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
 
 
 def _memory(name: str, memory: Mapping[str, ModelMemory]) -> dict[str, int] | None:
-    """Return what a model takes in bytes; None of an adapter."""
+    """Return a model's memory in bytes; None for an adapter."""
     parts = memory.get(name)
     if parts is None:
         return None

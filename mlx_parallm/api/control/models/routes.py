@@ -1,4 +1,4 @@
-"""What is served: ``GET /v1/models``, ``/v1/models/{id}``, and loading and unloading encoders."""
+"""Models: ``GET /v1/models``, ``/v1/models/{id}``, and loading and unloading encoders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ routes = Routes(SERVER, short=True)
 
 @routes.get("/v1/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
-    """Every name of every served model, and every loaded adapter."""
+    """List every name of every served model, and every loaded adapter."""
     memory = await engine.memory()
     statuses = engine.statuses()
     adapters = [_status(engine, info.name) for info in engine.control.adapters()]
@@ -30,7 +30,7 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
 
 @routes.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
-    """One model; ids may contain slashes."""
+    """Return the description of a model; ids may contain slashes."""
     return model_card(model_id, _status(engine, model_id), await engine.memory())
 
 
@@ -43,22 +43,15 @@ def _status(engine: EngineClient, name: str) -> ModelStatus:
 
 @routes.post("/v1/models/load", access=Access.ADMIN)
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
-    """Serve one more encoder; answered once it is loaded."""
-    wanted = ModelLoad(
-        model=body.model,
-        names=tuple(body.name),
-        task=body.task,
-        dtype=body.dtype,
-        revision=body.revision,
-        max_model_len=body.max_model_len,
-        is_pinned=body.pin,
-    )
+    """Load an encoder; the answer comes once it is loaded."""
+    alike = body.model_dump(include={"model", "task", "dtype", "revision", "max_model_len"})
+    wanted = ModelLoad(names=tuple(body.name), is_pinned=body.pin, **alike)
     status = await engine.load_model(wanted)
     return model_card(status.names[0], status, await engine.memory())
 
 
 @routes.post("/v1/models/unload", access=Access.ADMIN)
 async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
-    """Serve an encoder no more, and give back its memory once its requests have ended."""
+    """Unload an encoder, and free its memory once its requests have ended."""
     status = await engine.unload_model(body.model)
     return {"id": status.names[0], "object": "model", "unloaded": True}

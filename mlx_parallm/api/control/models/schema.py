@@ -25,7 +25,7 @@ def _listed(value: object) -> object:
 
 
 class LoadModel(OpenForm):
-    """An encoder to be served, or one that is served and shall be in memory."""
+    """An encoder to load, or a served one to bring into memory."""
 
     model: FolderPath = Field(
         validation_alias=AliasChoices("model", "model_path"),
@@ -34,24 +34,24 @@ class LoadModel(OpenForm):
     name: Annotated[list[Name], BeforeValidator(_listed), Field(max_length=MAX_NAMES)] = Field(
         default_factory=list,
         validation_alias=AliasChoices("name", "served_model_name"),
-        description="A name that requests are to use, or several; by default the folder or id.",
+        description="A name for requests, or several; by default the folder or id.",
     )
     task: Literal["auto"] | ModelTask = Field(
-        "auto", description="What it is served for; by default what its files say."
+        "auto", description="Its task; by default what its files say."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = Field(
-        None, description="That it computes in; the server's --dtype by default."
+        None, description="Its dtype; the server's --dtype by default."
     )
     revision: StrictStr | None = Field(None, description="Branch, tag or commit on the hub.")
     max_model_len: StrictInt | None = Field(
         None, ge=1, description="Longest input in tokens; the model's own by default."
     )
-    pin: StrictBool = Field(False, description="Whether it stays in memory until it is unloaded.")
+    pin: StrictBool = Field(False, description="True keeps it in memory until it is unloaded.")
 
 
 class UnloadModel(OpenForm):
-    """An encoder that shall be served no more."""
+    """An encoder to unload."""
 
     model: Name = Field(
-        validation_alias=AliasChoices("model", "instance_id"), description="A name of it."
+        validation_alias=AliasChoices("model", "instance_id"), description="One of its names."
     )

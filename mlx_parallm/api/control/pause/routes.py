@@ -1,4 +1,4 @@
-"""Pausing, resuming and emptying caches, in vLLM's and SGLang's words."""
+"""Pausing, resuming and emptying caches, in vLLM's and SGLang's forms."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ POLL_S = 0.02
 async def pause(
     engine: EngineDep, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = False
 ) -> PausedAnswer:
-    """vLLM's: generate nothing more. What is cached is safe to keep: it belongs to its weights."""
+    """Stop generating (vLLM). The cache can stay, because its entries belong to their weights."""
     count = await engine.control.pause(mode, clear_cache=clear_cache)
     return PausedAnswer(status="paused", num_requests=count)
 
 
 @routes.post("/resume")
 async def resume(engine: EngineDep) -> StatusAnswer:
-    """vLLM's: go on."""
+    """Resume generating (vLLM)."""
     await engine.control.resume()
     return StatusAnswer(status="resumed")
 
 
 @routes.get("/is_paused")
 async def is_paused(engine: EngineDep) -> IsPaused:
-    """vLLM's: whether nothing is generated."""
+    """Return true if generation is paused (vLLM)."""
     return IsPaused(is_paused=engine.control.is_paused)
 
 
@@ -65,24 +65,19 @@ async def pause_generation(
     engine: EngineDep,
     body: Annotated[PauseGeneration | None, Body()] = None,
 ) -> PausedGeneration:
-    """SGLang's: generate nothing more."""
+    """Stop generating (SGLang)."""
     mode = (body or PauseGeneration(mode="abort")).mode
     count = await engine.control.pause(MODES[mode])
     if mode == "retract":
         await engine.control.reset_prefix_cache(reset_running=True)
-    return PausedGeneration(
-        success=True,
-        message="Generation is paused.",
-        status="ok",
-        num_paused_requests=count,
-    )
+    return PausedGeneration(message="Generation is paused.", num_paused_requests=count)
 
 
 @routes.post("/continue_generation", dialect=SGLANG)
 async def continue_generation(engine: EngineDep) -> MessageAnswer:
-    """SGLang's: go on."""
+    """Resume generating (SGLang)."""
     await engine.control.resume()
-    return MessageAnswer(success=True, message="Generation goes on.", status="ok")
+    return MessageAnswer(message="Generation goes on.")
 
 
 @routes.post("/reset_prefix_cache")
@@ -92,17 +87,17 @@ async def reset_prefix_cache(
     reset_external: bool = False,
     body: Annotated[ResetRequest | None, Body()] = None,
 ) -> ResetAnswer:
-    """vLLM's: find nothing again that was computed before. There is no external cache."""
+    """Empty the prefix cache (vLLM). There is no external cache."""
     del reset_external
     running = reset_running_requests or (body is not None and body.reset_running_requests)
     await engine.control.reset_prefix_cache(reset_running=running)
-    return ResetAnswer(success=True)
+    return ResetAnswer()
 
 
 @routes.post("/reset_mm_cache", response_class=Response)
 @routes.post("/reset_encoder_cache", response_class=Response)
 async def reset_other_caches() -> Response:
-    """vLLM's: there are no such caches here, so they are empty."""
+    """Do nothing (vLLM): there are no such caches here."""
     return Response(status_code=200)
 
 
@@ -112,7 +107,7 @@ async def flush_cache(
     engine: EngineDep,
     wait_s: Annotated[float, Query(alias="timeout", ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0,
 ) -> Response:
-    """SGLang's: empty the prefix cache once no request runs; 400 if some do after the timeout."""
+    """Empty the prefix cache once no request runs (SGLang); 400 if some run after the timeout."""
     if not await _is_quiet(engine, wait_s):
         raise InvalidRequestError("The cache was not flushed, because requests are running.")
     await engine.control.reset_prefix_cache()
@@ -120,7 +115,7 @@ async def flush_cache(
 
 
 async def _is_quiet(engine: EngineClient, wait_s: float) -> bool:
-    """True if nothing is generated, now or before the time is over."""
+    """True if nothing is generated, now or at some time before the deadline."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + wait_s
     while (await engine.load()).num_requests and not engine.control.is_paused:

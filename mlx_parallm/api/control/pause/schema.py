@@ -10,35 +10,35 @@ from mlx_parallm.api.http.forms import OpenForm
 
 
 class StatusAnswer(BaseModel):
-    """What an operation left, in vLLM's words."""
+    """The server's state after an operation, in vLLM's form."""
 
-    status: str = Field(description="What the server does now.")
+    status: str = Field(description="The server's state now.")
 
 
 class PausedAnswer(StatusAnswer):
-    """The server generates nothing."""
+    """Generation is paused."""
 
     num_requests: int = Field(description="Requests that were kept, or that were aborted.")
 
 
 class IsPaused(BaseModel):
-    """Whether the server generates nothing."""
+    """True if generation is paused."""
 
-    is_paused: bool = Field(description="Until it is resumed.")
+    is_paused: bool = Field(description="True until generation is resumed.")
 
 
 class ResetRequest(OpenForm):
     """SkyRL's body of ``/reset_prefix_cache``; vLLM has the same in the query."""
 
     reset_running_requests: StrictBool = Field(
-        False, description="Compute anew what running requests have, too."
+        False, description="Recompute running requests, too."
     )
 
 
 class ResetAnswer(BaseModel):
     """The cache is empty."""
 
-    success: bool = Field(True, description="Always true.")
+    success: bool = Field(default=True, description="Always true.")
 
 
 class PauseGeneration(OpenForm):
@@ -46,19 +46,19 @@ class PauseGeneration(OpenForm):
 
     mode: Literal["abort", "retract", "in_place"] = Field(
         "abort",
-        description="End running requests, compute them anew afterwards, or go on with them.",
+        description="End running requests, recompute them afterwards, or continue them.",
     )
 
 
 class MessageAnswer(BaseModel):
     """SGLang's answer."""
 
-    success: bool = Field(True, description="Always true; errors have another status.")
+    success: bool = Field(default=True, description="Always true; errors have another status.")
     message: str = Field(description="What was done.")
-    status: str = Field("ok", description="Always ok.")
+    status: str = Field(default="ok", description="Always ok.")
 
 
 class PausedGeneration(MessageAnswer):
-    """SGLang's answer of a pause."""
+    """SGLang's answer to a pause."""
 
     num_paused_requests: int = Field(description="Requests that were kept, or that were aborted.")

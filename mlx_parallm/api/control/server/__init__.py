@@ -1,1 +1,1 @@
-"""Health, settings, and requests that are ended from outside."""
+"""Health, settings, and aborting requests."""

@@ -1,4 +1,4 @@
-"""``POST /abort_requests`` (vLLM) and ``/abort_request`` (SGLang): end requests from outside."""
+"""``POST /abort_requests`` (vLLM) and ``/abort_request`` (SGLang): abort requests by their ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ routes = Routes(SERVER, dependencies=[Depends(refuse_other_origins)])
 async def abort_requests(
     body: AbortRequests, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:
-    """End the caller's requests of these ids; with an admin key, anybody's."""
+    """Abort the caller's requests with these ids; with an admin key, anybody's."""
     return await _abort(request, engine, config, frozenset(body.request_ids))
 
 
@@ -32,7 +32,7 @@ async def abort_requests(
 async def abort_request(
     body: AbortRequest, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:
-    """End one of the caller's requests, or all of them; with an admin key, anybody's."""
+    """Abort one of the caller's requests, or all of them; with an admin key, anybody's."""
     if not body.abort_all and not body.rid:
         raise InvalidRequestError("Give rid or abort_all.", param="rid")
     return await _abort(request, engine, config, None if body.abort_all else {body.rid or ""})
@@ -41,11 +41,11 @@ async def abort_request(
 async def _abort(
     request: Request, engine: EngineClient, config: ServerConfig, ids: Set[str] | None
 ) -> AbortResponse:
-    """End the requests of these ids, or all requests, as far as the caller may reach them."""
+    """Abort the requests with these ids, or all requests, of those that the caller may reach."""
     engine.check_health()
     reaches_all = may_reach_others(request)
     if config.admin_api_keys and not config.api_keys and not reaches_all:
-        # Without API keys nothing tells whose a request is.
+        # Without API keys, nothing shows which client sent a request.
         raise AuthenticationError("This route needs the admin key.")
     client = client_of(request.headers, config)
     chosen = [
@@ -59,6 +59,6 @@ async def _abort(
 
 
 def is_named(request: GenerateRequest, ids: Set[str]) -> bool:
-    """True if one of the ids is the request's: as answered, or without its prefix, as sent."""
+    """True if one of the ids is the request's, as the answer has it or as the client sent it."""
     name = request.group or request.request_id
     return bool(ids & {request.request_id, name, name.partition("-")[2]} - {""})

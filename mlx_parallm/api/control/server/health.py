@@ -17,10 +17,10 @@ routes = Routes(SERVER, access=Access.OPEN)
 
 @routes.get("/health", is_polled=True, response_class=Response)
 async def health(engine: EngineDep) -> Response:
-    """200 with no body while requests are admitted; 503 with the reason when they are not.
+    """Answer 200 with no body while requests are admitted, else 503 with the reason.
 
-    They are not once the engine is dead, or the server has been told to stop: what is behind a
-    proxy or a load balancer must get no new requests while it ends those that run.
+    Requests are refused once the engine is dead or the server is stopping, so that a proxy or load
+    balancer sends no new requests while running ones finish.
     """
     engine.check_open()
     return Response(status_code=200)
@@ -29,14 +29,14 @@ async def health(engine: EngineDep) -> Response:
 @routes.get("/ping", is_polled=True, response_class=Response)
 @routes.post("/ping", is_polled=True, response_class=Response)
 async def ping(engine: EngineDep) -> Response:
-    """The same as ``/health``, under SageMaker's name."""
+    """Answer as ``/health`` does, under SageMaker's name."""
     engine.check_open()
     return Response(status_code=200)
 
 
 @routes.get("/load", is_polled=True)
 async def load(engine: EngineDep) -> LoadResponse:
-    """How busy the server is; ``server_load`` is vLLM's field."""
+    """Report how busy the server is; ``server_load`` is vLLM's field."""
     now = await engine.load()
     return LoadResponse(
         server_load=now.num_requests,
@@ -47,12 +47,12 @@ async def load(engine: EngineDep) -> LoadResponse:
 
 @routes.get("/version")
 async def version() -> dict[str, str]:
-    """This server's version."""
+    """Return this server's version."""
     return {"version": __version__}
 
 
 @routes.get("/metrics", is_polled=True, response_class=PlainTextResponse)
 async def metrics(engine: EngineDep) -> Response:
-    """Prometheus metrics under vLLM's names."""
+    """Return Prometheus metrics under vLLM's names."""
     body, content_type = await engine.render_metrics()
     return Response(body, headers={"content-type": content_type})

@@ -23,9 +23,9 @@ from mlx_parallm.types.json_values import is_object
 
 routes = Routes(SERVER)
 
-# The holder of a key need not learn the others.
+# SECRETS: the holder of one key must not see the others.
 SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
-# Only those who may change the server learn where it keeps the files of all keys.
+# ADMIN_ONLY: only those who may change the server see where it keeps the files of all keys.
 ADMIN_ONLY = frozenset({"data_dir"})
 
 
@@ -37,7 +37,7 @@ async def server_info(
     config: ConfigDep,
     config_format: Literal["json", "text"] = "json",
 ) -> ServerInfo:
-    """Version, settings and models; keys are left out."""
+    """Return version, settings and models; keys are left out."""
     first = engine.first_model()
     is_admin = has_admin_key(request) and not is_foreign(request.headers)
     hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
@@ -59,7 +59,7 @@ async def server_info(
 
 
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
-    """Return what is known of each model; encoders come last, and unloaded ones lack much."""
+    """Return the facts of each model; encoders come last, and unloaded ones have few facts."""
     memory = await engine.memory()
     return [
         {"names": list(each.names), "root": each.model.root if each.model else each.root}
@@ -72,7 +72,7 @@ async def _models(engine: EngineClient) -> list[dict[str, Any]]:
 @routes.get("/model_info")
 @routes.get("/get_model_info", include_in_schema=False)
 async def model_info(engine: EngineDep) -> ModelInfo:
-    """The first model."""
+    """Describe the first model."""
     return _model_info(engine)
 
 
@@ -80,7 +80,6 @@ def _model_info(engine: EngineClient) -> ModelInfo:
     model = engine.first_model()
     return ModelInfo(
         weight_version=engine.control.version().label,
-        load_format="safetensors",
         model_path=model.root,
         tokenizer_path=model.root,
         served_model_name=model.names[0],
@@ -90,13 +89,13 @@ def _model_info(engine: EngineClient) -> ModelInfo:
 
 
 def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
-    """Return the groups of vLLM's configuration that its clients read, with what is true here."""
+    """Return the groups of vLLM's configuration that clients read, with this server's values."""
     info = model.info
     return {
         "model_config": {
             "model": model.root,
             "served_model_name": list(model.names),
-            # As PyTorch writes it: clients look it up there.
+            # Clients look up PyTorch's name of the dtype.
             "dtype": f"torch.{info.dtype}",
             "max_model_len": info.max_model_len,
             "logprobs_mode": config.logprobs_mode,
@@ -122,7 +121,7 @@ def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
 
 
 def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]) -> dict[str, Any]:
-    """Return every setting but these of the server, as JSON."""
+    """Return all settings as JSON, without the server's hidden ones."""
     shown = {name: value for name, value in asdict(server).items() if name not in hidden}
     return asdict(engine) | {"server": shown}
 

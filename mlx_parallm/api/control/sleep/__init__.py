@@ -1,1 +1,1 @@
-"""Giving memory back and having it again."""
+"""Releasing memory and allocating it again."""

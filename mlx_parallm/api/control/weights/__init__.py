@@ -1,1 +1,1 @@
-"""A model's own weights while the server runs."""
+"""Replacing a model's own weights while the server runs."""

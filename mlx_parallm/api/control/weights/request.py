@@ -1,4 +1,4 @@
-"""Bodies with weights into what the engine takes."""
+"""From bodies with weights to the engine's tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NO_TRANSFER = (
 
 
 def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor] | None]:
-    """Return the fields and the tensors of a body of ``/update_weights``; no tensors, but a folder.
+    """Return fields and tensors of ``/update_weights``; None for tensors if it names a folder.
 
-    It is long work, for a thread of its own.
+    It takes long, so it runs on a thread of its own.
 
     Raises:
-        NotImplementedRouteError: it announces tensors that would come another way.
+        NotImplementedRouteError: the body announces tensors that would come another way.
         InvalidRequestError: a field is wrong, the tensors are no safetensors file, or there are
             neither tensors nor a folder.
     """
@@ -54,24 +54,13 @@ def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTen
 
 
 def checksums(by_name: dict[str, str]) -> CheckedWeights:
-    """Return what each tensor's content is."""
-    return CheckedWeights(
-        success=True,
-        message=f"{len(by_name)} tensors.",
-        checksums=by_name,
-        match=None,
-        mismatches=None,
-    )
+    """Return the answer with each tensor's checksum."""
+    return CheckedWeights(message=f"{len(by_name)} tensors.", checksums=by_name)
 
 
 def compared(current: Mapping[str, str], baseline: Mapping[str, str]) -> CheckedWeights:
-    """Which tensors are others than before."""
+    """Return the answer with the tensors that differ from the baseline."""
     names = sorted(current.keys() | baseline.keys())
     other = [name for name in names if current.get(name) != baseline.get(name)]
-    return CheckedWeights(
-        success=True,
-        message=f"{len(other)} of {len(names)} tensors differ.",
-        checksums=None,
-        match=not other,
-        mismatches=other,
-    )
+    message = f"{len(other)} of {len(names)} tensors differ."
+    return CheckedWeights(message=message, match=not other, mismatches=other)

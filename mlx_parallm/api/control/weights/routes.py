@@ -1,4 +1,4 @@
-"""A model's own weights while the server runs, in this server's, vLLM's and SGLang's words."""
+"""Replacing a model's weights while the server runs: this server's, vLLM's and SGLang's routes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ HEADER_PREFIX = "x-weights-"
     response_model=UpdatedWeights,
 )
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
-    """Replace weights between two steps: tensors of the body, or a folder's whole checkpoint."""
+    """Replace weights between two steps, by tensors of the body or by a folder's checkpoint."""
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     fields, tensors = await asyncio.to_thread(read_update, received)
     parsed_s = time.perf_counter()
@@ -71,26 +71,20 @@ async def update_weights(request: Request, engine: EngineDep, response: Response
         )
         version = await engine.control.update_weights(update, model=fields.model)
     tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
-    return UpdatedWeights(
-        status="ok",
-        message="Weights updated",
-        weight_version=version.label,
-        timings=timings(received, parsed_s),
-    )
+    took = timings(received, parsed_s)
+    return UpdatedWeights(message="Weights updated", weight_version=version.label, timings=took)
 
 
 @routes.post("/update_weights_from_disk", dialect=SGLANG)
 async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGeneration:
-    """SGLang's: replace all weights by those of a folder."""
+    """Replace all weights by those of a folder (SGLang)."""
     await _abort_all(engine, body.abort_all_requests)
     paused = (await engine.load()).num_requests if engine.control.is_paused else 0
     with named_by({"path": "model_path"}):
         await engine.control.update_weights_from_folder(
             body.model_path, version=body.weight_version
         )
-    return PausedGeneration(
-        success=True, message="Weights updated.", status="ok", num_paused_requests=paused
-    )
+    return PausedGeneration(message="Weights updated.", num_paused_requests=paused)
 
 
 @routes.post(
@@ -101,21 +95,21 @@ async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGen
     response_model=MessageAnswer,
 )
 async def update_from_tensor(request: Request, engine: EngineDep, response: Response) -> object:
-    """SGLang's: replace weights by tensors of the body, as safetensors only."""
+    """Replace weights by safetensors in the body (SGLang)."""
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     fields, tensors = await asyncio.to_thread(read_serialized, received)
     await _abort_all(engine, fields.abort_all_requests)
     update = WeightsUpdate(tensors=tensors, version=fields.weight_version)
     await engine.control.update_weights(update)
     tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
-    return MessageAnswer(success=True, message="Weights updated.", status="ok")
+    return MessageAnswer(message="Weights updated.")
 
 
 @routes.post("/start_weight_update")
 @routes.post("/begin_weight_update", include_in_schema=False)
 async def start_weight_update() -> MessageAnswer:
-    """VLLM's and SGLang's: nothing needs to be prepared."""
-    return MessageAnswer(success=True, message="Weight update started", status="ok")
+    """Do nothing (vLLM, SGLang): an update needs no preparation."""
+    return MessageAnswer(message="Weight update started")
 
 
 @routes.post("/finish_weight_update")
@@ -123,24 +117,24 @@ async def start_weight_update() -> MessageAnswer:
 async def finish_weight_update(
     engine: EngineDep, body: FinishUpdate | None = None
 ) -> MessageAnswer:
-    """vLLM's: what was updated serves already; it is given a label."""
+    """Label the updated weights, which are in use already (vLLM)."""
     if body is not None and body.weight_version is not None:
         await engine.control.set_version(body.weight_version)
-    return MessageAnswer(success=True, message="Weight update finished", status="ok")
+    return MessageAnswer(message="Weight update finished")
 
 
 @routes.post("/update_weight_version", dialect=SGLANG)
 async def update_weight_version(body: NewVersion, engine: EngineDep) -> NewVersionAnswer:
-    """VLLM's and SGLang's: call the weights something else, from the next token on."""
+    """Change the label of the weights from the next token on (vLLM, SGLang)."""
     await _abort_all(engine, body.abort_all_requests)
     version = await engine.control.set_version(body.new_version)
-    return NewVersionAnswer(success=True, message="Version updated.", new_version=version.label)
+    return NewVersionAnswer(message="Version updated.", new_version=version.label)
 
 
 @routes.get("/weight_info")
 @routes.get("/get_weight_version")
 async def weight_info(engine: EngineDep) -> WeightInfo:
-    """VLLM's and slime's: the version of the first model, and those of all adapters."""
+    """Return the version of the first model, and those of all adapters (vLLM, slime)."""
     control = engine.control
     return WeightInfo(
         weight_version=control.version().label,
@@ -151,7 +145,7 @@ async def weight_info(engine: EngineDep) -> WeightInfo:
 @routes.post("/weight_checker")
 @routes.post("/weights_checker", dialect=SGLANG)
 async def check_weights(body: CheckWeights, request: Request, engine: EngineDep) -> CheckedWeights:
-    """VLLM's and SGLang's: SHA-256 of every tensor, or which are others than before."""
+    """Return the SHA-256 of every tensor, or which tensors changed (vLLM, SGLang)."""
     if body.action.startswith("reset"):
         raise NotImplementedRouteError("This server cannot reset weights; update them instead.")
     state = request.app.state
@@ -174,7 +168,7 @@ async def check_weights(body: CheckWeights, request: Request, engine: EngineDep)
 @routes.post("/update_weights_from_ipc", dialect=SGLANG)
 @routes.post("/collective_rpc")
 async def refuse_transfer(request: Request) -> None:
-    """What other servers do between GPUs: 501 that names the alternative."""
+    """Refuse transfers between GPUs with 501, and name the alternative."""
     raise NotImplementedRouteError(NO_TRANSFER.format(what=request.url.path))
 
 

@@ -10,7 +10,7 @@ from mlx_parallm.api.control.adapters.schema import FolderPath, Name
 from mlx_parallm.api.control.tensors import UploadTimings
 from mlx_parallm.api.http.forms import OpenForm
 
-# Fields of SGLang and vLLM that change nothing here.
+# WITHOUT_EFFECT: fields of SGLang and vLLM that change nothing here.
 WITHOUT_EFFECT = frozenset(
     [
         "allow_quant_error",
@@ -35,7 +35,7 @@ class WeightsForm(OpenForm):
 
 
 class UpdateFields(WeightsForm):
-    """What an update says besides its tensors; or all of it, where it names a folder."""
+    """The fields of an update beside its tensors; or all of it, if it names a folder."""
 
     weight_dir: FolderPath | None = Field(
         None, description="A folder with a whole checkpoint, in place of tensors."
@@ -44,20 +44,20 @@ class UpdateFields(WeightsForm):
     version: Name | None = Field(
         None,
         validation_alias=AliasChoices("version", "weight_version"),
-        description="Label of the tokens they make; by default it counts on.",
+        description="Label of their tokens; by default the next number.",
     )
     expected_version: Name | None = Field(
-        None, description="The version that is replaced; 412 if another is there."
+        None, description="The version to replace; 412 if another is loaded."
     )
 
 
 class UpdatedWeights(BaseModel):
-    """New weights serve."""
+    """New weights are in use."""
 
-    status: str = Field("ok", description="Always ok.")
+    status: str = Field(default="ok", description="Always ok.")
     message: str = Field(description="What was done.")
-    weight_version: str = Field(description="Label of the tokens that are made now.")
-    timings: UploadTimings | None = Field(None, description="How long an upload took.")
+    weight_version: str = Field(description="Label of the tokens from now on.")
+    timings: UploadTimings | None = Field(default=None, description="How long an upload took.")
 
 
 class UpdateFromDisk(WeightsForm):
@@ -67,41 +67,41 @@ class UpdateFromDisk(WeightsForm):
     load_format: Literal["auto", "safetensors"] = Field(
         "auto", description="Files are safetensors in any case."
     )
-    abort_all_requests: StrictBool = Field(False, description="End what runs before.")
-    weight_version: Name | None = Field(None, description="Label of the tokens they make.")
+    abort_all_requests: StrictBool = Field(False, description="Abort running requests first.")
+    weight_version: Name | None = Field(None, description="Label of their tokens.")
     flush_cache: StrictBool = Field(
-        True, description="Without effect: what other weights computed is never found."
+        True, description="Without effect: KV of other weights is never reused."
     )
 
 
 class TensorFields(WeightsForm):
-    """SGLang's body of ``/update_weights_from_tensor``, but for the tensors."""
+    """SGLang's body of ``/update_weights_from_tensor`` without the tensors."""
 
     load_format: Literal["safetensors"] = Field(
         description="Each entry is a safetensors file in base64; nothing is unpickled."
     )
-    abort_all_requests: StrictBool = Field(False, description="End what runs before.")
-    weight_version: Name | None = Field(None, description="Label of the tokens they make.")
+    abort_all_requests: StrictBool = Field(False, description="Abort running requests first.")
+    weight_version: Name | None = Field(None, description="Label of their tokens.")
     flush_cache: StrictBool = Field(True, description="Without effect.")
 
 
 class FinishUpdate(WeightsForm):
     """vLLM's body of ``/finish_weight_update``."""
 
-    weight_version: Name | None = Field(None, description="What the weights are called now.")
+    weight_version: Name | None = Field(None, description="The new label of the weights.")
 
 
 class NewVersion(WeightsForm):
     """vLLM's and SGLang's body of ``/update_weight_version``."""
 
-    new_version: Name = Field(description="What the weights are called now.")
-    abort_all_requests: StrictBool = Field(False, description="End what runs before.")
+    new_version: Name = Field(description="The new label of the weights.")
+    abort_all_requests: StrictBool = Field(False, description="Abort running requests first.")
 
 
 class NewVersionAnswer(BaseModel):
-    """The weights are called something else."""
+    """The weights have a new label."""
 
-    success: bool = Field(True, description="Always true.")
+    success: bool = Field(default=True, description="Always true.")
     message: str = Field(description="What was done.")
     new_version: str = Field(description="The label.")
 
@@ -109,8 +109,8 @@ class NewVersionAnswer(BaseModel):
 class WeightInfo(BaseModel):
     """The version of a model's weights, and those of its adapters."""
 
-    weight_version: str = Field(description="Label of the tokens that the model makes.")
-    adapters: dict[str, str] = Field(description="The same of each adapter, by name.")
+    weight_version: str = Field(description="Label of the model's tokens.")
+    adapters: dict[str, str] = Field(description="The label of each adapter, by name.")
 
 
 class CheckWeights(WeightsForm):
@@ -125,41 +125,41 @@ class CheckWeights(WeightsForm):
 
 
 class CheckedWeights(BaseModel):
-    """Checksums, or how they compare."""
+    """Checksums, or how they compare with a baseline."""
 
-    success: bool = Field(True, description="Always true; a difference is told by match.")
+    success: bool = Field(default=True, description="Always true; a difference is told by match.")
     message: str = Field(description="What was found.")
-    checksums: dict[str, str] | None = Field(None, description="SHA-256 by tensor.")
-    match: bool | None = Field(None, description="Whether all are as they were.")
-    mismatches: list[str] | None = Field(None, description="Tensors that are not.")
+    checksums: dict[str, str] | None = Field(default=None, description="SHA-256 by tensor.")
+    match: bool | None = Field(default=None, description="True if no tensor changed.")
+    mismatches: list[str] | None = Field(default=None, description="Tensors that changed.")
 
 
 class SleepAnswer(BaseModel):
     """The server sleeps."""
 
-    status: str = Field("sleeping", description="Always sleeping.")
-    level: int = Field(description="What was given back: nothing, KV, or KV and weights.")
-    mode: str = Field(description="What became of requests.")
+    status: str = Field(default="sleeping", description="Always sleeping.")
+    level: int = Field(description="0: nothing is released; 1: KV; 2: KV and weights.")
+    mode: str = Field(description="The mode of the pause.")
 
 
 class WakeAnswer(BaseModel):
-    """What is there again."""
+    """The memory that is allocated again."""
 
-    status: str = Field(description="awake, or sleeping while something is still put away.")
-    tags: list[str] = Field(description="What is still put away.")
+    status: str = Field(description="awake, or sleeping while some memory is released.")
+    tags: list[str] = Field(description="The memory that is still released.")
 
 
 class IsSleeping(BaseModel):
-    """Whether memory is given back."""
+    """True if memory is released."""
 
-    is_sleeping: bool = Field(description="Until it is woken up.")
+    is_sleeping: bool = Field(description="True until memory is allocated again.")
 
 
 class MemoryTags(OpenForm):
-    """SGLang's body of releasing and resuming memory."""
+    """SGLang's body for releasing and resuming memory."""
 
     without_effect = frozenset({"rid"})
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = Field(
-        None, description="What to give back or to have again; both by default."
+        None, description="The memory to release or to allocate; all by default."
     )

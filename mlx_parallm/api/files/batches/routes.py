@@ -22,7 +22,7 @@ routes = Routes(FILES, short=True)
 async def create_batch(
     body: BatchRequest, request: Request, client: ClientDep, batches: BatchesDep
 ) -> dict[str, Any]:
-    """Begin to answer the lines of a file."""
+    """Create a batch, which answers the lines of a file."""
     served = endpoints_of(request.app)
     if body.endpoint not in served:
         raise InvalidRequestError(
@@ -45,23 +45,23 @@ async def list_batches(
     after: Annotated[str | None, Query(pattern="^batch_")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
-    """The caller's batches, newest first; ``after`` is the last id of the page before."""
+    """List the caller's batches, newest first; ``after`` is the last id of the previous page."""
     records, has_more = batches.list(client, after=after, limit=limit)
     return list_object([batch_object(record) for record in records], has_more)
 
 
 @routes.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
-    """How far a batch is."""
+    """Return the state of a batch."""
     return batch_object(batches.get(batch_id, client))
 
 
 @routes.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
-    """End a batch; what is answered already becomes its output."""
+    """Cancel a batch; its output keeps the answers so far."""
     return batch_object(await batches.cancel(batch_id, client))
 
 
 def endpoints_of(app: FastAPI) -> list[str]:
-    """Return the paths of an application's routes whose requests may stand in a batch."""
+    """Return the paths of an application's routes that batches may use."""
     return [route.path for route in declared_routes(app) if route.facts.batchable]

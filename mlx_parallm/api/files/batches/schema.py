@@ -23,5 +23,5 @@ class BatchRequest(NullIsAbsent):
         None, max_length=16, description="Kept with the batch."
     )
     output_expires_after: ExpiresAfter | None = Field(
-        None, description="When output and error file go; they stay if not given."
+        None, description="When output and error file expire; by default they stay."
     )

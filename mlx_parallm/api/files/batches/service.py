@@ -20,14 +20,14 @@ from mlx_parallm.types.errors import ShuttingDownError
 from mlx_parallm.types.json_values import is_object
 
 HEADERS = {"content-type": "application/json"}
-# What a line of a batch file holds besides its body.
+# LINE_BYTES: size of a batch file's line without the body.
 LINE_BYTES = 4096
 
 
 def make_batch_service(
     app: ASGIApp, scheduler: SchedulerConfig, config: ServerConfig, max_waiting: int | None
 ) -> BatchService | None:
-    """Return the files and batches of an application; None where it has no data folder."""
+    """Return the files and batches of an application; None if it has no data folder."""
     if config.data_dir is None:
         return None
     limits = BatchLimits(
@@ -44,7 +44,7 @@ def make_batch_service(
 def _max_samples(config: ServerConfig, scheduler: SchedulerConfig) -> int:
     if config.max_num_seqs_of_batches is not None:
         return config.max_num_seqs_of_batches
-    # A key's batch must not take all the places that the key may have, either.
+    # A key's batch must not use all the sequences that the key may run, either.
     places = min(scheduler.max_num_seqs, scheduler.max_num_seqs_per_client or math.inf)
     return max(1, int(places) // 2)
 
@@ -54,7 +54,7 @@ class LineSender:
 
     def __init__(self, app: ASGIApp, max_waiting: int | None) -> None:
         self._app = app
-        # The other half of the queue stays free for clients. 0 is no limit.
+        # Half of the queue stays free for clients. 0 means no limit.
         self._max_waiting = max(1, max_waiting // 2) if max_waiting else max_waiting
 
     async def __call__(
@@ -68,7 +68,7 @@ class LineSender:
 
         transport = httpx2.ASGITransport(as_caller, raise_app_exceptions=False)
         headers = {**HEADERS, "x-request-id": request_id}
-        # No longer than it was in the file; half a surrogate pair, which UTF-8 lacks, is escaped.
+        # The body stays as short as in the file. Only half a surrogate pair is escaped.
         content = json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
         request = httpx2.Request("POST", f"http://batch{url}", headers=headers, content=content)
         response = await transport.handle_async_request(request)
@@ -79,23 +79,23 @@ class LineSender:
 
 
 def line_response(response: httpx2.Response) -> LineResponse:
-    """Return what a batch's output says of an answer."""
+    """Return an answer in the form of a batch's output."""
     try:
         body = response.json()
-    except ValueError:  # a redirect, or a page
+    except ValueError:  # The answer is a redirect or a page.
         body = response.text
     return LineResponse(response.status_code, response.headers.get("x-request-id"), body)
 
 
 def is_shutting_down(response: httpx2.Response) -> bool:
-    """True if the request was not admitted because the server ends."""
+    """True if the request was refused because the server is stopping."""
     if response.status_code not in (503, 529):
         return False
     body = line_response(response).body
     error = body.get("error") if is_object(body) else None
     if not is_object(error):
         return False
-    # Anthropic's routes have the code among the details.
+    # Anthropic's routes report the code in the details.
     return "shutting_down" in (error.get("code"), error.get("details", {}).get("error_code"))
 
 

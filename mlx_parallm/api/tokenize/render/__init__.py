@@ -1,1 +1,1 @@
-"""What requests look like to the engine and to templates."""
+"""Requests as the engine gets them, and conversations as templates render them."""

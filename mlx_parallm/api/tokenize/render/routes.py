@@ -26,7 +26,7 @@ routes = Routes(TOKENS, body_limit=INPUT, short=True)
 
 @routes.post("/v1/chat/completions/render")
 async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> RenderedRequest:
-    """What a chat request would give the engine."""
+    """Return the engine's request for a chat request, without running it."""
     _, model = generator(prelude.engine, body.model)
     turn = await prelude.on_body(lambda: chat_turn(body, prelude))
     prepared = await prepare_turn(turn, model)
@@ -35,7 +35,7 @@ async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Rend
 
 @routes.post("/v1/completions/render")
 async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> list[RenderedRequest]:
-    """What a completion request would give the engine, for each prompt."""
+    """Return the engine's request for each prompt of a completion request, without running it."""
     if body.embeds():
         raise InvalidRequestError(
             "prompt_embeds cannot be rendered, because they have no tokens.", param="prompt_embeds"
@@ -48,7 +48,7 @@ async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> lis
 
 @routes.post("/apply-template", short=False)
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
-    """A conversation as the model would read it."""
+    """Return a conversation as the chat template renders it."""
     _, model = generator(engine, body.model)
 
     def render() -> str:

@@ -1,4 +1,4 @@
-"""Bodies of the routes that tell what a model would be given, without running it."""
+"""Bodies and answers of the routes that show a request without running it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mlx_parallm.api.turns.fields import TemplateKwargs
 
 
 class RenderedRequest(BaseModel):
-    """What the engine would be given for one prompt; names are vLLM's."""
+    """The engine's request for one prompt, in vLLM's names."""
 
-    request_id: str = Field(description="As the engine would know it.")
+    request_id: str = Field(description="The id of the engine's request.")
     model: str = Field(description="The model's first name.")
-    prompt: str = Field(description="As text; empty for a prompt of token ids.")
-    token_ids: list[int] = Field(description="Of the prompt.")
+    prompt: str = Field(description="The prompt's text; empty if it came as token ids.")
+    token_ids: list[int] = Field(description="The prompt's token ids.")
     sampling_params: dict[str, Any] = Field(description="How tokens would be chosen.")
     priority: int = Field(description="Lower runs first.")
-    cache_salt: str | None = Field(description="With whom cached prefixes are shared.")
+    cache_salt: str | None = Field(description="Share cached prefixes only with the same salt.")
 
 
 class TemplateRequest(NullIsAbsent):
