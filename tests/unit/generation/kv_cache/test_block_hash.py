@@ -23,8 +23,8 @@ def chain(salt: bytes, blocks: Sequence[Sequence[int]]) -> bytes:
 
 
 @given(
-    one=st.tuples(st.binary(max_size=2), st.lists(TOKENS, max_size=3)),
-    other=st.tuples(st.binary(max_size=2), st.lists(TOKENS, max_size=3)),
+    first=st.tuples(st.binary(max_size=2), st.lists(TOKENS, max_size=3)),
+    second=st.tuples(st.binary(max_size=2), st.lists(TOKENS, max_size=3)),
 )
 def test_addresses_are_equal_exactly_when_salt_and_blocks_are(
     first: tuple[bytes, list[list[int]]], second: tuple[bytes, list[list[int]]]

@@ -133,13 +133,13 @@ def test_clearing_forgets_contents_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"a"])
-def test_nobody_can_give_up_what_nobody_owns(content: bytes | None) -> None:
+def test_a_block_without_an_owner_cannot_be_released(content: bytes | None) -> None:
     pool = BlockPool(1)
     (block,) = allocate(pool, 1)
     if content is not None:
         pool.set_content(block, content)
     pool.release(block)
-    with pytest.raises(AssertionError, match="nobody owns"):
+    with pytest.raises(AssertionError, match="without an owner"):
         pool.release(block)
     pool.check_integrity([0])
     assert pool.num_free == 1
