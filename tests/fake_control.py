@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.control import EngineControl, PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import NotFoundError, ParallmError, VersionMismatchError
 from mlx_parallm.types.weights import WeightsVersion
 
 
-class FakeControl:
-    """Implements ``EngineControl``; ``calls`` has the name and arguments of each command."""
+class FakeControl(EngineControl):
+    """Remembers what it was asked; ``calls`` has the name and arguments of each command."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []

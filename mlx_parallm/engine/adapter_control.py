@@ -1,18 +1,15 @@
-"""The part of ``EngineControl`` that is about adapters, whatever their models do."""
+"""The adapters of all models by their names, whatever their models do."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.adapter_reader import AdapterReader
-from mlx_parallm.engine.commands import HostCommand
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
@@ -35,52 +32,22 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.weights import WeightsVersion
 
-R = TypeVar("R")
-
-
-class EngineThread(Protocol):
-    """The methods of ``EngineCore`` that the control uses."""
-
-    def base_names(self) -> Sequence[tuple[str, ...]]:
-        """Return the names of every model, default ones first; a model is kept by its first."""
-        ...
-
-    def changeable(self) -> Sequence[tuple[str, ...]]:
-        """Return the names of every model whose weights can be replaced."""
-        ...
-
-    def refuse_change(self, name: str) -> InvalidRequestError:
-        """Return the error for a model, by any of its names, whose weights stay as they are."""
-        ...
-
-    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
-        """Have a model in memory while the block runs, by its first name."""
-        ...
-
-    async def call(self, action: HostCommand[R]) -> R:
-        """Return a command's result; raise its error."""
-        ...
-
-    async def cancel_all(self) -> int:
-        """End every request with the tokens that it has; return how many there were."""
-        ...
-
-    async def wait_until_idle(self) -> None:
-        """Return once no request is open."""
-        ...
+if TYPE_CHECKING:
+    from mlx_parallm.engine.core import EngineCore
 
 
 class AdapterControl:
-    """Adapters by their names. Lives on the event loop."""
+    """Loads and finds adapters. Lives on the event loop.
 
-    def __init__(
-        self, thread: EngineThread, config: AdapterConfig, metrics: ControlMetrics
-    ) -> None:
+    Attributes:
+        sleep_level: of the latest ``sleep``; 0 while awake.
+    """
+
+    def __init__(self, thread: EngineCore, config: AdapterConfig, metrics: ControlMetrics) -> None:
         self._thread = thread
         self._metrics = metrics
         self._folders = AdapterFolders(config)
-        self._reader = AdapterReader(self._folders)
-        self._sleep_level = 0
+        self.sleep_level = 0
         # The adapters by name, as the engine thread had them after the latest change.
         self._adapters: dict[str, AdapterInfo] = {}
         self._versions: Mapping[str, WeightsVersion] = {}
@@ -90,20 +57,20 @@ class AdapterControl:
         self._numbers = count()
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """See ``EngineControl.adapters``."""
+        """Return the loaded adapters of all models, as of the latest change of one."""
         # Adapters of a model that is being unloaded can no longer be named.
         return [info for info in self._adapters.values() if self._names(info.model)]
 
     async def look(self) -> Sequence[AdapterInfo]:
-        """See ``EngineControl.look``."""
+        """Return ``adapters`` as they are now: slots and running counts change with every step."""
         await self.refresh()
         return self.adapters()
 
     async def refresh(self) -> None:
         """Ask the engine thread which adapters and versions it has."""
-        self._note(await self._thread.call(ListVersions()))
+        self._note_loaded(await self._thread.call(ListVersions()))
 
-    def _note(self, loaded: LoadedVersions) -> None:
+    def _note_loaded(self, loaded: LoadedVersions) -> None:
         infos, self._versions = loaded
         self._adapters = {info.name: info for info in infos}
 
@@ -150,11 +117,17 @@ class AdapterControl:
 
     async def read_named(self, name: str) -> AdapterUpload:
         """Return an adapter of the directory of adapters by name; raise ModelNotFoundError."""
-        weights, source = await self._reader.read_named(name)
+        weights, source = await self._folders.read_named(name)
         return AdapterUpload(name=name, weights=weights, source=source)
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
-        """See ``EngineControl.load_adapter``."""
+        """Serve an adapter of a model, the first one by default.
+
+        Raises:
+            VersionMismatchError: another version is there than was expected.
+            InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
+            OverloadedError: there will be room once requests have ended.
+        """
         base = self._adapted(model)
         self._check_name(upload.name, base)
         # The load is completed even if its caller is cancelled.
@@ -172,8 +145,12 @@ class AdapterControl:
         replaces: bool = False,
         is_pinned: bool | None = None,
     ) -> AdapterInfo:
-        """See ``EngineControl.load_adapter_folder``."""
-        weights, source = await self._reader.read(path)
+        """``load_adapter`` of what PEFT or mlx-lm wrote into a folder.
+
+        ``path`` must be below a root that the configuration allows, or an id on the hub that it
+        allows.
+        """
+        weights, source = await self._folders.read(path)
         upload = AdapterUpload(
             name=name,
             weights=weights,
@@ -186,7 +163,7 @@ class AdapterControl:
         return await self.load_adapter(upload, model=model)
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """See ``EngineControl.unload_adapter``."""
+        """Admit no more requests of an adapter; raise NotFoundError."""
         info = self.find(name)
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
@@ -197,7 +174,7 @@ class AdapterControl:
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
         """Put it into a slot in parts, between steps, and then let requests use that."""
         number = next(self._numbers)
-        begin = BeginAdapter(number, upload, base, in_parts=not self._sleep_level)
+        begin = BeginAdapter(number, upload, base, in_parts=not self.sleep_level)
         async with self._thread.hold(base):
             try:
                 has_more = await self._thread.call(begin)
@@ -208,7 +185,7 @@ class AdapterControl:
                 # With several engines, some may have prepared it.
                 await self._thread.call(DropStagedAdapter(number))
                 raise
-        self._note(versions)
+        self._note_loaded(versions)
         return self._adapters.get(info.name, info)
 
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
@@ -236,14 +213,15 @@ class AdapterControl:
 
     def _first_base(self) -> str:
         """Return the name of the model that is meant where none is named."""
-        bases = self._thread.base_names()
-        if not bases:
+        statuses = self._thread.statuses()
+        if not statuses:
             raise InvalidRequestError("No model is served here.", param="model")
-        return bases[0][0]
+        return statuses[0].names[0]
 
     def _names(self, model: str) -> tuple[str, ...]:
         """Return all names of the model that has this name; empty if there is no such model."""
-        return next((names for names in self._thread.base_names() if model in names), ())
+        all_names = (status.names for status in self._thread.statuses())
+        return next((names for names in all_names if model in names), ())
 
     def _check_name(self, name: str, base: str) -> None:
         if not name or len(name) > MAX_NAME:

@@ -1,13 +1,21 @@
-"""Where the adapters that requests name may be read from."""
+"""Reads adapters from the folders and hub ids that requests may name."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from mlx_parallm.adapters.folder import CONFIG_NAME
+from mlx_parallm.adapters.folder import CONFIG_NAME, read_adapter_folder
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.confinement import MAX_NAME, Confinement, is_hub_id
-from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+    NotFoundError,
+)
+from mlx_parallm.worker.weights.hub import download_adapter, log_download
 
 #: ``LORA_PATH``: the field of requests that names a folder or a hub id.
 LORA_PATH = "lora_path"
@@ -15,13 +23,35 @@ _HUB_HINT = " An id on the hub needs --allowed-adapter-repos."
 
 
 class AdapterFolders:
-    """Confines paths of requests to what the configuration allows."""
+    """Confines paths of requests to what the configuration allows, and reads what is there.
+
+    Lives on the event loop; files are read on other threads.
+    """
 
     def __init__(self, config: AdapterConfig) -> None:
         self._named = Path(config.directory).resolve() if config.directory else None
         named = [] if self._named is None else [self._named]
         roots = [*config.allowed_roots, *map(str, named)]
         self._confinement = Confinement(roots, config.allowed_repos, bases=named or None)
+        self._downloads = asyncio.Lock()
+
+    async def read(self, path: str) -> tuple[AdapterWeights, str]:
+        """Return the adapter at a path or with a hub id, and where it was.
+
+        Raises:
+            InvalidRequestError: this server may not read it, or it is no adapter.
+            NotFoundError: it is not there, or cannot be fetched.
+        """
+        repo = self.repo_of(path)
+        folder = self.resolve(path) if repo is None else await self._download(repo)
+        return await asyncio.to_thread(_read, folder), repo or str(folder)
+
+    async def read_named(self, name: str) -> tuple[AdapterWeights, str]:
+        """Return an adapter of the directory of adapters by name; raise ModelNotFoundError."""
+        folder = self.find(name)
+        if folder is None:
+            raise ModelNotFoundError(name)
+        return await asyncio.to_thread(_read, folder), str(folder)
 
     def resolve(self, path: str, *, param: str = LORA_PATH) -> Path:
         """Return the folder of a path.
@@ -68,3 +98,18 @@ class AdapterFolders:
         folder = (self._named / name).resolve()
         is_inside = folder != self._named and folder.is_relative_to(self._named)
         return folder if is_inside and (folder / CONFIG_NAME).is_file() else None
+
+    async def _download(self, repo: str) -> Path:
+        # One at a time: each holds a thread for as long as it takes.
+        async with self._downloads:
+            try:
+                return await asyncio.to_thread(download_adapter, repo, log_download)
+            except ModelLoadError as problem:
+                raise NotFoundError(str(problem), param=LORA_PATH) from None
+
+
+def _read(folder: Path) -> AdapterWeights:
+    weights = read_adapter_folder(folder, param=LORA_PATH)
+    # Computed here rather than on the engine thread.
+    _ = weights.digest
+    return weights

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from mlx_parallm.adapters.folder import is_adapter_folder
+from mlx_parallm.config import AdapterConfig
+from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
+from mlx_parallm.engine.host_commands import (
+    CommitUpdate,
+    DropUpdate,
+    Pause,
+    PrepareUpdate,
+    ReadChecksums,
+    RelabelWeights,
+    ResetCaches,
+    Resume,
+    SleepModels,
+    WakeModels,
+)
+from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.live_weights import WeightsUpdate
-from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.engine.state import SlotCounts
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
+from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.core import EngineCore
+
+# SLEEP_LEVELS: see ``EngineControl.sleep``.
+SLEEP_LEVELS = (0, 1, 2)
 
 
 class PauseMode(StrEnum):
@@ -24,77 +49,83 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
-class EngineControl(Protocol):
-    """Commands that are carried out between two steps; each returns once it is done."""
+class EngineControl(AdapterControl):
+    """Commands that are carried out between two steps; each returns once it is done.
 
-    @property
-    def sleep_level(self) -> int:
-        """Return the level of the latest ``sleep``; 0 while awake."""
-        ...
+    Lives on the event loop.
+    """
+
+    def __init__(self, thread: EngineCore, config: AdapterConfig, metrics: ControlMetrics) -> None:
+        super().__init__(thread, config, metrics)
+        self._pause: PauseMode | None = None
+        # True if it was paused before it slept.
+        self._stays_paused = False
+        # Held from the preparation of new weights to their commit.
+        self._replacing = asyncio.Lock()
 
     @property
     def is_paused(self) -> bool:
         """True if no step begins until ``resume``."""
-        ...
+        return self._pause is not None
 
-    def adapters(self) -> Sequence[AdapterInfo]:
-        """Return the loaded adapters of all models, as of the latest change of one."""
-        ...
-
-    async def look(self) -> Sequence[AdapterInfo]:
-        """Return ``adapters`` as they are now: slots and running counts change with every step."""
-        ...
+    def report(self, memory: Mapping[str, ModelMemory], slots: Mapping[str, SlotCounts]) -> None:
+        """Bring the metrics up to date; ``memory`` and ``slots`` are by model."""
+        self._metrics.on_memory(memory)
+        names = [status.names[0] for status in self._thread.statuses() if status.can_change]
+        self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
+        self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """Return the SHA-256 of each weight of a model, in hex by name; default: the first model.
 
         No model begins a step meanwhile.
         """
-        ...
+        return await self._thread.call(ReadChecksums(self._base(model)))
 
-    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
-        """Serve an adapter of a model, the first one by default.
+    def version(self, model: str | None = None) -> WeightsVersion:
+        """Return the version of a model's weights; default: the first model."""
+        return self._versions.get(self._base(model), WeightsVersion())
 
-        Raises:
-            VersionMismatchError: another version is there than was expected.
-            InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
-            OverloadedError: there will be room once requests have ended.
-        """
-        ...
+    def check_open(self) -> None:
+        """Raise PausedError if no requests are admitted for a pause."""
+        if self._pause not in (None, PauseMode.KEEP):
+            raise PausedError
 
-    async def load_adapter_folder(
-        self,
-        name: str,
-        path: str,
-        *,
-        model: str | None = None,
-        version: str | None = None,
-        expected_version: str | None = None,
-        replaces: bool = False,
-        is_pinned: bool | None = None,
-    ) -> AdapterInfo:
-        """``load_adapter`` of what PEFT or mlx-lm wrote into a folder.
-
-        ``path`` must be below a root that the configuration allows, or an id on the hub that it
-        allows.
-        """
-        ...
-
-    async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Admit no more requests of an adapter; raise NotFoundError."""
-        ...
+    def forget(self) -> None:
+        """Forget all adapters, versions and pauses: the engine thread was started anew."""
+        # They are replaced, not emptied: the event loop may be iterating over them.
+        self._adapters, self._versions = {}, {}
+        self._pause = None
+        self.sleep_level = 0
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """Begin no more steps; return how many requests are kept, or were aborted."""
-        ...
+        self._pause = mode
+        count = 0
+        if mode is PauseMode.WAIT and not self.sleep_level:
+            # Requests that an earlier pause kept must end too.
+            await self._thread.call(Resume())
+            await self._thread.wait_until_idle()
+        elif mode is PauseMode.ABORT:
+            count = await self._thread.cancel_all()
+        if not self.is_paused:
+            # It was resumed while this waited.
+            return count
+        kept = await self._thread.call(Pause())
+        if clear_cache:
+            await self.reset_prefix_cache()
+        return count or kept
 
     async def resume(self) -> None:
         """Go on, if it was paused."""
-        ...
+        if self.sleep_level:
+            raise InvalidRequestError("The server is asleep; wake it up first.")
+        self._pause = None
+        await self._thread.call(Resume())
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """Find nothing again that was computed before."""
-        ...
+        await self._thread.call(ResetCaches(reset_running))
 
     async def update_weights(
         self, update: WeightsUpdate, *, model: str | None = None
@@ -105,7 +136,22 @@ class EngineControl(Protocol):
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: they do not fit, or hold numbers that are not finite.
         """
-        ...
+        # The update is completed even if its caller is cancelled.
+        with self._metrics.timed(WEIGHTS):
+            change = self._replace_weights(self._base(model), update)
+            version = await asyncio.shield(asyncio.ensure_future(change))
+        await self.refresh()
+        return version
+
+    async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
+        async with self._replacing:
+            try:
+                await self._thread.call(PrepareUpdate(model, update))
+                return await self._thread.call(CommitUpdate(model))
+            except BaseException:
+                # With several engines, some may have prepared it.
+                await self._thread.call(DropUpdate(model))
+                raise
 
     async def update_weights_from_folder(
         self,
@@ -116,11 +162,22 @@ class EngineControl(Protocol):
         expected_version: str | None = None,
     ) -> WeightsVersion:
         """``update_weights`` of a checkpoint below a root that the configuration allows."""
-        ...
+        folder = self._folders.resolve(path, param="path")
+        if is_adapter_folder(folder):
+            # SGLang and vLLM have no name to serve it under here either; see docs/weights.md.
+            raise InvalidRequestError(
+                f"{path[:200]!r} has an adapter, not the weights of a whole model. Load it under "
+                "its own name with /load_lora_adapter.",
+                param="path",
+            )
+        update = WeightsUpdate(folder=folder, version=version, expected_version=expected_version)
+        return await self.update_weights(update, model=model)
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """Call the weights of a model something else, from the next token on."""
-        ...
+        version = await self._thread.call(RelabelWeights(self._base(model), label))
+        await self.refresh()
+        return version
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
         """Pause, and give back memory: level 0 none, 1 that of KV, 2 that of weights too.
@@ -128,7 +185,15 @@ class EngineControl(Protocol):
         Requests that are kept are computed anew after ``wake_up``. At level 2 weights are read
         again from the folder that was loaded last.
         """
-        ...
+        if level not in SLEEP_LEVELS:
+            raise InvalidRequestError("level must be 0, 1 or 2.", param="level")
+        was_paused = self.is_paused
+        await self.pause(mode)
+        if level:
+            if not self.sleep_level:
+                self._stays_paused = was_paused
+            self.sleep_level = level
+            await self._thread.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """Allocate memory again; return the tags that still sleep. If none does, resume.
@@ -137,8 +202,35 @@ class EngineControl(Protocol):
 
         ``tags`` are of "weights" and "kv_cache"; None is both.
         """
-        ...
+        wanted = SLEEP_TAGS if tags is None else tuple(tags)
+        unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
+        if unknown:
+            raise InvalidRequestError(
+                f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
+            )
+        asleep: Sequence[str] = await self._thread.call(WakeModels(wanted))
+        if not asleep:
+            self.sleep_level = 0
+            stays_paused, self._stays_paused = self._stays_paused, False
+            if not stays_paused:
+                await self.resume()
+        await self.refresh()
+        return asleep
 
-    def version(self, model: str | None = None) -> WeightsVersion:
-        """Return the version of a model's weights; default: the first model."""
-        ...
+    def _base(self, model: str | None) -> str:
+        """Return the first name of a model whose weights can change; None means the first one."""
+        statuses = self._thread.statuses()
+        if model is None:
+            changeable = [status for status in statuses if status.can_change]
+            if not changeable:
+                raise InvalidRequestError(
+                    "No model whose weights can be changed is served here.", param="model"
+                )
+            return changeable[0].names[0]
+        status = next((status for status in statuses if model in status.names), None)
+        if status is None:
+            raise ModelNotFoundError(model)
+        if not status.can_change:
+            why = "is being loaded." if status.model is None else status.model.traits.refuses_change
+            raise InvalidRequestError(f"{model} {why}", param="model")
+        return status.names[0]

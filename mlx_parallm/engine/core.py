@@ -21,9 +21,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.async_control import AsyncControl
 from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
 from mlx_parallm.engine.confinement import MAX_NAME
+from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.interface import (
     EngineLoad,
@@ -102,7 +102,7 @@ class EngineCore:
             ThreadLoader(self, config, kinds),
             {name: limit for name, limit in limits.items() if limit is not None},
         )
-        self.control = AsyncControl(self, config.adapters, ControlMetrics(self._registry))
+        self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -153,31 +153,6 @@ class EngineCore:
             self._mailbox.send(Abort(request_id=request_id))
         self._streams.end_all(RequestAbortedError("The server is shutting down."))
 
-    def base_names(self) -> Sequence[tuple[str, ...]]:
-        """Return the names of every model, default ones first."""
-        return [entry.names for entry in self._by_default()]
-
-    def changeable(self) -> Sequence[tuple[str, ...]]:
-        """Return the names of every model whose weights can be replaced."""
-        return [
-            entry.names
-            for entry in self._residency.entries()
-            if entry.model is not None and entry.model.traits.can_change
-        ]
-
-    def refuse_change(self, name: str) -> InvalidRequestError:
-        """Return the error for a model, by any of its names, whose weights stay as they are."""
-        entry = self._residency.by_name.get(name)
-        model = None if entry is None else entry.model
-        why = "is being loaded." if model is None else model.traits.refuses_change
-        return InvalidRequestError(f"{name} {why}", param="model")
-
-    def _by_default(self) -> Sequence[ModelEntry]:
-        def is_other(entry: ModelEntry) -> bool:
-            return entry.model is None or not entry.model.traits.is_default
-
-        return sorted(self._residency.entries(), key=is_other)
-
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all models that requests may name, and those that are being loaded.
 
@@ -200,7 +175,7 @@ class EngineCore:
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
-        models = [model for names in self.base_names() for model in names]
+        models = [model for status in self.statuses() for model in status.names]
         adapters = [info.name for info in self.control.adapters()]
         return ModelNotFoundError(name, [*models, *adapters])
 
@@ -460,8 +435,7 @@ class EngineCore:
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""
         engines = await self._query(ReadMetrics(), MetricsText())
-        self.control.report_memory(await self.memory())
-        self.control.report(engines.slots)
+        self.control.report(await self.memory(), engines.slots)
         return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     async def _query(self, ask: StateQuery[T], otherwise: T) -> T:

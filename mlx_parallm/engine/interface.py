@@ -383,6 +383,12 @@ class ModelStatus:
         model: ServedModel | None = self.model
         return model is not None and model.traits.is_default
 
+    @property
+    def can_change(self) -> bool:
+        """True if the model's weights can be replaced."""
+        model: ServedModel | None = self.model
+        return model is not None and model.traits.can_change
+
     def wrong_kind(self, name: str) -> InvalidRequestError:
         """Return the error for a request of another kind, which calls the model ``name``."""
         traits: KindTraits = self.model.traits

@@ -11,12 +11,14 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from mlx_parallm.config import AdapterConfig, EngineConfig
+from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
+from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.version_harness import SlotRecord, adapter
@@ -34,14 +36,8 @@ class TwoEncoders:
         host = SimpleNamespace(engines={}, adapters=self.sets, stagings={})
         self._host = cast(EngineHost, host)
 
-    def changeable(self) -> list[tuple[str, ...]]:
-        return []
-
-    def refuse_change(self, name: str) -> InvalidRequestError:
-        raise AssertionError(name)
-
-    def base_names(self) -> list[tuple[str, ...]]:
-        return self.names
+    def statuses(self) -> list[ModelStatus]:
+        return [ModelEntry(ModelConfig(), names).status() for names in self.names]
 
     @asynccontextmanager
     async def hold(self, model: str) -> AsyncIterator[None]:
@@ -53,12 +49,6 @@ class TwoEncoders:
         found = action(self._host)
         await asyncio.sleep(0)
         return found
-
-    async def cancel_all(self) -> int:
-        return 0
-
-    async def wait_until_idle(self) -> None:
-        pass
 
 
 class FoundAdapters(AdapterControl):
@@ -76,7 +66,7 @@ def thread() -> TwoEncoders:
 
 @pytest.fixture
 def control(thread: TwoEncoders) -> AdapterControl:
-    return FoundAdapters(thread, AdapterConfig(), ControlMetrics(CollectorRegistry()))
+    return FoundAdapters(cast(Any, thread), AdapterConfig(), ControlMetrics(CollectorRegistry()))
 
 
 def owners(thread: TwoEncoders) -> list[str]:
