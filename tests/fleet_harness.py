@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.commands import Abort, Call, EngineHost, HostCommand, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.defaults import ModelDefaults
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,
@@ -26,6 +26,7 @@ from mlx_parallm.engine.host_commands import (
 )
 from mlx_parallm.engine.interface import Event, KindTraits, ModelMemory, Request, StartedModel
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
@@ -87,7 +88,7 @@ class FakeUsers:
 
 @dataclass
 class FakeWeights:
-    """Implements ``LiveModel`` by a text for each tensor."""
+    """In place of ``DeviceWeights``: there is a text for each tensor."""
 
     tensors: dict[str, str] = field(default_factory=lambda: {"a": "start", "b": "start"})
     prepared: dict[str, str] | None = None
@@ -135,7 +136,7 @@ class FakeLife:
         adapters = SimpleNamespace(policies=policies)
         engine = SimpleNamespace(live=self.live, adapters=adapters, settle=tuple, is_paused=False)
         self.host = cast(
-            EngineHost,
+            EngineLoop,
             SimpleNamespace(
                 engines={"m": engine}, adapters={"m": adapters}, stagings={}, deliver=deliver
             ),

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.interface import BuiltModel
 from mlx_parallm.engine.life import Build
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
@@ -43,12 +43,12 @@ def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Sche
     return build
 
 
-def pid_of(host: EngineHost) -> int:
+def pid_of(host: EngineLoop) -> int:
     """Return the id of the engine's process."""
     return os.getpid()
 
 
-def something_local(host: EngineHost) -> Callable[[], None]:
+def something_local(host: EngineLoop) -> Callable[[], None]:
     """Return something that cannot be pickled."""
     return lambda: None
 
@@ -59,16 +59,16 @@ class Unreadable:
     def __reduce__(self) -> tuple[object, ...]:
         return __import__, ("no_such_module",)
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         raise AssertionError
 
 
-def something_unreadable(host: EngineHost) -> Unreadable:
+def something_unreadable(host: EngineLoop) -> Unreadable:
     """Return something that the server cannot unpickle."""
     return Unreadable()
 
 
-def die(host: EngineHost) -> None:
+def die(host: EngineLoop) -> None:
     """End the engine."""
     raise Death
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.api.turns.versions import VersionSpans
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.engine.live_weights import LiveModel, LiveWeights
+from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
@@ -218,7 +218,7 @@ class VersionHarness:
             self,
             Tokenizer(),
             cast(EngineMetrics, NoMetrics()),
-            live=LiveWeights(self.policies, cast(LiveModel, None), self.scheduler),
+            live=LiveWeights(self.policies, cast(Any, None), self.scheduler),
         )
         self.plain = Weights(DEFAULT_VERSION)
         self.names: dict[str, Weights] = {}

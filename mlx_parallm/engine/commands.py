@@ -5,66 +5,19 @@ Replies may be called on any thread: on the engine's, or on one that speaks to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mlx_parallm.types.errors import ParallmError
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.adapter_staging import AdapterStaging
-    from mlx_parallm.engine.interface import (
-        AdapterSet,
-        Event,
-        EventReader,
-        PendingModel,
-        Request,
-        ServedEngine,
-    )
-    from mlx_parallm.engine.metrics import MetricFamilies
+    from mlx_parallm.engine.interface import EventReader, Request
+    from mlx_parallm.engine.loop import EngineLoop
     from mlx_parallm.engine.policies import AdapterUpload
-    from mlx_parallm.worker.worker import Worker
 
 
 R_co = TypeVar("R_co", covariant=True)
-
-
-class EngineHost(Protocol):
-    """The engine thread, as commands see it."""
-
-    @property
-    def engines(self) -> MutableMapping[str, ServedEngine]:
-        """Return the loaded models' engines, by their first names."""
-        ...
-
-    @property
-    def adapters(self) -> MutableMapping[str, AdapterSet]:
-        """Return the adapters of every model, evicted ones included, by its first name."""
-        ...
-
-    @property
-    def families(self) -> MetricFamilies:
-        """Return the metric families of the process."""
-        ...
-
-    @property
-    def worker(self) -> Worker:
-        """Return the door to the device."""
-        ...
-
-    @property
-    def pending(self) -> MutableMapping[int, PendingModel]:
-        """Return the models that are being loaded, by the number that their commands name."""
-        ...
-
-    @property
-    def stagings(self) -> MutableMapping[int, AdapterStaging]:
-        """Return the adapters that are being put into a slot, likewise."""
-        ...
-
-    def deliver(self, events: Sequence[Event], /) -> None:
-        """Send events to their readers."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +57,7 @@ class HostCommand(Protocol[R_co]):
     It can be pickled, as its result can: the engines may be in another process.
     """
 
-    def __call__(self, host: EngineHost, /) -> R_co:
+    def __call__(self, host: EngineLoop, /) -> R_co:
         """Do it and return its result."""
         ...
 

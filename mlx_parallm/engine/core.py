@@ -36,7 +36,7 @@ from mlx_parallm.engine.interface import (
     StartedModel,
 )
 from mlx_parallm.engine.life import EngineLife
-from mlx_parallm.engine.loader import ThreadLoader
+from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
@@ -99,7 +99,7 @@ class EngineCore:
         self._sources = ModelSources(config.loading, paths)
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         self._residency = Residency(
-            ThreadLoader(self, config, kinds),
+            ModelLoader(self, config, kinds),
             {name: limit for name, limit in limits.items() if limit is not None},
         )
         self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))

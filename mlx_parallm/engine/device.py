@@ -89,7 +89,7 @@ class DeviceAdapters:
 
 
 class DeviceWeights:
-    """The weights and the KV pool of one model. Implements ``live_weights.LiveModel``."""
+    """The weights and the KV pool of one model; ``LiveWeights`` has their versions."""
 
     def __init__(self, worker: Worker, model: str) -> None:
         self._worker = worker
@@ -97,11 +97,11 @@ class DeviceWeights:
         self._numbers = count()
 
     def prepare_folder(self, folder: Path) -> None:
-        """See ``LiveModel``."""
+        """Prepare all weights of a checkpoint; raise InvalidRequestError if they do not fit."""
         self._check(PrepareWeights(model=self._model, folder=folder))
 
     def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """See ``LiveModel``."""
+        """Prepare some weights; raise InvalidRequestError if they do not fit."""
         handle = f"{self._model} weights {next(self._numbers)}"
         try:
             for op in tensor_ops(handle, tensors):
@@ -116,21 +116,21 @@ class DeviceWeights:
             raise InvalidRequestError(refusal, param="weights")
 
     def commit(self) -> None:
-        """See ``LiveModel``."""
+        """Compute with the prepared weights from now on; no step may be in flight."""
         self._worker.execute(CommitWeights(model=self._model))
 
     def drop_prepared(self) -> None:
-        """See ``LiveModel``."""
+        """Forget the prepared weights, if there are any."""
         self._worker.execute(DropPrepared(model=self._model))
 
     def checksums(self) -> dict[str, str]:
-        """See ``LiveModel``."""
+        """Return the SHA-256 of each weight, in hex by name."""
         return self._worker.execute(Checksums(model=self._model))
 
     def sleep(self, level: int) -> None:
-        """See ``LiveModel``."""
+        """Free the memory of KV, adapters and weights; see ``LiveWeights.sleep``."""
         self._worker.execute(Sleep(model=self._model, level=level))
 
     def wake(self, tag: str) -> bool:
-        """See ``LiveModel``."""
+        """Allocate a tag's memory; True if weights were read from the folder loaded last."""
         return self._worker.execute(Wake(model=self._model, tag=tag))

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.commands import EngineHost, HostCommand
+from mlx_parallm.engine.commands import HostCommand
 from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
-
-R = TypeVar("R")
 
 #: All adapters, and the versions of the models themselves by their first names.
 LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
@@ -30,7 +28,7 @@ LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
 class ListVersions(HostCommand[LoadedVersions]):
     """Return what requests are computed with; versions are of models whose weights can change."""
 
-    def __call__(self, host: EngineHost) -> LoadedVersions:
+    def __call__(self, host: EngineLoop) -> LoadedVersions:
         """Apply the command."""
         infos = [info for adapters in host.adapters.values() for info in adapters.policies.infos()]
         engines = host.engines.items()
@@ -61,7 +59,7 @@ class BeginAdapter(HostCommand[bool]):
     model: str
     in_parts: bool
 
-    def __call__(self, host: EngineHost) -> bool:
+    def __call__(self, host: EngineLoop) -> bool:
         """Apply the command."""
         host.stagings[self.number] = AdapterStaging(self.upload, self.model, in_parts=self.in_parts)
         return StageAdapterPart(self.number)(host)
@@ -77,7 +75,7 @@ class StageAdapterPart(HostCommand[bool]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> bool:
+    def __call__(self, host: EngineLoop) -> bool:
         """Apply the command."""
         staging = host.stagings.pop(self.number)
         check = partial(check_owner, host, staging.upload.name, staging.model)
@@ -99,7 +97,7 @@ class CommitAdapter(HostCommand[tuple[AdapterInfo, LoadedVersions]]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> tuple[AdapterInfo, LoadedVersions]:
+    def __call__(self, host: EngineLoop) -> tuple[AdapterInfo, LoadedVersions]:
         """Apply the command."""
         staging = host.stagings.pop(self.number)
         check = partial(check_owner, host, staging.upload.name, staging.model)
@@ -113,7 +111,7 @@ class DropStagedAdapter(HostCommand[None]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         staging = host.stagings.pop(self.number, None)
         if staging is not None:
@@ -127,7 +125,7 @@ class EnsureAdapter(HostCommand[AdapterInfo]):
     upload: AdapterUpload
     model: str
 
-    def __call__(self, host: EngineHost) -> AdapterInfo:
+    def __call__(self, host: EngineLoop) -> AdapterInfo:
         """Apply the command."""
         check_owner(host, self.upload.name, self.model)
         return policies_of(host, self.model).ensure(self.upload)
@@ -140,7 +138,7 @@ class UnloadAdapter(HostCommand[AdapterInfo]):
     name: str
     model: str
 
-    def __call__(self, host: EngineHost) -> AdapterInfo:
+    def __call__(self, host: EngineLoop) -> AdapterInfo:
         """Apply the command."""
         return policies_of(host, self.model).unload(self.name)
 
@@ -149,7 +147,7 @@ class UnloadAdapter(HostCommand[AdapterInfo]):
 class Pause(HostCommand[int]):
     """Run nothing more; return how many requests are kept."""
 
-    def __call__(self, host: EngineHost) -> int:
+    def __call__(self, host: EngineLoop) -> int:
         """Apply the command."""
         for engine in host.engines.values():
             engine.is_paused = True
@@ -166,7 +164,7 @@ class Pause(HostCommand[int]):
 class Resume(HostCommand[None]):
     """Run again."""
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         for engine in host.engines.values():
             engine.is_paused = False
@@ -178,7 +176,7 @@ class ResetCaches(HostCommand[None]):
 
     reset_running: bool
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         for engine in host.engines.values():
             host.deliver(engine.settle())
@@ -192,7 +190,7 @@ class PrepareUpdate(HostCommand[None]):
     model: str
     update: WeightsUpdate
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         live_weights(host.engines[self.model]).prepare(self.update)
 
@@ -203,7 +201,7 @@ class CommitUpdate(HostCommand[WeightsVersion]):
 
     model: str
 
-    def __call__(self, host: EngineHost) -> WeightsVersion:
+    def __call__(self, host: EngineLoop) -> WeightsVersion:
         """Apply the command."""
         engine = host.engines[self.model]
         # The tokens of the step in flight are those of the old weights.
@@ -217,7 +215,7 @@ class DropUpdate(HostCommand[None]):
 
     model: str
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         engine = host.engines.get(self.model)
         if engine is not None and engine.live is not None:
@@ -230,7 +228,7 @@ class ReadChecksums(HostCommand[Mapping[str, str]]):
 
     model: str
 
-    def __call__(self, host: EngineHost) -> Mapping[str, str]:
+    def __call__(self, host: EngineLoop) -> Mapping[str, str]:
         """Apply the command."""
         return live_weights(host.engines[self.model]).checksums()
 
@@ -242,7 +240,7 @@ class RelabelWeights(HostCommand[WeightsVersion]):
     model: str
     label: str
 
-    def __call__(self, host: EngineHost) -> WeightsVersion:
+    def __call__(self, host: EngineLoop) -> WeightsVersion:
         """Apply the command."""
         return live_weights(host.engines[self.model]).relabel(self.label)
 
@@ -255,7 +253,7 @@ class RestoreVersion(HostCommand[None]):
     version: WeightsVersion
     num_updates: int
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         live_weights(host.engines[self.model]).restore(self.version, self.num_updates)
 
@@ -266,7 +264,7 @@ class SleepModels(HostCommand[None]):
 
     level: int
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         for live in _changeable(host):
             live.sleep(self.level)
@@ -278,7 +276,7 @@ class WakeModels(HostCommand[list[str]]):
 
     tags: Sequence[str]
 
-    def __call__(self, host: EngineHost) -> list[str]:
+    def __call__(self, host: EngineLoop) -> list[str]:
         """Apply the command."""
         changeable = _changeable(host)
         for live in changeable:
@@ -290,14 +288,14 @@ class WakeModels(HostCommand[list[str]]):
         return [tag for tag in SLEEP_TAGS if any(tag in asleep for asleep in results)]
 
 
-def policies_of(host: EngineHost, model: str) -> Policies:
+def policies_of(host: EngineLoop, model: str) -> Policies:
     """Return what requests of a model are computed with; raise ModelNotFoundError."""
     if model not in host.adapters:
         raise ModelNotFoundError(model)
     return host.adapters[model].policies
 
 
-def check_owner(host: EngineHost, name: str, model: str) -> None:
+def check_owner(host: EngineLoop, name: str, model: str) -> None:
     """Raise InvalidRequestError if another model than this one has an adapter of this name."""
     infos, _ = ListVersions()(host)
     owners = (info for info in infos if info.name == name and info.model != model)
@@ -319,5 +317,5 @@ def live_weights(engine: ServedEngine) -> LiveWeights:
     return engine.live
 
 
-def _changeable(host: EngineHost) -> list[LiveWeights]:
+def _changeable(host: EngineLoop) -> list[LiveWeights]:
     return [engine.live for engine in host.engines.values() if engine.live is not None]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.engine.device import DeviceWeights
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.weights import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
@@ -30,38 +31,6 @@ class WeightsUpdate:
     expected_version: str | None = None
 
 
-class LiveModel(Protocol):
-    """The arrays of a model's weights."""
-
-    def prepare_folder(self, folder: Path) -> None:
-        """Prepare all weights of a checkpoint; raise InvalidRequestError if they do not fit."""
-        ...
-
-    def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Prepare some weights; raise InvalidRequestError if they do not fit."""
-        ...
-
-    def commit(self) -> None:
-        """Compute with the prepared weights from now on; no step may be in flight."""
-        ...
-
-    def drop_prepared(self) -> None:
-        """Forget the prepared weights, if there are any."""
-        ...
-
-    def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of each weight, in hex by name."""
-        ...
-
-    def sleep(self, level: int) -> None:
-        """Free the memory of KV, adapters and weights; see ``LiveWeights.sleep``."""
-        ...
-
-    def wake(self, tag: str) -> bool:
-        """Allocate a tag's memory; True if weights were read from the folder loaded last."""
-        ...
-
-
 class PrefixCache(Protocol):
     """The blocks that were computed with a model's weights."""
 
@@ -82,7 +51,7 @@ class LiveWeights:
     """
 
     policies: Policies
-    model: LiveModel
+    model: DeviceWeights
     scheduler: PrefixCache
     asleep: set[str] = field(default_factory=set[str])
     _num_updates: int = 0

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import demo_folder
 from mlx_parallm.engine.build import fetch_model, kind_of
-from mlx_parallm.engine.commands import Call, Command, EngineHost, HostCommand
-from mlx_parallm.engine.interface import Kind, OpenModel, ServedModel
-from mlx_parallm.engine.residency import MakeRoom
+from mlx_parallm.engine.commands import Call, HostCommand
+from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedModel
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.types.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.core import EngineCore
 
 # CHUNK_BYTES: bytes of a file that are read ahead at once.
 CHUNK_BYTES = 1 << 24
 
-
-R = TypeVar("R")
-
-
-class EngineThread(Protocol):
-    """The methods of ``EngineCore`` that ``ThreadLoader`` uses."""
-
-    async def call(self, action: HostCommand[R]) -> R:
-        """Return a command's result; raise its error."""
-        ...
-
-    def send(self, command: Command) -> None:
-        """Send a command without waiting for a reply."""
-        ...
+#: Evicts until a model of some kind has the bytes that it needs.
+MakeRoom = Callable[[int, KindTraits], Awaitable[None]]
 
 
-class ThreadLoader:
-    """Implements ``ModelLoader``: files are read on other threads, arrays made on the engine's.
+class ModelLoader:
+    """Loads models into memory and frees them: files are read on other threads.
 
-    Streams wait for the latter only.
+    Streams wait only for the engine thread, which makes the arrays.
     """
 
-    def __init__(self, thread: EngineThread, config: EngineConfig, kinds: Sequence[Kind]) -> None:
+    def __init__(self, thread: EngineCore, config: EngineConfig, kinds: Sequence[Kind]) -> None:
         self._thread = thread
         self._config = config
         self._kinds = kinds
@@ -55,17 +46,21 @@ class ThreadLoader:
         make_room: MakeRoom,
         on_progress: Callable[[float], None],
     ) -> ServedModel:
-        """See ``ModelLoader.load``."""
+        """Load a model; ``make_room`` is called with its bytes and kind before they are taken.
+
+        Raises:
+            ModelLoadError, InvalidRequestError: it cannot be loaded.
+        """
         thread, number = self._thread, next(self._numbers)
-        read = Progress(on_progress, 0.0, 1 / 2)
         named = replace(config, served_names=names)
-        kind, open_model = await asyncio.to_thread(_read, named, self._config, self._kinds, read)
+        kind, open_model = await asyncio.to_thread(
+            _read, named, self._config, self._kinds, lambda share: on_progress(share / 2)
+        )
         try:
             await make_room(await thread.call(BeginLoad(number, open_model)), kind.traits)
-            evaluated = Progress(on_progress, 1 / 2, 1)
             # In parts, each between two steps of what is served.
             while (share := await thread.call(AdvanceLoad(number))) < 1:
-                evaluated(share)
+                on_progress((1 + share) / 2)
             return await thread.call(CommitLoad(number))
         except BaseException:
             # Its arrays are freed on the thread that made them.
@@ -73,29 +68,19 @@ class ThreadLoader:
             raise
 
     async def drop(self, name: str) -> None:
-        """See ``ModelLoader.drop``."""
+        """Free the memory of an idle model, by its first name; its adapters stay for its return."""
         await self._thread.call(UnloadModel(name))
 
     async def forget(self, name: str) -> None:
-        """See ``ModelLoader.forget``."""
+        """Forget the adapters of a model that was dropped and does not come back."""
         await self._thread.call(ForgetAdapters(name))
 
 
-class Progress:
-    """Reports the progress of a part as progress of the whole."""
-
-    def __init__(self, report: Callable[[float], None], begin: float, end: float) -> None:
-        self._report = report
-        self._begin = begin
-        self._width = end - begin
-
-    def __call__(self, share: float) -> None:
-        """Report the share of the part that is done; any thread may."""
-        self._report(self._begin + self._width * share)
-
-
 def _read(
-    config: ModelConfig, settings: EngineConfig, kinds: Sequence[Kind], on_progress: Progress
+    config: ModelConfig,
+    settings: EngineConfig,
+    kinds: Sequence[Kind],
+    on_progress: Callable[[float], None],
 ) -> tuple[Kind, OpenModel]:
     """Return a model's kind and what opens it; fetch its files first where need be.
 
@@ -136,7 +121,7 @@ class BeginLoad(HostCommand[int]):
     number: int
     open_model: OpenModel
 
-    def __call__(self, host: EngineHost) -> int:
+    def __call__(self, host: EngineLoop) -> int:
         """Apply the command."""
         pending = host.pending[self.number] = self.open_model(host.families, host.worker)
         return pending.num_bytes
@@ -148,7 +133,7 @@ class AdvanceLoad(HostCommand[float]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> float:
+    def __call__(self, host: EngineLoop) -> float:
         """Apply the command."""
         return host.pending[self.number].advance()
 
@@ -163,7 +148,7 @@ class DropLoad(HostCommand[None]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         pending = host.pending.pop(self.number, None)
         if pending is not None:
@@ -176,7 +161,7 @@ class CommitLoad(HostCommand[ServedModel]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> ServedModel:
+    def __call__(self, host: EngineLoop) -> ServedModel:
         """Apply the command."""
         pending = host.pending.pop(self.number)
         name = pending.name
@@ -196,7 +181,7 @@ class ForgetAdapters(HostCommand[None]):
 
     name: str
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         host.adapters.pop(self.name, None)
 
@@ -207,7 +192,7 @@ class UnloadModel(HostCommand[None]):
 
     name: str
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         engine = host.engines.pop(self.name, None)
         if engine is not None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.interface import (
@@ -17,39 +16,8 @@ from mlx_parallm.engine.interface import (
     ServedModel,
     StartedModel,
 )
+from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
-
-#: Evicts until a model of some kind has the bytes that it needs.
-MakeRoom = Callable[[int, KindTraits], Awaitable[None]]
-
-
-class ModelLoader(Protocol):
-    """Brings models into memory and out of it."""
-
-    async def load(
-        self,
-        config: ModelConfig,
-        names: tuple[str, ...],
-        make_room: MakeRoom,
-        on_progress: Callable[[float], None],
-    ) -> ServedModel:
-        """Load a model; ``make_room`` is called with its bytes and kind before they are taken.
-
-        Raises:
-            ModelLoadError, InvalidRequestError: it cannot be loaded.
-        """
-        ...
-
-    async def drop(self, name: str) -> None:
-        """Give back the memory of one that nothing runs on, by its first name.
-
-        Its adapters stay for its return.
-        """
-        ...
-
-    async def forget(self, name: str) -> None:
-        """One that was dropped does not come back: let go of its adapters."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -55,44 +55,25 @@ class StateQuery(Protocol[T]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class EngineState:
-    """Answers about the engines. Safe from any thread.
+    """The engines of a process, as queries see them on any thread.
 
     Attributes:
+        families: of metrics.
         engines: those that are loaded, by their models' first names; they come and go.
     """
 
-    def __init__(self, families: MetricFamilies, engines: Mapping[str, ServedEngine]) -> None:
-        self._families = families
-        self.engines = engines
-
-    def check_room(self, model: str, client: str, n: int) -> None:
-        """Raise OverloadedError if a model's queue has no room; unknown models have room."""
-        engine = self.engines.get(model)
-        if engine is not None:
-            engine.check_room(client, n)
-
-    def num_running_and_waiting(self) -> tuple[int, int]:
-        """Return the sequences of the latest step, over all models."""
-        loads = [engine.load for engine in dict(self.engines).values()]
-        return sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
-
-    def cache_bytes(self) -> Mapping[str, int]:
-        """Return the memory of the results that each loaded model keeps, by first names."""
-        return {name: engine.cache_bytes for name, engine in dict(self.engines).items()}
-
-    def metrics(self) -> MetricsText:
-        """Return the engines' metrics."""
-        counts: dict[str, SlotCounts] = {}
-        for name, engine in dict(self.engines).items():
-            slots = engine.adapters.policies.users.adapters
-            counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
-        return MetricsText(generate_latest(self._families.registry), counts)
+    families: MetricFamilies
+    engines: Mapping[str, ServedEngine]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRoom(StateQuery[None]):
-    """Raise OverloadedError if a model's queue has no room for samples of a client."""
+    """Raise OverloadedError if a model's queue has no room for samples of a client.
+
+    Unknown models have room.
+    """
 
     model: str
     client: str
@@ -100,7 +81,9 @@ class CheckRoom(StateQuery[None]):
 
     def __call__(self, state: EngineState) -> None:
         """See ``StateQuery``."""
-        state.check_room(self.model, self.client, self.n)
+        engine = state.engines.get(self.model)
+        if engine is not None:
+            engine.check_room(self.client, self.n)
 
     def together(self, answers: Sequence[ParallmError | None]) -> None:
         """See ``StateQuery``: one engine with room is enough."""
@@ -109,11 +92,12 @@ class CheckRoom(StateQuery[None]):
 
 @dataclass(frozen=True, slots=True)
 class CountSequences(StateQuery[tuple[int, int]]):
-    """Return how many sequences run and wait, over all models."""
+    """Return how many sequences ran and waited in the latest step, over all models."""
 
     def __call__(self, state: EngineState) -> tuple[int, int]:
         """See ``StateQuery``."""
-        return state.num_running_and_waiting()
+        loads = [engine.load for engine in dict(state.engines).values()]
+        return sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
 
     def together(self, answers: Sequence[tuple[int, int] | ParallmError]) -> tuple[int, int]:
         """See ``StateQuery``."""
@@ -127,7 +111,7 @@ class ReadCacheBytes(StateQuery[Mapping[str, int]]):
 
     def __call__(self, state: EngineState) -> Mapping[str, int]:
         """See ``StateQuery``."""
-        return state.cache_bytes()
+        return {name: engine.cache_bytes for name, engine in dict(state.engines).items()}
 
     def together(self, answers: Sequence[Mapping[str, int] | ParallmError]) -> Mapping[str, int]:
         """See ``StateQuery``."""
@@ -141,7 +125,11 @@ class ReadMetrics(StateQuery[MetricsText]):
 
     def __call__(self, state: EngineState) -> MetricsText:
         """See ``StateQuery``."""
-        return state.metrics()
+        counts: dict[str, SlotCounts] = {}
+        for name, engine in dict(state.engines).items():
+            slots = engine.adapters.policies.users.adapters
+            counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
+        return MetricsText(generate_latest(state.families.registry), counts)
 
     def together(self, answers: Sequence[MetricsText | ParallmError]) -> MetricsText:
         """See ``StateQuery``: samples get vLLM's label ``engine``, the engine's number."""

@@ -18,8 +18,8 @@ from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
-from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -39,7 +39,7 @@ KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
 RANK = 4
 
 
-def policies_of(host: EngineHost) -> Policies:
+def policies_of(host: EngineLoop) -> Policies:
     """Return what knows the embedded model's adapters."""
     engine = host.engines[DEMO_NAME]
     assert isinstance(engine, GenerationEngine)

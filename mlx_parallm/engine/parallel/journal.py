@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_parallm.engine.commands import EngineHost, HostCommand
+from mlx_parallm.engine.commands import HostCommand
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,
     CommitAdapter,
@@ -37,6 +37,7 @@ from mlx_parallm.engine.loader import (
     ForgetAdapters,
     UnloadModel,
 )
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.weights import SLEEP_TAGS, WEIGHTS, WeightsVersion
 
@@ -50,7 +51,7 @@ class FinishLoad(HostCommand[None]):
 
     number: int
 
-    def __call__(self, host: EngineHost) -> None:
+    def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         while AdvanceLoad(self.number)(host) < 1:
             pass

@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
-from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
@@ -34,7 +34,7 @@ class TwoEncoders:
             for name in "mn"
         }
         host = SimpleNamespace(engines={}, adapters=self.sets, stagings={})
-        self._host = cast(EngineHost, host)
+        self._host = cast(EngineLoop, host)
 
     def statuses(self) -> list[ModelStatus]:
         return [ModelEntry(ModelConfig(), names).status() for names in self.names]
@@ -44,7 +44,7 @@ class TwoEncoders:
         assert model in self.sets
         yield
 
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+    async def call(self, action: Callable[[EngineLoop], Any]) -> Any:
         await asyncio.sleep(0)
         found = action(self._host)
         await asyncio.sleep(0)

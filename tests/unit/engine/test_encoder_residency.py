@@ -12,7 +12,8 @@ from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import MemoryLimit, ModelState
-from mlx_parallm.engine.residency import MakeRoom, ModelEntry, Residency
+from mlx_parallm.engine.loader import MakeRoom, ModelLoader
+from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingInfo
@@ -21,8 +22,8 @@ from tests.fakes import ByteTokenizer
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}
 
 
-class ScriptedLoader:
-    """Implements ``EncoderLoader``: a load goes on when the test says so."""
+class ScriptedLoader(ModelLoader):
+    """A load goes on when the test says so."""
 
     async def forget(self, name: str) -> None:
         self.events.append(f"forget {name}")
