@@ -262,7 +262,7 @@ class FakeFleet:
     def load_adapter(self, upload: AdapterUpload) -> bool:
         """Return True if an adapter was loaded."""
         number = next(self._numbers)
-        result = self.call(BeginAdapter(number, upload, "m", in_parts=True))
+        result = self.call(BeginAdapter(number, upload, "m", takes_slot=True))
         while result is True:
             result = self.call(StageAdapterPart(number))
         if not isinstance(result, ParallmError):

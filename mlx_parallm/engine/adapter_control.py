@@ -174,7 +174,7 @@ class AdapterControl:
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
         """Put it into a slot in parts, between steps, and then let requests use that."""
         number = next(self._numbers)
-        begin = BeginAdapter(number, upload, base, in_parts=not self.sleep_level)
+        begin = BeginAdapter(number, upload, base, takes_slot=not self.sleep_level)
         async with self._thread.hold(base):
             try:
                 has_more = await self._thread.call(begin)

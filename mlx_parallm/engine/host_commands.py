@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import HostCommand
@@ -51,18 +50,21 @@ class BeginAdapter(HostCommand[bool]):
         number: unique among the adapters that are being prepared.
         upload: the adapter.
         model: the first name of its model.
-        in_parts: whether to put it ahead of the first batch that names it.
+        takes_slot: whether to put it into a slot ahead of the first batch that names it.
     """
 
     number: int
     upload: AdapterUpload
     model: str
-    in_parts: bool
+    takes_slot: bool
 
     def __call__(self, host: EngineLoop) -> bool:
         """Apply the command."""
-        host.stagings[self.number] = AdapterStaging(self.upload, self.model, in_parts=self.in_parts)
-        return StageAdapterPart(self.number)(host)
+        check_owner(host, self.upload.name, self.model)
+        policies = policies_of(host, self.model)
+        staging = AdapterStaging(self.upload, policies, takes_slot=self.takes_slot)
+        host.stagings[self.number] = staging
+        return staging.advance()
 
     def together(self, results: Sequence[bool]) -> bool:
         """See ``JoinsResults``: an engine without a free slot has no parts to put."""
@@ -71,17 +73,13 @@ class BeginAdapter(HostCommand[bool]):
 
 @dataclass(frozen=True, slots=True)
 class StageAdapterPart(HostCommand[bool]):
-    """Put the next part of an adapter; see ``BeginAdapter``. After an error it is dropped."""
+    """Put the next part of an adapter; see ``BeginAdapter``."""
 
     number: int
 
     def __call__(self, host: EngineLoop) -> bool:
         """Apply the command."""
-        staging = host.stagings.pop(self.number)
-        check = partial(check_owner, host, staging.upload.name, staging.model)
-        has_more = staging.prepare(policies_of(host, staging.model), check)
-        host.stagings[self.number] = staging
-        return has_more
+        return host.stagings[self.number].advance()
 
     def together(self, results: Sequence[bool]) -> bool:
         """See ``JoinsResults`` and ``BeginAdapter``."""
@@ -92,16 +90,17 @@ class StageAdapterPart(HostCommand[bool]):
 class CommitAdapter(HostCommand[tuple[AdapterInfo, LoadedVersions]]):
     """Let requests use a prepared adapter; return it, and all that is loaded.
 
-    Raises as ``Policies.load`` does; the adapter is dropped then.
+    Raises as ``Policies.load`` does.
     """
 
     number: int
 
     def __call__(self, host: EngineLoop) -> tuple[AdapterInfo, LoadedVersions]:
         """Apply the command."""
-        staging = host.stagings.pop(self.number)
-        check = partial(check_owner, host, staging.upload.name, staging.model)
-        info = staging.commit(policies_of(host, staging.model), check)
+        staging = host.stagings[self.number]
+        check_owner(host, staging.upload.name, staging.policies.model)
+        info = staging.commit()
+        DropStagedAdapter(self.number)(host)
         return info, ListVersions()(host)
 
 
@@ -115,7 +114,7 @@ class DropStagedAdapter(HostCommand[None]):
         """Apply the command."""
         staging = host.stagings.pop(self.number, None)
         if staging is not None:
-            staging.drop(policies_of(host, staging.model))
+            staging.drop()
 
 
 @dataclass(frozen=True, slots=True)

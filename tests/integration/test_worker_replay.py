@@ -111,10 +111,11 @@ class BusyRun:
         tensors = read_safetensors(adapter_files.upload(seed), param="adapter")
         weights = read_adapter(adapter_files.CONFIG, tensors, param="adapter")
         upload = AdapterUpload(name=name, weights=weights, replaces=True)
-        staging = AdapterStaging(upload, GENERATOR)
-        while staging.prepare(self.generator.policies):
+        staging = AdapterStaging(upload, self.generator.policies)
+        while staging.advance():
             between()
-        staging.commit(self.generator.policies)
+        staging.commit()
+        staging.drop()
 
     def update(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
         norm = np.full(shape or self.norm_shape, scale, np.float32)

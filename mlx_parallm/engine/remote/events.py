@@ -30,19 +30,11 @@ def pack_events(events: Sequence[Event]) -> list[Any]:
 
 def unpack_events(packed: Sequence[tuple[Any, ...] | Event]) -> list[Event]:
     """Return the events that ``pack_events`` was given."""
-    return [_token_event(*each) if isinstance(each, tuple) else each for each in packed]
+    return [_token_event(each) if isinstance(each, tuple) else each for each in packed]
 
 
-def _token_event(
-    request_id: str,
-    index: int,
-    token_ids: tuple[int, ...],
-    text: str,
-    logprobs: Any,
-    finish_reason: Any,
-    stop_reason: int | str | None,
-    version: str,
-) -> TokenEvent:
+def _token_event(packed: tuple[Any, ...]) -> TokenEvent:
+    request_id, index, token_ids, text, logprobs, finish_reason, stop_reason, version = packed
     return TokenEvent(
         request_id=request_id,
         index=index,

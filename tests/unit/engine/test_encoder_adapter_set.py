@@ -171,8 +171,9 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     answers: Answers = {}
     for number in range(1, 4):
         load(adapters, f"a{number}", number)
-    uploads = [AdapterStaging(adapter(f"b{n}", f"digest-{n}", None), "m") for n in range(4, 8)]
-    loaded = [advance(upload, adapters) for upload in uploads]
+    uploads = [adapter(f"b{n}", f"digest-{n}", None) for n in range(4, 8)]
+    stagings = [AdapterStaging(upload, adapters.policies) for upload in uploads]
+    loaded = [advance(staging) for staging in stagings]
     # What found no slot is loaded without one, until a batch names it.
     assert [one is None for one in loaded] == [True, True, False, False]
     for number in range(1, 4):
@@ -180,18 +181,20 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     run(engine)
     assert [answers[f"a{number}"][0][0] for number in range(1, 4)] == [1001, 2002, 3003]
     assert encoder.most == 1
-    for upload in uploads[:2]:
-        assert advance(upload, adapters) is not None
+    for staging in stagings[:2]:
+        assert advance(staging) is not None
     ask(engine, answers, "b5", (1,), name="b5")
     run(engine)
     assert answers["b5"] == [[5001, 1]]
 
 
-def advance(staging: AdapterStaging, adapters: EncoderAdapterSet) -> AdapterInfo | None:
+def advance(staging: AdapterStaging) -> AdapterInfo | None:
     """Put the next part; return what is loaded once all is there."""
-    if staging.prepare(adapters.policies):
+    if staging.advance():
         return None
-    return staging.commit(adapters.policies)
+    info = staging.commit()
+    staging.drop()
+    return info
 
 
 def test_what_makes_way_comes_back_with_its_adapters() -> None:
