@@ -1,1 +1,1 @@
-"""What is around every route: keys, bodies, errors, streams, connections. It knows no slice."""
+"""Work around every route: keys, bodies, errors, streams, connections. It imports no slice."""

@@ -24,7 +24,7 @@ class KeyRing:
         return bool(self._digests)
 
     def accepts(self, key: str | None) -> bool:
-        """True if the key is one of the ring's; every one is compared."""
+        """True if the key is in the ring; it is compared with every key."""
         digest = hashlib.sha256((key or "").encode()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return key is not None and any(matches)
@@ -39,7 +39,7 @@ def key_of(headers: Headers) -> str | None:
 
 
 def client_of(headers: Headers, config: ServerConfig) -> str:
-    """Return a digest of the key, by which admission takes turns; "" where no key is needed."""
+    """Return a digest of the key, which identifies the client; "" if no key is needed."""
     key = key_of(headers)
     if not config.api_keys or key is None:
         return ""
@@ -47,10 +47,10 @@ def client_of(headers: Headers, config: ServerConfig) -> str:
 
 
 async def require_admin(request: Request) -> None:
-    """For routes that change the server; a dependency.
+    """Check the admin key of a route that changes the server; a FastAPI dependency.
 
     Raises:
-        AuthenticationError: no admin key, where one is set (the API key serves where none is).
+        AuthenticationError: the admin key is missing (the API key, if no admin key is set).
         PermissionDeniedError: a page of another origin sent the request.
     """
     refuse_other_origins(request)
@@ -59,14 +59,14 @@ async def require_admin(request: Request) -> None:
 
 
 def has_admin_key(request: Request) -> bool:
-    """True if the request brings an admin key (the API key where none is set), or needs none."""
+    """True if the request has an admin key (the API key if none is set), or needs none."""
     config: ServerConfig = request.app.state.config
     ring = KeyRing(config.admin_api_keys or config.api_keys)
     return not ring or ring.accepts(key_of(request.headers))
 
 
 def refuse_other_origins(request: Request) -> None:
-    """For what pages of other origins may not do, whatever CORS allows them.
+    """Refuse pages of other origins, whatever CORS allows them.
 
     Raises:
         PermissionDeniedError: such a page sent the request.
@@ -78,8 +78,8 @@ def refuse_other_origins(request: Request) -> None:
 def may_reach_others(request: Request) -> bool:
     """True if the caller may touch requests of other clients.
 
-    An admin key may, and everybody where no key tells clients apart. Where keys are set but no
-    admin key, nobody may.
+    The holder of an admin key may. Without any keys, clients cannot be distinguished, and everybody
+    may. With API keys but no admin key, nobody may.
     """
     config: ServerConfig = request.app.state.config
     if config.admin_api_keys:

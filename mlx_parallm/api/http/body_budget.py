@@ -75,7 +75,7 @@ class BodyBudgetMiddleware(HttpMiddleware):
                 self._freed.note(body.size, sum(self._held.values()))
 
     def _client_of(self, scope: Scope) -> str | None:
-        """Return whose body it is; None if it is not kept in memory."""
+        """Return the client that a body counts for; None if it is not kept in memory."""
         kept = facts_of(scope).body_limit.kept
         if kept is Kept.STREAMED:
             return None
@@ -125,7 +125,7 @@ class _Body:
         return message
 
     def release(self) -> None:
-        """Stop to count the body, because the request has ended."""
+        """Stop counting the body, because the request has ended."""
         self._held[self._client] -= self.size
         if not self._held[self._client]:
             del self._held[self._client]

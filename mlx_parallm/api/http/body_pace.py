@@ -1,4 +1,4 @@
-"""How fast a client's bodies are read while others are here."""
+"""The pace at which a client's bodies are read while other clients are here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from mlx_parallm.api.http.client_pace import ClientPace
 
-# To read and check a megabyte of JSON holds the event loop for 10 ms: one client may have a tenth
-# of it.
+# BYTES_PER_S: reading and checking a megabyte of JSON holds the event loop for 10 ms; a client may
+# use a tenth of the loop's time.
 BYTES_PER_S = 8 * 1024 * 1024
-# What may come at once: more than the largest conversations have.
+# BURST_BYTES: bytes that may come at once, more than the largest conversations have.
 BURST_BYTES = 1024 * 1024
 
 
@@ -18,7 +18,7 @@ class BodyPace(ClientPace):
     """Lets a client's bodies through at a bounded rate, unless it is the only client here.
 
     A body that is being read holds the event loop, and everybody's tokens pass through that. A
-    client whose bodies come faster waits for their sake, and nobody else does.
+    client whose bodies come faster waits, and nobody else does.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""How much of a shared resource one client may take while other clients are here."""
+"""A client's share of a resource while other clients are here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 
 class ClientPace:
-    """A leaky bucket for each client: what it took drains at a rate, and a full one makes it wait.
+    """A leaky bucket for each client: use fills it, it drains at a rate, and a full one delays.
 
-    A client that is the only one here never waits, and what it takes then is not counted.
+    A client that is the only one here never waits, and its use is not counted.
     """
 
     def __init__(self, clock: Callable[[], float], *, rate: float, burst: float) -> None:
@@ -42,7 +42,7 @@ class ClientPace:
                     self._empty_s.pop(client, None)
 
     def delay(self, client: str, amount: float = 0.0) -> float:
-        """Count what a client takes, and return for how many seconds it must wait then."""
+        """Count a client's use, and return for how many seconds it must wait then."""
         if not self._here.keys() - {client}:
             return 0.0
         now_s = self._clock()

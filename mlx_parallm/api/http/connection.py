@@ -1,4 +1,4 @@
-"""Bounds what a connection may cost: slow request heads, answers that are not read, late bodies."""
+"""Bounds for connections: slow request heads, answers that are not read, late bodies."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from urllib.parse import urlsplit
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of a request's line and headers together; nginx takes 32 KiB.
+# MAX_HEAD_BYTES: size of a request's line and headers together; nginx allows 32 KiB.
 MAX_HEAD_BYTES = 64 * 1024
-# Between two parts of a body, and after the last: sizes of chunks, their extensions, and trailers.
-# The parser keeps a trailer until it is whole, so an endless one would fill the memory.
+# MAX_FRAMING_BYTES: bytes between two parts of a body, and after the last: sizes of chunks, their
+# extensions, and trailers. The parser keeps a trailer until it is complete, so an endless one would
+# fill the memory.
 MAX_FRAMING_BYTES = 512 * 1024
-# A request that was answered before its body had come, as those refused by their head are, is read
-# on within these bounds. Many clients send all of a body before they read the answer, and to close
-# a connection with data unread can take the answer from them.
+# MAX_LATE_BYTES, MAX_LATE_S: bounds on the rest of a body whose request has been answered, such as
+# a request that was refused by its head. Many clients send the whole body before they read the
+# answer, and closing a connection with unread data can lose the answer.
 MAX_LATE_BYTES = 1024 * 1024
 MAX_LATE_S = 5.0
 
@@ -23,9 +24,9 @@ MAX_LATE_S = 5.0
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which ends connections that make no progress.
 
-    A connection must bring the head of a request within the timeout, and take some of an answer
-    that is written within it: uvicorn itself waits for ever in both cases. The rest of a body whose
-    request has been answered is read and dropped within bounds, and without any by uvicorn.
+    A client must send the head of a request within the timeout, and read some of a written answer
+    within it: uvicorn itself waits forever in both cases. The rest of a body whose request has been
+    answered is read and dropped within bounds; uvicorn has none.
     """
 
     def __init__(self, *, timeout_s: float, **uvicorn_arguments: Any) -> None:
@@ -34,7 +35,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        # Whether a body is to come, and the bytes since its latest part: framing and trailers.
+        # True while a body is to come, and the bytes since its latest part: framing and trailers.
         self._awaits_body = False
         self._framing_bytes = 0
         self._late: asyncio.TimerHandle | None = None
@@ -64,29 +65,29 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._late is not None:
             self._late_bytes += len(data)
             if self._late_bytes > MAX_LATE_BYTES:
-                # The timer goes on, for an answer that is not taken.
+                # The timer continues, because the client may not read the answer either.
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request has come."""
+        """Start the timeout of a request's head at its first byte."""
         super().on_message_begin()
         self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header has come; trailers, which come after a body, are dropped.
+        """Keep a header; drop a trailer, which comes after a body.
 
-        They must not change what was decided by the head, such as whose request it is.
+        Trailers must not change what the head decided, such as the client.
         """
         if not self._awaits_body:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body has come."""
+        """Reset the count of framing bytes at a part of a body."""
         self._framing_bytes = 0
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """The head of a request has come."""
+        """End the timeout of a request's head."""
         self._awaits_body = True
         self._framing_bytes = 0
         self._head = _cancelled(self._head)
@@ -94,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The end of a request has come."""
+        """Note the end of a request's body."""
         self._awaits_body = False
         super().on_message_complete()
         if self._late is not None:
@@ -102,26 +103,26 @@ class BoundedProtocol(HttpToolsProtocol):
             self._await_head()
 
     def on_response_complete(self) -> None:
-        """An answer has been written."""
+        """Bound the rest of a body whose request has been answered."""
         super().on_response_complete()
-        # The last request of the connection; of those before it all has come.
+        # This is the connection's last request; earlier ones have arrived as a whole.
         if self.cycle.response_complete and self.cycle.more_body:
             self._late_bytes = 0
             seconds = min(MAX_LATE_S, self._timeout_s or MAX_LATE_S)
             self._late = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
-        """More is written than the client has taken."""
+        """Watch the write buffer, which the client does not read fast enough."""
         super().pause_writing()
         self._watch_write(None)
 
     def resume_writing(self) -> None:
-        """The client has taken most of it."""
+        """Stop watching the write buffer, most of which the client has read."""
         self._write = _cancelled(self._write)
         super().resume_writing()
 
     def _watch_write(self, unsent_before: int | None) -> None:
-        """Look again after the timeout; abort if nothing was taken since."""
+        """Check again after the timeout; abort if the client read nothing meanwhile."""
         unsent = self.transport.get_write_buffer_size()
         if unsent_before is not None and unsent >= unsent_before:
             self.transport.abort()

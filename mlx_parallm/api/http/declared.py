@@ -1,4 +1,4 @@
-"""What a route declares about itself."""
+"""The facts that a route declares about itself."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from starlette.types import Scope
 from mlx_parallm.api.http.dialect import OPENAI, Dialect
 from mlx_parallm.config import ServerConfig
 
-# Entry of the ASGI scope with the ``RouteFacts``.
+# FACTS: entry of the ASGI scope with the ``RouteFacts``.
 FACTS = "mlx_parallm.route"
 V1 = "/v1"
-# What a form holds besides its file.
+# FORM_BYTES: room in a form beside its file.
 FORM_BYTES = 64 * 1024
 SMALL_BODY_BYTES = 64 * 1024
 
 
 class Access(Enum):
-    """Who may use a route, where keys are set."""
+    """The callers who may use a route, if keys are set."""
 
     OPEN = "open"
     KEY = "key"
@@ -28,12 +28,12 @@ class Access(Enum):
 
 
 class Kept(Enum):
-    """What becomes of a body while its request runs.
+    """How a body is kept while its request runs.
 
     Attributes:
         REQUEST: it is kept, and counts among the client's requests.
-        UPLOAD: it is kept until it is loaded, and counts apart from requests: what a trainer
-            uploads must not depend on its rollouts.
+        UPLOAD: it is kept until it is loaded, and counts apart from requests, so that a trainer's
+            uploads do not wait for its rollouts.
         STREAMED: it is read as it comes, and none of it is kept in memory.
     """
 
@@ -44,12 +44,12 @@ class Kept(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimit:
-    """How large a body may be.
+    """The limit on a body's size.
 
     Attributes:
-        size: the most bytes, by the settings.
-        kept: what becomes of the body.
-        hint: ends the message of a refusal.
+        size: returns the most bytes, by the settings.
+        kept: how the body is kept.
+        hint: appended to the message of a refusal.
     """
 
     size: Callable[[ServerConfig], int]
@@ -67,14 +67,14 @@ FILE = BodyLimit(lambda config: config.max_file_bytes + FORM_BYTES, Kept.STREAME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteFacts:
-    """What is around a route.
+    """The facts of a route.
 
     Attributes:
-        dialect: the protocol of its errors.
+        dialect: the form of its errors.
         body_limit: how large its bodies may be.
         access: who may use it.
-        batchable: True if its requests may stand in a batch.
-        is_polled: True if supervisors poll it: it is logged for debugging only.
+        batchable: True if batches may contain its requests.
+        is_polled: True if supervisors poll it, so that it is logged at debug level only.
     """
 
     dialect: Dialect = OPENAI
@@ -93,12 +93,12 @@ def local_path(scope: Scope) -> str:
 
 
 def facts_of(scope: Scope) -> RouteFacts:
-    """Return what the route of a request declares; the defaults if none was found yet."""
+    """Return the facts of a request's route; the defaults if the route is not known yet."""
     return scope.get(FACTS, UNDECLARED)
 
 
 def id_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers that tell a request's id, if it has one yet."""
+    """Return the headers with a request's id, if it has one yet."""
     request_id = scope.get("state", {}).get("request_id")
     if request_id is None:
         return {}

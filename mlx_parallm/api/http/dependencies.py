@@ -18,12 +18,12 @@ async def get_config(request: Request) -> ServerConfig:
 
 
 async def get_max_waiting(request: Request) -> int | None:
-    """Return how many sequences the engine's queue holds for this caller, if that is known."""
+    """Return the most sequences of this caller in the engine's queue; None if not known."""
     return caller_of(request).max_waiting
 
 
 async def get_client(request: Request) -> str:
-    """Return whose request it is: a digest of its key, or the owner of work in the background."""
+    """Return the client: a digest of its key, also for work in the background."""
     return caller_of(request).client
 
 

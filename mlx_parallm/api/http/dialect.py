@@ -1,4 +1,4 @@
-"""The protocols that routes speak: how each writes an error."""
+"""The protocols of routes: how each writes an error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlx_parallm.api.http.error_schema import ErrorResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong, before it is written as the route's protocol writes it.
+    """An error before it is written in the form of the route's protocol.
 
     Attributes:
-        http: the status, of those that OpenAI's API has.
-        type: the kind of error, as OpenAI names it.
-        message: for people.
+        http: the status in OpenAI's API.
+        type: OpenAI's kind of error.
+        message: a sentence for people.
         param: the field of the request at fault.
         code: a machine-readable reason.
     """
@@ -32,12 +32,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dialect:
-    """How a protocol writes what is not an answer.
+    """The form of a protocol's errors.
 
     Attributes:
         error_body: makes the error object of a failure and the request's id.
         error_model: the form of that object, for the documentation.
-        statuses: replaces statuses that the protocol has others for.
+        statuses: the protocol's own statuses, by OpenAI's.
         id_header: a second header for the request's id.
     """
 

@@ -1,4 +1,4 @@
-"""Lets clients in by turns, so that a burst of one's requests does not hold up the others."""
+"""Lets clients in by turns, so that one client's burst of requests does not delay the others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections import deque
 class EntryTurns:
     """One request of each client enters per round of the event loop.
 
-    To parse, check and encode a request holds the event loop for a millisecond or more. A hundred
-    that come together would hold it for as long as they all take; so they enter one after another,
-    and what others wait for runs in between.
+    Parsing, checking and encoding a request holds the event loop for a millisecond or more. A
+    hundred that come together would hold it for their whole time; so they enter one after another,
+    and the work of other clients runs in between.
     """
 
     def __init__(self) -> None:
-        # Of each client that entered in this round: what enters in the next ones.
+        # The requests that enter in the next rounds, of each client that entered in this one.
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def take(self, client: str) -> None:
-        """Wait for a turn; the first of a round need not."""
+        """Wait for a turn; a client's first request of a round does not wait."""
         loop = asyncio.get_running_loop()
         if not self._lines:
             loop.call_soon(self._next_round)
@@ -33,7 +33,7 @@ class EntryTurns:
 
     def _next_round(self) -> None:
         for client, line in list(self._lines.items()):
-            # Those that were cancelled have no turn.
+            # Cancelled requests have no turn.
             while line and line[0].done():
                 line.popleft()
             if line:

@@ -6,10 +6,10 @@ from pydantic import BaseModel, Field
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The details of an error."""
 
-    message: str = Field(description="For people.")
-    type: str = Field(description="The kind of error, as OpenAI names it.")
+    message: str = Field(description="A sentence for people.")
+    type: str = Field(description="OpenAI's kind of error.")
     param: str | None = Field(description="The field of the request at fault.")
     code: str | None = Field(description="A machine-readable reason.")
 

@@ -70,7 +70,7 @@ ERROR_TYPES = {
 NO_OBJECT = frozenset({"missing", "model_attributes_type"})
 BODY_IS_NO_OBJECT = "The body must be a JSON object."
 BODY_IS_NOT_JSON = "The content type must be application/json."
-# Bounds on how much of a bad body is echoed: a short request must not make a long answer.
+# Bounds on the echo of a bad body, so that a short request cannot make a long answer.
 MAX_PROBLEMS = 5
 MAX_PROBLEM_CHARS = 200
 MAX_MESSAGE_CHARS = 1000
@@ -90,7 +90,7 @@ def error_type(http: int) -> str:
 
 
 def failure_of(error: errors.ParallmError) -> Failure:
-    """Return what the client learns of one of this project's errors."""
+    """Return the client's view of one of this project's errors."""
     status = status_of(error)
     return Failure(
         http=status.http,
@@ -155,7 +155,7 @@ async def _on_validation(request: Request, error: RequestValidationError) -> JSO
 
 
 def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
-    """Return what pydantic and FastAPI found wrong with a body, a query or a path."""
+    """Return the problems of a body, a query or a path that pydantic and FastAPI report."""
     first = problems[0]
     if first["loc"] != ("body",) or first["type"] not in NO_OBJECT:
         message, param = describe(problems), param_of(first["loc"])
@@ -167,7 +167,7 @@ def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
-    # FastAPI wraps what is raised while the body is read.
+    # FastAPI wraps errors that are raised while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__, request.scope)
     message = str(error.detail)
@@ -205,7 +205,7 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
         exc_info=error,
         extra={"request_id": request_id},
     )
-    # This answer is made outside of every middleware, so it must bring its own id.
+    # No middleware sees this answer, so it must add the request's id itself.
     headers = {"x-should-retry": "false"} | id_headers(request.scope)
     return error_response(BUG, request.scope, headers)
 
@@ -223,6 +223,6 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def param_of(location: Sequence[int | str]) -> str | None:
-    """Return the top-level field a problem is in, or the parameter of the query or path."""
+    """Return the top-level field of a problem, or the parameter of the query or path."""
     field = location[1] if len(location) > 1 else None
     return field if isinstance(field, str) else None

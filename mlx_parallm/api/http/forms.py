@@ -1,4 +1,4 @@
-"""What the forms of request bodies share. ``null`` means absent everywhere."""
+"""Base classes and types of request bodies. ``null`` means absent everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_parallm.types.json_values import is_object
 
 INT64 = 2**63
 
-# Fields that change what the model reads: a form without them refuses them.
+# NEVER_DROPPED: fields that change the model's input, so that a form without them refuses them.
 NEVER_DROPPED = frozenset(
     ["late_chunking", "max_tokens_per_doc", "max_tokens_per_query", "truncate_prompt_tokens"]
 )
@@ -33,16 +33,16 @@ def _number(value: Any) -> Any:
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
-#: Lists of which the first wrong entry is told: to tell a million of them takes seconds.
+#: Lists report only their first wrong entry, because reporting a million of them takes seconds.
 Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 
 ListsOfIds = Annotated[list[Ids], Field(fail_fast=True)]
 
 Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 
-# MAX_PROMPTS: entries of a list of prompts, of which the queue then refuses what it cannot hold.
+# MAX_PROMPTS: entries of a list of prompts; the queue's own limit is checked later.
 MAX_PROMPTS = 65_536
-# MAX_MESSAGES: of a conversation; each is some tokens, and to check these many takes 0.1 s.
+# MAX_MESSAGES: messages of a conversation; checking so many takes 0.1 s.
 MAX_MESSAGES = 16_384
 # MAX_TOKEN_IDS: entries of a list of tokens of the vocabulary.
 MAX_TOKEN_IDS = 2**18
@@ -60,8 +60,8 @@ VocabularyIds = Annotated[Ids, Field(max_length=MAX_TOKEN_IDS)]
 class NullIsAbsent(BaseModel):
     """A body in which ``null`` means absent for every field.
 
-    ``without_effect`` are fields that are not read and that clients need not be told of: other
-    servers have them, and clients send them as a matter of course.
+    ``without_effect`` names fields that are ignored without a warning: other servers have them, and
+    clients send them routinely.
     """
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
@@ -85,6 +85,6 @@ class NullIsAbsent(BaseModel):
 
 
 class OpenForm(NullIsAbsent):
-    """A body that may have fields beyond its form's; ``model_extra`` has them."""
+    """A body that may have further fields, which ``model_extra`` holds."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())

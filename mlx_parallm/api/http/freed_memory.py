@@ -1,4 +1,4 @@
-"""Gives memory back to the system after large bodies."""
+"""Returns memory to the system after large bodies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-# Bodies from this size on trigger a trim; memory of smaller ones is reused.
+# LARGE_BYTES: size of bodies that trigger a trim; memory of smaller ones is reused.
 LARGE_BYTES = 4 * 1024 * 1024
-# Wait after the last large body: while more of them come, their memory is reused.
+# PAUSE_S: wait after the last large body; while more of them come, their memory is reused.
 PAUSE_S = 1.0
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, where the C library is asked for that (glibc)."""
+    """Return freed memory to the system, which glibc does only when it is called for that."""
     if sys.platform != "linux":
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -25,8 +25,8 @@ def trim_heap() -> None:
 class FreedMemory:
     """Trims the heap once bodies of ``LARGE_BYTES`` together were answered and no more come.
 
-    What a text of megabytes was encoded with is freed, but stays with the process otherwise:
-    glibc keeps freed memory for each thread, and a server on the CPU tells it to keep more.
+    Otherwise the freed memory of encoding megabytes of text stays with the process: glibc keeps it
+    for each thread, and a server on the CPU configures it to keep more.
     """
 
     def __init__(self, trim: Callable[[], None] = trim_heap, *, pause_s: float = PAUSE_S) -> None:
@@ -47,5 +47,5 @@ class FreedMemory:
     def _begin(self) -> None:
         self._timer = None
         self._answered = 0
-        # On a thread: it takes milliseconds, in which the interpreter is free.
+        # Trimming takes milliseconds without the interpreter's lock, so it runs on a thread.
         asyncio.get_running_loop().run_in_executor(None, self._trim)

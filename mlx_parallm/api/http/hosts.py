@@ -1,7 +1,7 @@
-"""Hosts that requests may name: what keeps DNS rebinding away from a server without keys.
+"""Hosts that requests may name: protects a server without keys from DNS rebinding.
 
 A web page may point its own name at 127.0.0.1 once a browser has loaded it. To the browser, the
-server is then of the page's origin; only the Host header still tells the name.
+server then has the page's origin; only the Host header still shows the name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mlx_parallm.config import ServerConfig
 
 ANY = "*"
 LOCALHOST = "localhost"
-# The form of RFC 9110, section 7.2, without user information and percent signs.
+# HOST_HEADER: the form of RFC 9110, section 7.2, without user information and percent signs.
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@%\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
 
 
@@ -21,7 +21,7 @@ def checked_hosts(config: ServerConfig, bound_to: str | None) -> frozenset[str] 
     """Return the hosts to answer beside those of the loopback interface; None to answer all.
 
     Args:
-        config: of the server.
+        config: the server's settings.
         bound_to: the IP address of its TCP socket; None if it has none, as behind a Unix socket,
             which no web page can reach.
     """
@@ -34,7 +34,7 @@ def checked_hosts(config: ServerConfig, bound_to: str | None) -> frozenset[str] 
 
 
 def host_of(header: str) -> str | None:
-    """Return the host of a Host header, without port and trailing dot; None if it is none.
+    """Return the host of a Host header, without port and trailing dot; None if it is malformed.
 
     Names are in lower case, IPv6 addresses in brackets and in their shortest form.
     """
@@ -69,7 +69,7 @@ def is_loopback(address: str) -> bool:
     """True if an IP address is of the loopback interface, also as an IPv4-mapped one.
 
     Raises:
-        ValueError: it is no address as it is usually written: 127.1 and 0x7f000001 are none.
+        ValueError: it is not an address in the usual form, such as 127.1 and 0x7f000001.
     """
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None

@@ -1,6 +1,6 @@
-"""Tells clients which fields of their requests were not read.
+"""Reports to clients which fields of their requests were ignored.
 
-``JsonRoute`` asks it of every JSON body. Routes that read their bodies themselves call
+``JsonRoute`` does so for every JSON body. Routes that read their bodies themselves call
 ``tell_ignored``.
 """
 
@@ -26,23 +26,22 @@ MAX_NAME_CHARS = 64
 
 def tell_ignored(response: Response, names: Iterable[str]) -> None:
     """Name the fields in a header and in the log; names that no header can hold are left out."""
-    told = [name for name in sorted(names) if _is_plain(name)][:MAX_NAMES]
-    if told:
-        response.headers[HEADER] = ", ".join(told)
-        logger.warning("ignored unknown request fields: %s", ", ".join(told))
+    listed = ", ".join([name for name in sorted(names) if _is_plain(name)][:MAX_NAMES])
+    if listed:
+        response.headers[HEADER] = listed
+        logger.warning("ignored unknown request fields: %s", listed)
 
 
 def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
     """Return the names in a JSON body that its form does not read; those of options have a dot.
 
-    What is null is absent. A form may name fields that clients send as a matter of course and that
-    need not be told: ``without_effect``.
+    A null means absent. The fields in a form's ``without_effect`` are not reported.
     """
     if not is_object(body):
         return set()
-    given = {name for name, value in body.items() if value is not None}
+    present = {name for name, value in body.items() if value is not None}
     silent = form.without_effect if issubclass(form, NullIsAbsent) else frozenset[str]()
-    names = given - _known_names(form) - silent
+    names = present - _known_names(form) - silent
     for name, options in _option_forms(form):
         values = body.get(name)
         for value in values if is_list(values) else [values]:
@@ -51,7 +50,7 @@ def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
 
 
 def forms_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every model in a type, such as those of a union or of a list's elements."""
+    """Yield every model in a type, such as those of a union or of a list's elements."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -70,13 +69,13 @@ def _known_names(form: type[BaseModel]) -> frozenset[str]:
 
 @functools.cache
 def _option_forms(form: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
-    """Return the fields that hold options of one form; other models hand their extra keys on."""
-    found: list[tuple[str, type[BaseModel]]] = []
+    """Return the fields with options of a single form; other models pass their extra keys on."""
+    options: list[tuple[str, type[BaseModel]]] = []
     for name, field in form.model_fields.items():
-        forms = {one for one in forms_of(field.annotation) if issubclass(one, NullIsAbsent)}
+        forms = {each for each in forms_of(field.annotation) if issubclass(each, NullIsAbsent)}
         if len(forms) == 1:
-            found.append((name, forms.pop()))
-    return found
+            options.append((name, forms.pop()))
+    return options
 
 
 def _is_plain(name: str) -> bool:

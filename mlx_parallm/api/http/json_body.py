@@ -1,4 +1,4 @@
-"""Reads JSON bodies: fast, and strict about what nothing after it could take."""
+"""Reads JSON bodies fast, and refuses those that later stages could not process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES, TOO_MANY, may
 
 TOO_DEEP = "The body is nested too deeply."
 HALF_PAIR = "The body has half a surrogate pair in a text."
-# MAX_DEPTH: levels of nesting at which pydantic's parser ends.
+# MAX_DEPTH: levels of nesting that pydantic's parser accepts.
 MAX_DEPTH = 200
 
 
 class JsonRoute(APIRoute):
     """A route whose JSON body is read by ``parse_json``.
 
-    Requests of a model that is loaded for the first time wait for it. Answers name the fields of
-    the body that its form does not read.
+    A request for a model that is being loaded waits for it. The answer names the fields of the body
+    that were ignored.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -35,31 +35,31 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
         form = self.form
 
-        async def handle_json(request: Request) -> Response:
-            given = JsonRequest(request.scope, request.receive)
+        async def handle_json(plain_request: Request) -> Response:
+            request = JsonRequest(plain_request.scope, plain_request.receive)
             try:
-                response = await handle(given)
+                response = await handle(request)
             except ModelLoadingError as problem:
                 if not self.repeats:
                     raise
                 engine: EngineClient = request.app.state.engine
                 await engine.pooling.wait(problem.name)
-                # Nothing was done but to read the body, which it keeps.
-                response = await handle(given)
+                # So far only the body was read, which the request keeps.
+                response = await handle(request)
             if form is not None:
-                tell_ignored(response, ignored_names(form, given.value))
+                tell_ignored(response, ignored_names(form, request.value))
             return response
 
         return handle_json
 
     @property
     def repeats(self) -> bool:
-        """True if the route may be asked once more with the same request."""
+        """True if a request may be handled once more."""
         return True
 
     @property
     def form(self) -> type[BaseModel] | None:
-        """The form of the JSON body; None where the route has none, or reads the body itself."""
+        """Return the form of the JSON body; None without one, or if the route reads the body."""
         field = self.body_field
         return None if field is None else next(forms_of(field.field_info.annotation), None)
 
@@ -67,7 +67,7 @@ class JsonRoute(APIRoute):
 class JsonRequest(Request):
     """A request whose JSON body is read by ``parse_json``.
 
-    ``value`` is the body's, once it was read.
+    ``value`` is the value of the body, once it was read.
     """
 
     value: Any = None
@@ -82,12 +82,12 @@ class JsonRequest(Request):
 def parse_json(raw: bytes | bytearray) -> Any:
     r"""Return the value of a JSON text in UTF-8 (RFC 8259).
 
-    pydantic's parser takes two thirds of the time of Python's, which the event loop waits for. It
-    also ends at ``MAX_DEPTH`` levels of nesting, so that what walks the value later may recurse;
-    and at ``"\ud800"``, half a surrogate pair, which JSON can write and UTF-8 cannot.
+    pydantic's parser takes two thirds of the time of Python's, and holds the event loop for it. It
+    also refuses more than ``MAX_DEPTH`` levels of nesting, so that later code may recurse, and
+    ``"\ud800"``, half a surrogate pair, which JSON can write and UTF-8 cannot.
 
     Raises:
-        InvalidRequestError: it is none, is nested too deeply, or has too many values.
+        InvalidRequestError: it is not JSON, is nested too deeply, or has too many values.
     """
     check_values(raw)
     try:
@@ -102,7 +102,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
 
 
 def check_values(raw: bytes | bytearray) -> None:
-    """Refuse a JSON text of so many values that to read them would hold up others.
+    """Refuse a JSON text with so many values that reading them would delay other requests.
 
     Raises:
         InvalidRequestError: it has more than ``MAX_VALUES``, or than ``MAX_ENTRIES``.

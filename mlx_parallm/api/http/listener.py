@@ -1,4 +1,4 @@
-"""The socket a server answers on: bound to an address, or handed over by the process above."""
+"""The server's socket: bound to an address, or inherited from the parent process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bind(host: str, port: int) -> socket.socket:
 
     Args:
         host: a name or an address.
-        port: 0 takes a free one, which nobody else gets while the socket is open.
+        port: 0 chooses a free one, which no other process gets while the socket is open.
 
     Raises:
         ConfigError: the host is unknown or the port is in use.
@@ -26,8 +26,8 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(family, kind, protocol))
-            # Connections of a server before, in TIME_WAIT, must not keep the port. A port of the
-            # kernel's choice needs no such leave, without which nobody can share it.
+            # Connections of an earlier server, in TIME_WAIT, must not block the port. A port of the
+            # kernel's choice needs no reuse, and without it no other process can share the port.
             if port:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
@@ -43,7 +43,7 @@ def inherit(descriptor: int) -> socket.socket:
     """Return the bound TCP socket that this process was started with.
 
     Raises:
-        ConfigError: the descriptor is not one.
+        ConfigError: the descriptor is not such a socket.
     """
     try:
         listener = socket.socket(fileno=descriptor)

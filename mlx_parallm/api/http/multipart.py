@@ -1,4 +1,4 @@
-"""Reading ``multipart/form-data`` (RFC 7578) as it comes: fields whole, one file in pieces."""
+"""Streaming reader of ``multipart/form-data`` (RFC 7578): fields whole, one file in pieces."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mlx_parallm.types.errors import InvalidRequestError
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
 MAX_FILENAME_CHARS = 255
-# Name of a file whose form gives none.
+# NO_NAME: name of a file without a usable name.
 NO_NAME = "file"
 
 
 class FormReader:
-    """Takes the body of a form piece by piece.
+    """Reads the body of a form piece by piece.
 
     Attributes:
         fields: the values of all parts but the file's, by name.
-        filename: what the file is called; None while no file has begun.
+        filename: the file's name; None before the file begins.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class FormReader:
             max_field_bytes: most bytes of any other part.
 
         Raises:
-            InvalidRequestError: it is another type, or there is no boundary.
+            InvalidRequestError: the type is another, or the boundary is missing.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
@@ -53,10 +53,10 @@ class FormReader:
         self._parser = self._make_parser(boundary)
 
     def feed(self, piece: bytes) -> bytes:
-        """Take a piece of the body; what of the file was in it.
+        """Read a piece of the body; return the file's bytes in it.
 
         Raises:
-            InvalidRequestError: it is no form, or has too many or too large fields.
+            InvalidRequestError: it is not a form, or has too many or too large fields.
         """
         try:
             self._parser.write(piece)
@@ -66,10 +66,10 @@ class FormReader:
         return data
 
     def finish(self) -> None:
-        """The body has ended.
+        """Check the form at the end of the body.
 
         Raises:
-            InvalidRequestError: the form has not, or it had no file.
+            InvalidRequestError: the form is incomplete, or has no file.
         """
         if not self._has_ended:
             raise InvalidRequestError("The form is incomplete: it ends in the middle.")
@@ -154,8 +154,8 @@ class FormReader:
 def base_name(path: str) -> str:
     """Return the name of a file without its folders; never empty, ``.`` or ``..``.
 
-    Folders end with a slash or a backslash, whatever this machine has. What could break a log or a
-    header becomes an underscore.
+    Slashes and backslashes both end folders, on every machine. Characters that could break a log or
+    a header become underscores.
     """
     name = path.replace("\\", "/").rpartition("/")[2]
     kept = "".join(char if char.isprintable() else "_" for char in name)[:MAX_FILENAME_CHARS]

@@ -17,27 +17,27 @@ from mlx_parallm.api.http.client_pace import ClientPace
 
 T = TypeVar("T")
 
-# A text longer than this is tokenised on a worker thread: it would hold up every stream by more
+# LONG_TEXT_CHARS: longer texts are tokenised on a thread; they would delay every stream by more
 # than a millisecond.
 LONG_TEXT_CHARS = 2048
-# LONG_BODY_BYTES: what a longer body becomes may hold up every stream by milliseconds.
+# LONG_BODY_BYTES: work on longer bodies runs on a thread; it may delay streams by milliseconds.
 LONG_BODY_BYTES = 64 * 1024
 # MAX_THREADS: each takes up to some 200 bytes of memory for every byte of a text that it tokenises.
 MAX_THREADS = 8
-# PACED_SHARE: share of all processors that one client's long texts may take while others are here.
-# MLX's CPU backend computes on all processors: one that is kept busy doubles a step's time.
+# PACED_SHARE: share of all processors that one client's long texts may use while others are here.
+# MLX's CPU backend computes on all processors: a single busy one doubles a step's time.
 PACED_SHARE = 1 / 8
 # BURST_S: seconds that a client's long texts may take at once: several megabytes of text.
 BURST_S = 1.0
 
 
 async def maybe_in_thread(work: Callable[[], T], length: int) -> T:
-    """Return the result of ``work`` on a text of ``length`` characters."""
+    """Return the result of ``work``, which runs on a thread if its text of ``length`` is long."""
     return await in_thread(work) if length > LONG_TEXT_CHARS else work()
 
 
 async def on_body(num_bytes: int, work: Callable[[], T]) -> T:
-    """Return what ``work`` makes of a body; off the event loop where that is long."""
+    """Return the result of ``work`` on a body, which runs on a thread if the body is long."""
     return await in_thread(work) if num_bytes > LONG_BODY_BYTES else work()
 
 
@@ -51,10 +51,10 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 class TextThreads:
-    """Threads of which one client gets half at most, so that others never wait for it.
+    """Threads of which one client uses half at most, so that others never wait for it.
 
-    What waits begins by turns of the clients. While other clients are here, the time that a
-    client's works take drains at ``PACED_SHARE`` of the processors, and its next work waits until
+    Waiting work begins in turns of the clients. While other clients are here, the time of a
+    client's work drains at ``PACED_SHARE`` of the processors, and its next work waits until
     no more than ``BURST_S`` is left. The methods are called on one event loop.
     """
 
@@ -74,26 +74,26 @@ class TextThreads:
         self._pace = ClientPace(clock, rate=num_processors * PACED_SHARE, burst=BURST_S)
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        # Clients whose next work waits for their pace.
+        # Timers of clients whose next work waits for their pace.
         self._paced: dict[str, asyncio.TimerHandle] = {}
         self._executor = ThreadPoolExecutor(self._num_threads, "texts")
 
     @contextlib.contextmanager
     def serving(self, client: str) -> Generator[None]:
-        """Within it, ``in_thread`` uses these threads for a client, which counts as being here."""
+        """Let ``in_thread`` use these threads for a client, which counts as being here."""
         token = _SERVING.set((self, client))
         try:
             with self._pace.present(client):
                 yield
         finally:
             _SERVING.reset(token)
-            # A client that is alone from now on waits no longer.
+            # A client that is alone from now on stops waiting.
             self._begin_waiting()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, which begins when the client's turn comes.
 
-        The thread is taken until ``work`` ends, even if the caller was cancelled before.
+        The thread is in use until ``work`` ends, even if the caller was cancelled before.
         """
         await self._turn(client)
         context = contextvars.copy_context()
@@ -120,7 +120,7 @@ class TextThreads:
     ) -> None:
         seconds = self._clock() - begin_s
         with contextlib.suppress(RuntimeError):
-            # The loop is closed, so no client waits for a thread.
+            # A closed loop has no client that waits for a thread.
             loop.call_soon_threadsafe(self._end, client, seconds)
 
     def _end(self, client: str, seconds: float) -> None:
@@ -139,7 +139,7 @@ class TextThreads:
             self._begin_next(client)
 
     def _begin_next(self, client: str) -> None:
-        """Let the client's next works begin that may; it is the last client in line then."""
+        """Begin the client's next work if it may; the client is then the last in line."""
         line = self._waiting.get(client, deque())
         while line and (line[0].done() or self._may_begin(client)):
             turn = line.popleft()
@@ -165,7 +165,7 @@ class TextThreads:
         self._begin_next(client)
 
 
-#: Whose request this is, and the threads for it; each request has a context of its own.
+#: The threads and the client of the current request; each request has a context of its own.
 _SERVING: contextvars.ContextVar[tuple[TextThreads, str] | None] = contextvars.ContextVar(
     "serving", default=None
 )

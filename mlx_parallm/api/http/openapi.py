@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, in groups, and with the keys that operations need."""
+"""The OpenAPI document: FastAPI's, with groups and the keys that operations need."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOKENS = "tokens and templates"
 FILES = "files and batches"
 RL = "reinforcement learning"
 SERVER = "server"
-# Of routes that need the admin key.
+# CONTROL: the group of routes that need the admin key.
 CONTROL = "control"
-# In the order in which /docs shows them.
+# GROUPS: descriptions of groups, in the order of /docs.
 GROUPS = {
     CHAT: "Text of models that generate, in the forms of several APIs.",
     POOLING: "What models read: vectors, classes, scores, rewards.",
@@ -36,9 +36,9 @@ def complete(
     """Add to FastAPI's document its groups and the keys of this server.
 
     Args:
-        document: FastAPI's.
-        config: whose keys.
-        access: who may use an operation, by its method and path.
+        document: FastAPI's document.
+        config: the settings with the keys.
+        access: the callers who may use an operation, by its method and path.
     """
     document["tags"] = [{"name": name, "description": text} for name, text in GROUPS.items()]
     document.setdefault("components", {})["securitySchemes"] = _schemes(config)
@@ -51,7 +51,7 @@ def complete(
 
 
 def _needed(config: ServerConfig, access: Access) -> list[dict[str, list[str]]]:
-    """Return the alternatives that open an operation; an empty one if it needs no key."""
+    """Return the alternative keys of an operation; an empty one means no key."""
     if access is Access.OPEN:
         return []
     if access is Access.ADMIN and config.admin_api_keys:

@@ -1,7 +1,7 @@
-"""Whether a web page of another origin sent a request, and whether it may change anything.
+"""Requests of web pages of other origins, and which of them may change the server.
 
-A browser sends a page's requests before it asks whether the page may read the answers, if they
-look like those of a form. So what they would change must be refused here.
+If a page's request looks like a form's, a browser sends it without asking the server; it asks only
+before the page reads the answer. So this module refuses such changes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from starlette.datastructures import Headers
 from mlx_parallm.config import ServerConfig
 
 ANY = "*"
-# RFC 9110, section 9.2.1.
+# SAFE_METHODS: see RFC 9110, section 9.2.1.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# What browsers say of requests of this server's pages, and of people (Fetch Metadata).
+# OWN_SITES: values of browsers for requests of this server's pages and of people (Fetch Metadata).
 OWN_SITES = frozenset({"same-origin", "none"})
-# Apps and extensions have others, and may name any host in them.
+# WEB_SCHEMES: apps and extensions use other schemes, with any host.
 WEB_SCHEMES = frozenset({"http", "https"})
 
 
 def is_foreign(headers: Headers) -> bool:
     """True if a browser sent the request for a page of another origin.
 
-    ``Sec-Fetch-Site`` counts where it is given: no page can set it, and it is true behind a proxy
-    that changes the Host header. Older browsers say only ``Origin``, other programs neither.
+    ``Sec-Fetch-Site`` decides if present: no page can set it, and a proxy that changes the Host
+    header does not affect it. Older browsers send only ``Origin``, other programs neither.
     """
     sites = headers.getlist("sec-fetch-site")
     if sites:
@@ -35,7 +35,7 @@ def is_foreign(headers: Headers) -> bool:
 
 
 def may_change(config: ServerConfig, method: str, headers: Headers) -> bool:
-    """True if a request is of a safe method, of no foreign page, or of one that CORS allows."""
+    """True if a request's method is safe, no foreign page sent it, or CORS allows that page."""
     if method in SAFE_METHODS or not is_foreign(headers):
         return True
     if not {method, ANY} & set(config.allowed_methods):
@@ -47,9 +47,9 @@ def may_change(config: ServerConfig, method: str, headers: Headers) -> bool:
 
 
 def _authority(origin: str) -> str | None:
-    """Return the host and port of an origin of the web; None for others, such as ``null``.
+    """Return the host and port of a web origin; None for others, such as ``null``.
 
-    Either scheme will do: behind a proxy that ends TLS, the server does not know its own.
+    Both schemes are accepted: behind a proxy that ends TLS, the server does not know its own.
     """
     try:
         parts = urlsplit(origin)

@@ -1,4 +1,4 @@
-"""How slices declare their routes."""
+"""Routes as slices declare them, and their facts by path."""
 
 from __future__ import annotations
 

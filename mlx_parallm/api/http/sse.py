@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2) that notice when the client has gone."""
+"""Server-sent events (WHATWG HTML, section 9.2) that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-# For the schema of a route that may stream.
+# STREAMED: for the schema of a route that may stream.
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-# Made once: json.dumps with arguments would make one per chunk.
+# The encoder is made once: json.dumps with arguments would make one per chunk.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 
 
 def data(*payloads: dict[str, Any]) -> bytes:
-    """One event per payload."""
+    """Return one event per payload."""
     return "".join(f"data: {_encode(payload)}\n\n" for payload in payloads).encode()
 
 
 def events(*payloads: dict[str, Any]) -> bytes:
-    """One event per payload, named by its ``type``."""
+    """Return one event per payload, named by its ``type``."""
     return "".join(
         f"event: {payload['type']}\ndata: {_encode(payload)}\n\n" for payload in payloads
     ).encode()

@@ -54,7 +54,7 @@ async def receive(request: Request, *, file_field: str, header_prefix: str) -> R
     Args:
         request: a request whose body nothing has read yet.
         file_field: the name of the file in a form.
-        header_prefix: of headers that are fields; ``x-adapter-name`` is ``name``.
+        header_prefix: prefix of headers that are fields: ``x-adapter-name`` is ``name``.
 
     Raises:
         InvalidRequestError: the body has another type, or is not a form.
@@ -91,7 +91,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
     """Return a JSON body.
 
     Raises:
-        InvalidRequestError: it is none, or no object.
+        InvalidRequestError: it is not JSON, or not an object.
     """
     content = parse_json(body)
     if not is_object(content):
@@ -103,7 +103,7 @@ def from_base64(value: Any, *, param: str) -> bytes:
     """Return the bytes of a field.
 
     Raises:
-        InvalidRequestError: it is no base64.
+        InvalidRequestError: it is not base64.
     """
     problem = "must be a safetensors file in base64"
     if isinstance(value, str):

@@ -11,14 +11,14 @@ from mlx_parallm.types.pooling import ProblemType
 
 
 def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarray:
-    """Return what logits say of labels, as the pipelines of transformers and vLLM compute it.
+    """Return scores of labels from logits, as the pipelines of transformers and vLLM compute them.
 
-    A regression's are values, and stay. Labels that do not exclude each other, and a single
-    one, have a probability each (sigmoid); others share one (softmax).
+    Values of a regression stay. Labels that do not exclude each other, and a single label, get a
+    probability each (sigmoid); other labels share one (softmax).
 
     Args:
         logits: float32 ``[..., labels]``.
-        problem_type: of the model; None: to be told by the number of labels.
+        problem_type: the model's; None: the number of labels decides.
 
     Returns:
         An array of the same shape.
@@ -26,13 +26,13 @@ def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarra
     if problem_type == "regression":
         return logits
     if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
-        # This form overflows for no logit.
+        # This form of the sigmoid cannot overflow.
         return 0.5 * (1 + np.tanh(0.5 * logits))
     return softmax(logits)
 
 
 def ranked_labels(scores: np.ndarray, labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the labels of a text with their scores, the likeliest first; of equals the first."""
+    """Return the labels of a text with their scores, the likeliest first, equals in order."""
     order = np.argsort(-scores, kind="stable")
     return [{"label": labels[place], "score": float(scores[place])} for place in order]
 

@@ -146,7 +146,7 @@ class Encoded:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def answer(self, data: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return vLLM's answer with an entry for each input: OpenAI's list with two fields more."""
+        """Return vLLM's answer with an entry for each input: OpenAI's list with two more fields."""
         return {
             "id": self.call.answer_id,
             "object": "list",
@@ -158,7 +158,7 @@ class Encoded:
 
 
 def num_tokens(inputs: Sequence[PoolingInput]) -> int:
-    """Return how many tokens inputs have together."""
+    """Return the number of tokens of all inputs together."""
     return sum(len(each.token_ids) for each in inputs)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of results, and inputs in parts whose results are not too large."""
+"""Calls of a model, which encode inputs in parts if their results are large."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults
 
 T = TypeVar("T")
 
-# PART_NUMBERS: most numbers of results that wait to be written; a vocabulary has some 50,000.
+# PART_NUMBERS: most numbers in a part's results; a vocabulary has some 50,000.
 PART_NUMBERS = 16_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """Work for a model that is known.
+    """Work for one model.
 
     Attributes:
-        client: where the model is.
+        client: computes the results.
         model: reads the inputs.
-        work_id: unique among what is in flight.
+        work_id: unique among the requests in flight.
     """
 
     client: PoolingCalls
@@ -44,12 +44,12 @@ class ModelCall:
         *,
         part: str = "",
     ) -> tuple[list[T], list[bool]]:
-        """Return what ``write`` makes of each result, and whether the result was cached.
+        """Return what ``write`` makes of each result, and for each True if it came from the cache.
 
         Args:
-            inputs: are encoded in parts, if their results are large.
-            write: runs on a thread as soon as a part is there.
-            part: tells these inputs from others of the same call, in the ids of the work.
+            inputs: encoded in parts if their results are large.
+            write: runs on a thread as soon as a part is computed.
+            part: distinguishes these inputs from others of the same call, in the ids of the work.
         """
         written: list[T] = []
         hits: list[bool] = []
@@ -77,7 +77,7 @@ def num_numbers(encoded: PoolingInput, info: PoolingInfo) -> int:
 
 
 def in_parts(inputs: Sequence[PoolingInput], info: PoolingInfo) -> Iterator[Sequence[PoolingInput]]:
-    """Yield inputs in parts whose results are small enough to wait for each other."""
+    """Yield inputs in parts whose results together are small enough."""
     begin = size = 0
     for place, each in enumerate(inputs):
         more = num_numbers(each, info)

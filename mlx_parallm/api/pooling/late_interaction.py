@@ -24,7 +24,7 @@ Side = Literal["query", "document"]
 async def side_inputs(
     texts: Sequence[str], model: PoolingModel, side: Side, reading: Reading
 ) -> tuple[PoolingInput, ...]:
-    """Return queries or documents as the model was made to read them; see ``single_inputs``."""
+    """Return inputs of queries or documents, as the model's files say; see ``single_inputs``."""
     late = model.info.late or LateInteraction()
     is_query = side == "query"
     role = Role(
@@ -41,20 +41,20 @@ async def side_inputs(
 def side_vectors(
     encoded: PoolingInput, vectors: np.ndarray, side: Side, late: LateInteraction
 ) -> np.ndarray:
-    """Return the vectors of a query's or document's tokens that count; see ``compared``."""
+    """Return the vectors of a query or document that are compared; see ``compared``."""
     skips = side == "document" or late.skips_in_queries
     return compared(encoded, vectors, late.skipped_ids if skips else frozenset())
 
 
 def compared(encoded: PoolingInput, vectors: np.ndarray, skipped_ids: frozenset[int]) -> np.ndarray:
-    """Return the vectors of an input's tokens that count, ``[tokens, dims]``, of length 1 each."""
+    """Return the unit vectors of an input's tokens that are not skipped, ``[tokens, dims]``."""
     if skipped_ids:
         vectors = vectors[[token not in skipped_ids for token in encoded.token_ids]]
     return unit_vectors(vectors)
 
 
 def max_sim(query: np.ndarray, document: np.ndarray, *, is_mean: bool = False) -> float:
-    """Return the sum or the mean of each query token's largest cosine; 0 where there is none."""
+    """Return the sum or the mean of each query token's largest cosine; 0 if there is none."""
     if not len(query) or not len(document):
         return 0.0
     best = (query @ document.T).max(axis=1)

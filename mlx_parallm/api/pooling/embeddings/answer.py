@@ -13,7 +13,7 @@ from mlx_parallm.types.pooling import LABEL_TASKS, PoolingInfo, Task
 
 
 def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
-    """Raise InvalidRequestError if the model's vectors cannot be cut to that length."""
+    """Raise InvalidRequestError if the model's vectors cannot be cut to this length."""
     info = model.info
     if dimensions is None or dimensions == info.dims:
         return

@@ -10,7 +10,7 @@ from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 
 
 class ArraysRequest(TextsRequest):
-    """How what is made of each input is written."""
+    """The fields that choose the form of each input's array."""
 
     encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = Field(
         "float",
@@ -18,10 +18,10 @@ class ArraysRequest(TextsRequest):
         "with or without a header `metadata` that says what they are.",
     )
     embed_dtype: Literal["float32", "float16", "bfloat16"] = Field(
-        "float32", description="Of numbers that are given as bytes."
+        "float32", description="Type of numbers as bytes."
     )
     endianness: Literal["native", "little", "big"] = Field(
-        "native", description="Of numbers that are given as bytes; native is little."
+        "native", description="Byte order of numbers as bytes; native is little."
     )
     dimensions: StrictInt | None = Field(
         None, ge=1, description="Length that vectors are cut to, where the model allows it."
@@ -40,21 +40,21 @@ class EmbeddingsRequest(ArraysRequest):
     input_type: StrictStr | None = Field(
         None,
         validation_alias=AliasChoices("input_type", "task"),
-        description="What the texts are for, such as query or document, as Cohere, NVIDIA, Voyage "
-        "and (as task) Jina have it: the model's prompt for that is put before them.",
+        description="Use of the texts, such as query or document, as in Cohere, NVIDIA, Voyage "
+        "and (as task) Jina: the model's prompt for that use precedes them.",
     )
     prompt_name: StrictStr | None = Field(
-        None, description="The name of a prompt of the model, which is put before the texts."
+        None, description="The name of the model's prompt that precedes the texts."
     )
-    prompt: StrictStr | None = Field(None, description="A text to be put before the texts.")
+    prompt: StrictStr | None = Field(None, description="A text that precedes the texts.")
 
 
 class PoolingRequest(ArraysRequest):
     """vLLM's ``POST /pooling``."""
 
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
-        None, description="By default what the model was made for."
+        None, description="Default: the model's main task."
     )
     input_type: Literal["query", "document"] | None = Field(
-        None, description="Of token_embed: texts are read to be compared by their tokens."
+        None, description="For token_embed: read texts for comparison by their tokens."
     )

@@ -19,13 +19,13 @@ Join = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True, slots=True)
 class LabelledTokens:
-    """The tokens of a text, and what a model says of them.
+    """The tokens of a text with the model's scores.
 
     Attributes:
-        spans: without special tokens.
-        places: of these in the input.
+        spans: the tokens without special ones.
+        places: their indices in the input.
         scores: float32 ``[tokens, labels]``.
-        labels: their names.
+        labels: the names of the labels.
     """
 
     spans: Sequence[TokenSpan]
@@ -35,14 +35,14 @@ class LabelledTokens:
 
 
 def entities(tokens: LabelledTokens, strategy: str, join: Join) -> list[dict[str, Any]]:
-    """Return what is told of a text.
+    """Return the entities of a text.
 
     Args:
-        tokens: of the text.
+        tokens: the tokens of the text.
         strategy: "none": a label for each token. "simple": neighbours of the same label are one.
             "first", "average", "max": the same, but a word has the label of its first token, of
             the mean of its tokens' scores, or of the token with the highest score.
-        join: makes a text of tokens.
+        join: returns the text of tokens.
     """
     if strategy in ("none", "simple"):
         labelled = list(_of_tokens(tokens))
@@ -65,7 +65,7 @@ def _of_tokens(tokens: LabelledTokens) -> Iterator[dict[str, Any]]:
 
 
 def _words(spans: Sequence[TokenSpan]) -> list[list[int]]:
-    """Return the numbers of the tokens of each word."""
+    """Return the indices of the tokens of each word."""
     words: list[list[int]] = []
     for number, span in enumerate(spans):
         if words and span.continues:
@@ -97,7 +97,7 @@ def _of_word(
 
 
 def _groups(labelled: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return neighbours with the same label together, where none begins a new group."""
+    """Return groups of neighbours with the same label; the prefix ``B-`` begins a new group."""
     groups: list[list[dict[str, Any]]] = []
     for each in labelled:
         label = each["entity"]
@@ -115,7 +115,7 @@ def _bare(label: str) -> str:
 
 def _merged(group: Sequence[dict[str, Any]], join: Join) -> dict[str, Any]:
     return {
-        # As transformers has it: any prefix ends at the first dash.
+        # As in transformers, any prefix ends at the first dash.
         "entity_group": group[0]["entity"].split("-", 1)[-1],
         "score": sum(each["score"] for each in group) / len(group),
         "word": join([each["word"] for each in group]),

@@ -44,10 +44,10 @@ async def filled(
     """Return the fillings of each text, a list for each mask if it has several, and warnings.
 
     Args:
-        call: of a masked LM.
-        texts: have masks.
-        reading: how they are read.
-        top_k: fillings of a mask.
+        call: a call of a masked LM.
+        texts: texts with masks.
+        reading: how the request has them read.
+        top_k: number of fillings of a mask.
         targets: words to choose among; None: the whole vocabulary.
 
     Raises:

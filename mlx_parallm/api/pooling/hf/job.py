@@ -20,7 +20,7 @@ class Job:
         inputs: the body's; of any type.
         parameters: the body's.
         call: a call of a model that can do the task.
-        warnings: what the task read in another way than it was written; the task adds to it.
+        warnings: sentences about words that were read in another way; the task adds them.
     """
 
     inputs: Any

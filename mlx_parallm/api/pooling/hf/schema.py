@@ -17,25 +17,25 @@ class TaskParameters(OpenForm):
     """Parameters of all tasks; each task reads its own."""
 
     top_k: StrictInt | None = Field(
-        None, ge=1, le=MAX_TOP_K, description="How many of the best are told."
+        None, ge=1, le=MAX_TOP_K, description="How many of the best are reported."
     )
     targets: list[StrictStr] | None = Field(
         None, min_length=1, max_length=MAX_TARGETS, description="Fill masks with these alone."
     )
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
-        None, description="What makes scores of a classifier's logits; by default its config says."
+        None, description="From logits to scores; default: by the model's config."
     )
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
         None, description="How labels of tokens become those of words and groups of words."
     )
     ignore_labels: list[StrictStr] | None = Field(
-        None, max_length=MAX_TARGETS, description='Labels of tokens that are not told; ["O"].'
+        None, max_length=MAX_TARGETS, description='Labels of tokens that are left out; ["O"].'
     )
     normalize: StrictBool | None = Field(
         None, description="Divide vectors by their lengths; by default as the model's files say."
     )
     prompt_name: StrictStr | None = Field(
-        None, description="A prompt of the model that is put before each text."
+        None, description="Name of the model's prompt that precedes each text."
     )
     dimensions: StrictInt | None = Field(
         None, ge=1, description="Length that vectors are cut to, where the model allows it."

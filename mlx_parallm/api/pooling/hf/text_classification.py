@@ -14,7 +14,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.pooling import PoolingInput, ProblemType
 
-#: The problem whose scores the function makes, whatever the number of labels.
+#: PROBLEMS: the problem type with this function, for any number of labels.
 PROBLEMS: dict[str, ProblemType] = {
     "sigmoid": "multi_label_classification",
     "none": "regression",

@@ -14,7 +14,7 @@ from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, TokenSpan
 
-#: What Hugging Face's servers do where nothing is asked for; transformers itself does "none".
+#: STRATEGY: the default of Hugging Face's servers; that of transformers itself is "none".
 STRATEGY = "simple"
 OUTSIDE = ["O"]
 
@@ -23,7 +23,7 @@ async def token_classification(job: Job) -> list[Any]:
     """Return a list of entities for a text; for several a list of these.
 
     Raises:
-        ParallmError: texts are to be cut at their beginnings; see also ``Job.texts``,
+        ParallmError: the request cuts texts at their beginnings; see also ``Job.texts``,
             ``single_inputs`` and ``PoolingCall.written``.
     """
     how, model = job.reading, job.call.model

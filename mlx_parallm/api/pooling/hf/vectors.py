@@ -1,4 +1,4 @@
-"""Feature extraction and sentence similarity: vectors of texts, and how near they are."""
+"""Feature extraction and sentence similarity: vectors of texts, and their cosines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def sentence_similarity(job: Job) -> list[float]:
     """Return the cosine of each sentence with the source sentence.
 
     Raises:
-        ParallmError: ``inputs`` is no object with these; see also ``feature_extraction``.
+        ParallmError: ``inputs`` lacks the sentences; see also ``feature_extraction``.
     """
     content = job.inputs if is_object(job.inputs) else {}
     source, sentences = content.get("source_sentence"), content.get("sentences")

@@ -1,1 +1,1 @@
-"""From the inputs of a body to those of a pooling model."""
+"""From the fields of a body to the inputs of a pooling model."""

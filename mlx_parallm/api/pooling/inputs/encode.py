@@ -1,4 +1,4 @@
-"""From texts, pairs of texts and token ids to what an encoder reads."""
+"""From texts, pairs of texts and token ids to inputs of a pooling model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Reading:
     """How a request has its inputs read.
 
     Attributes:
-        truncate: longer inputs are cut to so many tokens; -1: to what the model takes; None: they
-            are refused.
-        from_left: they are cut at their beginnings.
-        add_special_tokens: False: texts get none.
+        truncate: longer inputs are cut to so many tokens; -1: to the model's limit; None: they are
+            refused.
+        from_left: True: cutting removes their beginnings.
+        add_special_tokens: False: texts get no special tokens.
         param: the field of the body that they came from.
     """
 
@@ -33,12 +33,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """How texts are read that are for something, such as queries.
+    """How texts with a role are read, such as queries.
 
     Attributes:
-        prompt: is put before every text.
-        marker: ids that are put before a text, after the special tokens at its beginning.
-        longest: most tokens of an input; None: what the model takes.
+        prompt: text before every text.
+        marker: ids before a text, after the special tokens at its beginning.
+        longest: most tokens of an input; None: the model's limit.
     """
 
     prompt: str = ""
@@ -63,13 +63,13 @@ async def single_inputs(
     Args:
         sources: texts, which get the model's special tokens; or token ids, taken as they are.
         model: reads them.
-        task: of all.
-        reading: what the request says of them.
-        role: what the texts are for.
+        task: the task of all inputs.
+        reading: how the request has them read.
+        role: the role of the texts.
 
     Raises:
-        InvalidRequestError: an input is empty, or has ids that the model does not know.
-        ContextLengthError: one is too long and is not to be cut.
+        InvalidRequestError: an input is empty, or has ids outside the vocabulary.
+        ContextLengthError: an input is too long, and the request does not allow cutting.
     """
     limit = text_limit(model, reading, longest=role.longest)
     if not isinstance(sources[0], str):
@@ -77,7 +77,7 @@ async def single_inputs(
         _check_ids(ids, model.info.vocab_size, reading.param)
         return tuple(PoolingInput(each, task) for each in _fitting(ids, model, limit))
     leaves_prompt = bool(role.prompt) and task == "embed" and not model.info.pools_prompts
-    # How much of the prompt is cut at the left tells the length of the whole text.
+    # The length of the whole text shows how much of the prompt is cut at the left.
     needs_all = leaves_prompt and limit.cuts and limit.from_left
     ids = await _encoded(sources, model, reading, role, ANY_LENGTH if needs_all else limit)
     fitting = _fitting(ids, model, limit)
@@ -88,7 +88,7 @@ async def single_inputs(
     inputs: list[PoolingInput] = []
     for whole, kept in zip(ids, fitting, strict=True):
         num_cut = len(whole) - len(kept) if limit.from_left else 0
-        # One token at least is left of a text that is cut to its prompt.
+        # At least one token of a text is pooled, even if cutting leaves only its prompt.
         num_unpooled = min(max(num_begin + len(bare) - num_cut, 0), len(kept) - 1)
         inputs.append(PoolingInput(kept, task, num_unpooled=num_unpooled))
     return tuple(inputs)
@@ -130,7 +130,7 @@ async def pair_inputs(
 
 
 async def shortened_texts(texts: Sequence[str], model: PoolingModel, most: int) -> list[str]:
-    """Return the beginnings of texts that have so many tokens, special ones not counted."""
+    """Return the beginnings of texts with at most so many tokens, not counting special ones."""
     limit = TokenLimit(most=most, cuts=True)
 
     def work() -> list[str]:
@@ -157,8 +157,8 @@ def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = N
 
     Args:
         model: reads them.
-        reading: what the request says of them.
-        longest: most tokens of a text in its role; None: what the model takes.
+        reading: how the request has them read.
+        longest: most tokens of a text in its role; None: the model's limit.
 
     Raises:
         InvalidRequestError: ``truncate`` is out of range.
@@ -180,7 +180,7 @@ def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = N
 def _fitting(
     inputs: Sequence[tuple[int, ...]], model: PoolingModel, limit: TokenLimit
 ) -> list[tuple[int, ...]]:
-    """Return inputs cut as the limit says; refuse those that are too long, and empty ones."""
+    """Return inputs cut to the limit; refuse those that are too long, and empty ones."""
     for place, ids in enumerate(inputs):
         if not ids:
             raise InvalidRequestError(f"{limit.name} {place} is empty.", param=limit.name)

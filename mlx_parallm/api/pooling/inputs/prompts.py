@@ -1,17 +1,17 @@
-"""Which text is put before the inputs of an embedder."""
+"""Prompts: texts that precede the inputs of an embedder."""
 
 from __future__ import annotations
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo
 
-# What APIs and models call the two sides of a search: Cohere, NVIDIA, Voyage, Jina and
+# SIDES: names of the two sides of a search in APIs and models: Cohere, NVIDIA, Voyage, Jina and
 # sentence-transformers' ``encode_query`` and ``encode_document``.
 SIDES = (
     ("query", "search_query", "retrieval.query"),
     ("document", "passage", "search_document", "retrieval.passage", "corpus"),
 )
-# What else Cohere and Jina take. Most models have no prompts for it.
+# OTHERS: further types of Cohere and Jina. Most models have no prompts for them.
 OTHERS = frozenset({"classification", "clustering", "separation", "text-matching"})
 
 
@@ -19,7 +19,7 @@ def named_prompt(info: PoolingInfo, name: str | None) -> str:
     """Return the prompt of this name, the default one if it is None; "" if there is no default.
 
     Raises:
-        InvalidRequestError: the model has none of this name.
+        InvalidRequestError: the model has no prompt of this name.
     """
     chosen = info.default_prompt if name is None else name
     if chosen is None:
@@ -35,8 +35,7 @@ def prompt_of_type(info: PoolingInfo, input_type: str) -> str:
     A model without such a prompt treats them as any other text.
 
     Raises:
-        InvalidRequestError: nothing is known by this name; or the model has prompts, and none
-            for this.
+        InvalidRequestError: the type is unknown; or the model has prompts, and none for it.
     """
     side = next((names for names in SIDES if input_type in names), ())
     for name in (input_type, *side):

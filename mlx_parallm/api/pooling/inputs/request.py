@@ -23,13 +23,13 @@ async def request_inputs(
     """Return the inputs of a request: texts, token ids or conversations.
 
     Args:
-        body: has ``input`` or ``messages``.
+        body: the body, with ``input`` or ``messages``.
         model: reads them.
-        task: of all.
-        prompt: is put before every text.
+        task: the task of all inputs.
+        prompt: text before every text.
 
     Raises:
-        InvalidRequestError: there are none, or both; or one cannot be read.
+        InvalidRequestError: the body has none or both of them; or an input cannot be read.
     """
     if (body.input is None) == (body.messages is None):
         raise InvalidRequestError("Give either input or messages.", param="input")

@@ -89,11 +89,11 @@ Inputs = Annotated[
 
 
 class PoolingFields(OpenForm):
-    """Which model reads the inputs, and how long they may be."""
+    """The model, and the limit on the length of inputs."""
 
-    model: StrictStr | None = Field(None, description="The first that can do it by default.")
+    model: StrictStr | None = Field(None, description="Default: the first model with this task.")
     truncate_prompt_tokens: StrictInt | None = Field(
-        None, ge=-1, description="Cut inputs to so many tokens; -1 to what the model takes."
+        None, ge=-1, description="Cut inputs to so many tokens; -1: to the model's limit."
     )
     truncation_side: Literal["left", "right"] = Field(
         "right", description="The end of an input at which it is cut."
@@ -101,9 +101,9 @@ class PoolingFields(OpenForm):
     request_id: StrictStr | None = Field(
         None, min_length=1, max_length=128, description="Part of the answer's id."
     )
-    user: StrictStr | None = Field(None, description="Not read.")
-    priority: StrictInt | None = Field(None, description="Not read.")
-    cache_salt: StrictStr | None = Field(None, description="Not read.")
+    user: StrictStr | None = Field(None, description="Ignored.")
+    priority: StrictInt | None = Field(None, description="Ignored.")
+    cache_salt: StrictStr | None = Field(None, description="Ignored.")
 
     def reading(self, param: str) -> Reading:
         """Return how the inputs of this field are read."""
@@ -112,7 +112,7 @@ class PoolingFields(OpenForm):
 
 
 class TextsRequest(TurnEndFields, PoolingFields):
-    """vLLM's: texts or token ids as ``input``, or a conversation as ``messages``."""
+    """vLLM's body: texts or token ids as ``input``, or a conversation as ``messages``."""
 
     input: Inputs = Field(
         None, description="A text or several, or the token ids of one or of several."

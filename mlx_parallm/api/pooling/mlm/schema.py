@@ -1,4 +1,4 @@
-"""``POST /v1/mlm``."""
+"""The body of ``POST /v1/mlm``."""
 
 from __future__ import annotations
 
@@ -74,20 +74,23 @@ Words = Annotated[
 
 
 class MlmRequest(PoolingFields):
-    """Texts with masks, and what is wanted of each mask."""
+    """Texts with masks, and the wanted facts about each mask."""
 
     texts: Texts = Field(None, description="A text or several, with the model's mask token.")
     token_ids: TokenIds = Field(
         None, description="Texts as token ids, special ones included, in place of texts."
     )
     return_top_k: StrictInt = Field(
-        5, ge=0, le=MAX_TOP_K, description="How many of the likeliest tokens of each mask are told."
+        5,
+        ge=0,
+        le=MAX_TOP_K,
+        description="How many of the likeliest tokens to report per mask.",
     )
     return_logits: StrictBool = Field(
-        False, description="Tell logits: of the targets or label words, else of the vocabulary."
+        False, description="Report logits of the targets or label words, else of the vocabulary."
     )
     targets: Words | None = Field(
-        None, description="Tell these tokens alone, with their share of the whole vocabulary."
+        None, description="Report only these tokens, with probabilities in the whole vocabulary."
     )
     label_words: Words | None = Field(
         None, description="Compare these tokens alone: their scores add up to 1."
@@ -96,14 +99,14 @@ class MlmRequest(PoolingFields):
         False, description="Score whole texts instead: each token by the others."
     )
     request_ids: list[StrictStr] | None = Field(
-        None, description="A name for each text, told with its result."
+        None, description="A name for each text, repeated with its result."
     )
 
     def check(self) -> None:
         """Refuse fields that do not go together.
 
         Raises:
-            InvalidRequestError: naming one of them.
+            InvalidRequestError: some of them do not; it names a field.
         """
         if (self.texts is None) == (self.token_ids is None):
             raise InvalidRequestError("Give either texts or token_ids, not both.", param="texts")

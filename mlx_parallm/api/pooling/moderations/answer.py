@@ -15,7 +15,7 @@ from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 from mlx_parallm.types.pooling import PoolingInfo
 
-#: A category is flagged from this probability on.
+#: THRESHOLD: the least probability of a flagged category.
 THRESHOLD = 0.5
 CATEGORIES: tuple[str, ...] = (
     "harassment",
@@ -32,7 +32,7 @@ CATEGORIES: tuple[str, ...] = (
     "violence",
     "violence/graphic",
 )
-# The short names in the data set of https://arxiv.org/abs/2208.03274.
+# SHORT: the short names in the data set of https://arxiv.org/abs/2208.03274.
 SHORT: Mapping[str, str] = {
     "S": "sexual",
     "H": "hate",
@@ -43,28 +43,28 @@ SHORT: Mapping[str, str] = {
     "H2": "hate/threatening",
     "V2": "violence/graphic",
 }
-# Without the signs between words.
+# HARMLESS: labels without the signs between words.
 HARMLESS = frozenset(
     {"acceptable", "appropriate", "benign", "clean", "good", "harmless", "legit", "neutral"}
     | {"neither", "none", "normal", "ok", "okay", "other", "safe", "sfw"}
 )
-# Part of the names of labels by which a classifier is known that was not asked for by its name.
+# HARMS: parts of labels by which a moderation model is recognised when the request names none.
 HARMS = (
     *("abus", "harass", "hate", "illicit", "injection", "insult", "jailbreak", "nsfw"),
     *("obscen", "offens", "selfharm", "sexual", "threat", "toxic", "unsafe", "violen"),
 )
 NEGATIONS = ("not", "non", "no")
-# What transformers calls labels without names.
+# UNNAMED: the form of transformers' labels without names.
 UNNAMED = re.compile(r"LABEL_\d+")
 
 
 def moderator(client: PoolingClient, name: str | None) -> PoolingModel:
-    """Return the classifier of this name, or the first that tells what is harmful.
+    """Return the classifier of this name, or the first with labels of harm.
 
     Raises:
-        NotImplementedRouteError: none does.
+        NotImplementedRouteError: no model has labels of harm.
         ModelNotFoundError: none has the name.
-        InvalidRequestError: it tells something else.
+        InvalidRequestError: its labels have another meaning.
     """
     if name is None:
         infos = ((model, model.info) for model in client.models())
@@ -87,9 +87,9 @@ def moderator(client: PoolingClient, name: str | None) -> PoolingModel:
 
 
 def moderates(info: PoolingInfo) -> bool:
-    """True if a model's labels say what of a text is harmful.
+    """True if a model's labels are categories of harm.
 
-    Where labels exclude each other, one is the likeliest of any text: one must mean harmless.
+    If labels exclude each other, every text has a likeliest one, so one must mean harmless.
     """
     if "classify" not in info.tasks or info.problem_type == "regression":
         return False
@@ -105,7 +105,7 @@ def _names_harms(info: PoolingInfo) -> bool:
 
 
 def harmful(labels: Sequence[str]) -> dict[int, str]:
-    """Return the categories of the labels that do not mean harmless, by their numbers."""
+    """Return the categories of all labels but the harmless ones, by their indices."""
     own = {_bare(category): category for category in CATEGORIES}
     short = SHORT if set(SHORT) < set(labels) else dict[str, str]()
     bare = {_bare(label) for label in labels}
@@ -129,7 +129,7 @@ def moderated(encoded: Encoded) -> dict[str, Any]:
 
 
 def _verdict(probabilities: np.ndarray, categories: Mapping[int, str]) -> dict[str, Any]:
-    """OpenAI's categories that the model does not know have no score."""
+    """Return OpenAI's verdict; categories that the model does not know have the score 0."""
     scores = dict.fromkeys(CATEGORIES, 0.0)
     for number, name in categories.items():
         scores[name] = max(scores.get(name, 0.0), float(probabilities[number]))

@@ -1,4 +1,4 @@
-"""``POST /v1/moderations``, where a classifier of what is harmful is served."""
+"""``POST /v1/moderations``, by a classifier with labels of harm."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SCHEMA = {"anyOf": [TEXT, many(TEXT), many(_PART)]}
 
 
 def _texts(value: Any) -> list[str]:
-    """Return every text that gets a verdict of its own: parts have one together."""
+    """Return every text that gets its own verdict; parts get one together."""
     if is_list_of(value, dict) and len(value) <= MAX_INPUTS:
         value = "\n".join(_part(part) for part in value)
     texts = as_texts(value)
@@ -37,11 +37,11 @@ def _part(part: Any) -> str:
 
 
 class ModerationRequest(OpenForm):
-    """OpenAI's."""
+    """OpenAI's body."""
 
     input: Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_SCHEMA)] = Field(
         description="A text, several, or the parts of one."
     )
     model: StrictStr | None = Field(
-        None, description="A classifier; by default the first that tells what is harmful."
+        None, description="A classifier; default: the first with labels of harm."
     )

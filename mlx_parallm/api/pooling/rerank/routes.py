@@ -25,7 +25,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 @routes.post("/v1/rerank", batchable=True)
 async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
     """Sort documents by how well they fit a query."""
-    documents = body.given()
+    documents = body.passages()
     if body.truncation_side == "left":
         raise InvalidRequestError(
             "truncation_side must be right: the document of a pair is cut at its end.",
@@ -55,5 +55,5 @@ async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
 def _activation(body: RerankRequest) -> Activation:
     if body.raw_scores or not body.use_activation:
         return "none"
-    # TEI does not read what the model's files ask for.
+    # TEI ignores the activation in the model's files.
     return "sigmoid" if body.is_tei else "default"

@@ -16,7 +16,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 
 class RerankDocument(NullIsAbsent):
-    """A document as an object, whose further fields are not read."""
+    """A document as an object; its further fields are ignored."""
 
     text: StrictStr = Field(description="What is compared with the query.")
 
@@ -59,7 +59,7 @@ class RerankRequest(OpenForm):
         """True if the body is TEI's."""
         return self.texts is not None
 
-    def given(self) -> list[str]:
+    def passages(self) -> list[str]:
         """Return the texts to be ranked.
 
         Raises:

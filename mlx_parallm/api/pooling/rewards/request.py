@@ -27,15 +27,15 @@ def reward_model(
     """Return the model of this name, else the one that most likely was made for rewards.
 
     Args:
-        client: where it is.
-        name: None: any.
+        client: the served models.
+        name: the name in the body; None: any model.
         task: ``classify`` for rewards of texts, ``token_classify`` for those of steps.
-        chats: the field of the body with conversations, which a model without a name must be able
-            to read; None: there are none.
+        chats: the body's field with conversations, which a model chosen here must be able to read;
+            None: there are no conversations.
 
     Raises:
-        ModelNotFoundError: none has the name.
-        InvalidRequestError: it gives no rewards, or none reads conversations.
+        ModelNotFoundError: no model has the name.
+        InvalidRequestError: it gives no rewards, or no reward model reads conversations.
     """
     if name is None:
         able = [model for model in client.models() if gives_rewards(model.info, task)]
@@ -63,7 +63,7 @@ def gives_rewards(info: PoolingInfo, task: Task) -> bool:
 
 
 def _unlikeliness(info: PoolingInfo) -> tuple[bool, bool, int]:
-    """Return what is less for classifiers that were more likely made for rewards."""
+    """Return a sort key that is smaller for classifiers more likely made for rewards."""
     return not info.is_reward, info.problem_type != "regression", len(info.labels)
 
 
@@ -75,11 +75,11 @@ async def reward_inputs(
     *,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[PoolingInput, ...]:
-    """Return what a reward model reads; see ``single_inputs``.
+    """Return the inputs of a reward model; see ``single_inputs``.
 
     Raises:
-        InvalidRequestError: a conversation where the model has no chat template, or one that the
-            template refuses.
+        InvalidRequestError: the model has no chat template for a conversation, or the template
+            refuses it.
     """
     tokenizer = model.tokenizer
     limit = text_limit(model, reading)
@@ -105,12 +105,12 @@ async def reward_inputs(
 def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
     """Return the reward that the logits of one or two labels mean.
 
-    With one label it is the logit. With two it is how much larger the second logit is, so that
-    its logistic function is the second's probability.
+    With one label, it is the logit. With two, it is the second logit minus the first, so that its
+    logistic function is the second label's probability.
 
     Args:
         logits: ``[labels]``.
-        sigmoid: whether the logistic function is applied.
+        sigmoid: True: the logistic function is applied.
     """
     value = float(logits[0]) if len(logits) == 1 else float(logits[1]) - float(logits[0])
     return logistic(value) if sigmoid else value

@@ -74,7 +74,7 @@ def _check_steps(inputs: Sequence[PoolingInput], step_id: int, param: str) -> No
 def _data(
     body: RewardsRequest, scored: Sequence[Scored], encoded: Encoded, step_id: int | None
 ) -> list[dict[str, Any]]:
-    """Return an entry for each text; its index counts those of its prompt."""
+    """Return an entry for each text, with its index among the texts of its prompt."""
     data: list[dict[str, Any]] = []
     counts: Counter[int | None] = Counter()
     for each, text, logits in zip(scored, encoded.inputs, encoded.results, strict=True):

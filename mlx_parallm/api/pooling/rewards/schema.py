@@ -51,7 +51,7 @@ class RewardsRequest(PoolingFields):
     )
     sigmoid: StrictBool = Field(False, description="Rewards from 0 to 1.")
     step_token: StrictStr | StrictInt | None = Field(
-        None, description="A token, or its id, at whose places a model of tokens says a reward."
+        None, description="A token, or its id, that ends a step: each gets a reward."
     )
     chat_template_kwargs: TemplateKwargs
 

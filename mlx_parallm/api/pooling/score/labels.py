@@ -1,4 +1,4 @@
-"""Which of some labels follows a query and an item: SGLang's scores, by generators and classifiers.
+"""Scores of labels after a query and an item, as in SGLang, by generators and classifiers.
 
 See https://docs.sglang.io, "Scoring".
 """
@@ -25,7 +25,7 @@ from mlx_parallm.types.request import GenerateRequest
 FIELDS = {"prompt": "items", "messages": "items", "logprob_token_ids": "label_token_ids"}
 
 Part = str | Sequence[int]
-#: Query and item, in their order.
+#: Query and item, in the order in which the model reads them.
 Parts = Sequence[tuple[Part, Part]]
 
 
@@ -41,7 +41,7 @@ def label_parts(body: ScoreRequest) -> Parts:
     """Return query and item, for each item of a body of SGLang's.
 
     Raises:
-        InvalidRequestError: it lacks the query or the items.
+        InvalidRequestError: the body lacks the query or the items.
     """
     for needed in ("query", "items"):
         if getattr(body, needed) is None:
@@ -56,7 +56,7 @@ async def classifier_scores(
     """Return the logits of a classifier's labels, or their softmax, of query and item as one text.
 
     Raises:
-        InvalidRequestError: the labels are named, which are the model's own.
+        InvalidRequestError: the body names labels, but a classifier has its own.
     """
     if body.label_token_ids:
         raise InvalidRequestError(
@@ -89,10 +89,10 @@ async def encode_prompts(
 
     Args:
         parts: query and item.
-        tokenizer: of the model.
-        joins_texts: whether texts are joined before they are tokenised, as SGLang does, and not
-            after, as vLLM does.
-        add_special_tokens: whether texts get the model's.
+        tokenizer: the model's.
+        joins_texts: True: texts are joined before they are tokenised, as in SGLang; False: after,
+            as in vLLM.
+        add_special_tokens: True: texts get the model's special tokens.
     """
 
     def ids(part: Part, *, is_first: bool) -> Sequence[int]:
@@ -119,7 +119,7 @@ async def generator_scores(
 ) -> LabelScores:
     """Return the probabilities of the labels as next tokens, or among one another.
 
-    The first item goes before the others, which then find the query in the prefix cache.
+    The first item is computed before the others, which then find the query in the prefix cache.
 
     Raises:
         ParallmError: a request was refused, failed or was aborted.

@@ -27,12 +27,12 @@ from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import LateInteraction, PoolingInfo, PoolingInput
 
-#: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.
+#: The activation of a cross-encoder's logit: that of its files, the logistic function, none.
 Activation = Literal["default", "sigmoid", "none"]
 
 
 SIDES: tuple[Side, Side] = ("query", "document")
-#: What vLLM calls the two sides of its pairs, in their order.
+#: NAMES: vLLM's fields for the two sides of pairs.
 NAMES = (
     ("text_1", "text_2"),
     ("queries", "documents"),
@@ -48,7 +48,7 @@ class Pairs:
     Attributes:
         queries: one for all documents, or as many as there are.
         documents: at least one.
-        params: what the body calls the two.
+        params: the body's fields of the two.
         truncate: see ``Reading``.
     """
 
@@ -71,7 +71,7 @@ class PairScores:
 
 
 def pairs_of(body: ScoreRequest) -> Pairs:
-    """Return the pairs that a body of vLLM's names.
+    """Return the pairs of a body of vLLM's.
 
     Raises:
         InvalidRequestError: not exactly two sides are there, or their lengths do not fit.
@@ -95,10 +95,10 @@ def pairs_of(body: ScoreRequest) -> Pairs:
 
 
 def scoring_model(client: PoolingCalls, name: str | None) -> PoolingModel:
-    """Return the model of this name, else the one that was made most for ranking; see ``_rank``.
+    """Return the model of this name, else the one most suited to ranking; see ``_rank``.
 
     Raises:
-        ModelNotFoundError: none has the name.
+        ModelNotFoundError: no model has the name.
         InvalidRequestError: it cannot score pairs.
     """
     if name is not None:
@@ -114,7 +114,7 @@ def scoring_model(client: PoolingCalls, name: str | None) -> PoolingModel:
     able = [model for model, info in infos if _reads_pairs(info) or _embeds(info)]
     if not able:
         raise InvalidRequestError("No model that can score pairs is served here.", param="model")
-    # The first of equals.
+    # ``min`` chooses the first of equals.
     return min(able, key=lambda model: _rank(model.info))
 
 
@@ -124,13 +124,13 @@ async def score_pairs(
     """Return the score of each document.
 
     A cross-encoder reads query and document together, as sentence-transformers' ``CrossEncoder``
-    has it; of an embedder it is the cosine of their vectors, and of one that was made to compare
-    tokens MaxSim. The latter two put the model's own prompts before both.
+    does. An embedder's score is the cosine of their vectors, and a late-interaction model's is
+    MaxSim; these two put the model's own prompts before both.
 
     Args:
-        call: of a model of ``scoring_model``.
-        pairs: what is compared.
-        activation: of a cross-encoder.
+        call: a call of a model of ``scoring_model``.
+        pairs: the texts to compare.
+        activation: a cross-encoder's.
 
     Raises:
         InvalidRequestError, ContextLengthError: a text is too long.
@@ -193,10 +193,10 @@ def logistic(value: float) -> float:
 
 
 def _rank(info: PoolingInfo) -> int:
-    """Return the place of a model that can score pairs among those made for that, the best first.
+    """Return a rank that is smaller for models more suited to scoring pairs.
 
-    Cross-encoders, models that compare tokens, models made for vectors, reward models, and models
-    that give vectors but were made for something else, such as masked LMs.
+    The order is: cross-encoders, late-interaction models, embedders, reward models, and models with
+    another main task that give vectors too, such as masked LMs.
     """
     if _reads_pairs(info):
         return 3 if info.is_reward else 0

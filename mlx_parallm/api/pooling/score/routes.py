@@ -92,10 +92,10 @@ async def _labels(
     """Return the name of the model, and its scores.
 
     Args:
-        body: has query and items.
-        prelude: if the model generates.
-        pooling: if it is a classifier.
-        softmax: what the route does by default.
+        body: the body, with query and items.
+        prelude: used if the model generates.
+        pooling: used if it is a classifier.
+        softmax: the route's default.
         joins_texts: see ``encode_prompts``.
     """
     parts = label_parts(body)
@@ -129,7 +129,7 @@ async def _labels(
 
 
 def _check_for_generator(body: ScoreRequest, name: str) -> None:
-    """Refuse what a model that generates needs or cannot do."""
+    """Refuse a body that lacks labels, or has fields that no generating model supports."""
     if not body.label_token_ids:
         raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
     if body.truncate_prompt_tokens is not None:

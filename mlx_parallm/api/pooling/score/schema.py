@@ -35,19 +35,19 @@ class ScoreRequest(PoolingFields):
     data_1: Texts | None = Field(None, description="The same as text_1.")
     data_2: Texts | None = Field(None, description="The same as text_2.")
     use_activation: StrictBool = Field(True, description="False: a cross-encoder's logits.")
-    query: Query | None = Field(None, description="What stands beside every item.")
+    query: Query | None = Field(None, description="Read with every item.")
     items: Inputs | None = Field(
-        None, description="Texts or token ids, beside the query; or, with queries, texts."
+        None, description="Texts or token ids, read with the query; or, with queries, texts."
     )
     label_token_ids: list[Annotated[StrictInt, Field(ge=0)]] = Field(
         default_factory=list[int],
         max_length=MAX_NAMED_TOKENS,
-        description="Tokens whose probabilities after query and item are told.",
+        description="Tokens whose probabilities after query and item are reported.",
     )
     apply_softmax: StrictBool | None = Field(
         None, description="True: probabilities among the labels alone."
     )
-    item_first: StrictBool = Field(False, description="Items stand before the query.")
+    item_first: StrictBool = Field(False, description="Put items before the query.")
     add_special_tokens: StrictBool = Field(
         True, description="Tokenise texts with the model's special tokens, such as BOS."
     )

@@ -52,9 +52,9 @@ def _lowered(value: Any) -> Any:
 class TeiFields(OpenForm):
     """Fields of all bodies; TEI itself has no ``model``."""
 
-    model: StrictStr | None = Field(None, description="The first that can do it by default.")
+    model: StrictStr | None = Field(None, description="Default: the first model with this task.")
     truncate: StrictBool = Field(
-        True, description="Cut what is too long; false refuses it. TEI's own default is true."
+        True, description="Cut inputs that are too long; false refuses them."
     )
     truncation_direction: Annotated[Literal["left", "right"], BeforeValidator(_lowered)] = Field(
         "right", description="The end at which inputs are cut."
@@ -70,7 +70,7 @@ class EmbedOptions(TeiFields):
     """Options for texts that become vectors."""
 
     prompt_name: StrictStr | None = Field(
-        None, description="The name of a prompt of the model, which is put before the texts."
+        None, description="The name of the model's prompt that precedes the texts."
     )
 
 
@@ -101,7 +101,7 @@ class PredictRequest(TeiFields):
 
 
 class SimilarityInputs(NullIsAbsent):
-    """Texts to be compared with one."""
+    """A sentence, and texts to compare with it."""
 
     source_sentence: StrictStr = Field(
         min_length=1, description="Compared with each of the others."
@@ -114,7 +114,7 @@ class SimilarityInputs(NullIsAbsent):
 class SimilarityRequest(OpenForm):
     """Hugging Face's body of the task sentence-similarity."""
 
-    model: StrictStr | None = Field(None, description="The first that can do it by default.")
+    model: StrictStr | None = Field(None, description="Default: the first model with this task.")
     inputs: SimilarityInputs = Field(description="The texts.")
     parameters: EmbedOptions | None = Field(None, description="How they are read.")
 
