@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def _timeline(shape: str, batch: int) -> Row:
 
 
 def _decode(
-    shape: str, targets: dict[int, float | None], *, bits: int | None = None, context: int = 512
+    shape: str, targets: Mapping[int, float | None], *, bits: int | None = None, context: int = 512
 ) -> list[Row]:
     weights = "bf16" if bits is None else f"{bits}-bit"
     return [
@@ -89,6 +90,7 @@ def _processes() -> list[Row]:
         figures=[children.AGREEMENT],
     )
     many_clients = partial(servers.clients, concurrency=128, requests=384)
+    crowd = {"concurrency": 256, "requests": 1024}
     speculation = partial(
         children.own_benchmark,
         name="speculation",
@@ -136,6 +138,20 @@ def _processes() -> list[Row]:
             "server",
             "the same, the engine in the server's process",
             partial(many_clients, starts=servers.ONE_PROCESS),
+            (),
+        ),
+        Row(
+            "server-256",
+            "server",
+            "256 streaming clients, one engine",
+            partial(servers.clients, starts=servers.ONE_ENGINE, **crowd),
+            (),
+        ),
+        Row(
+            "server-256-two-engines",
+            "server",
+            "256 streaming clients, two engines on this GPU",
+            partial(servers.several_engines, num_engines=2, **crowd),
             (),
         ),
         Row(

@@ -72,6 +72,7 @@ MANY_CLIENTS: Starts = {
     "stock": partial(mlx_lm_server, options=ONE_ENTRY),
 }
 ONE_PROCESS: Starts = {"ours": mlx_parallm_server}
+ONE_ENGINE: Starts = {"ours": partial(mlx_parallm_server, options=[OWN_PROCESS])}
 #: ``STALL_MS``: milliseconds that a step with streams may take; twice the rows of mlx_lm.server at
 #: once: with its 32 the prompt would wait until a stream has ended.
 STALL_MS = 13
@@ -132,6 +133,15 @@ def clients(
         }
     details = {name: asdict(result) for name, result in results.items()}
     return Outcome(values, figures, details, missing)
+
+
+def several_engines(bench: Bench, *, num_engines: int, concurrency: int, requests: int) -> Outcome:
+    """Measure streaming clients of engines that share this GPU; see ``clients``."""
+    options = ["--data-parallel-size", str(num_engines)]
+    if backend_name() == "cuda":
+        options += ["--data-parallel-devices", *["0"] * num_engines]
+    starts: Starts = {"ours": partial(mlx_parallm_server, options=options)}
+    return clients(bench, concurrency=concurrency, requests=requests, starts=starts)
 
 
 def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) -> Outcome:
