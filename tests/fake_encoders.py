@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.adapter_names import NamedAdapter
+from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.defaults import AnswerReader
 from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.pooling.model import PoolingModel
@@ -169,7 +169,7 @@ def computed(item: PoolingInput, info: PoolingInfo) -> np.ndarray:
 
 
 class FakeAdapters:
-    """Implements ``AdapterNames``: there are none."""
+    """The part of ``EngineControl`` that names adapters: there are none."""
 
     def named(self, name: str) -> NamedAdapter | None:
         return None

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
-from mlx_parallm.engine.defaults import ModelDefaults
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,
     CommitAdapter,
@@ -24,7 +23,14 @@ from mlx_parallm.engine.host_commands import (
     PrepareUpdate,
     StageAdapterPart,
 )
-from mlx_parallm.engine.interface import Event, KindTraits, ModelMemory, Request, StartedModel
+from mlx_parallm.engine.interface import (
+    Event,
+    KindTraits,
+    ModelMemory,
+    Request,
+    ServedModel,
+    StartedModel,
+)
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.parallel.fleet import Fleet
@@ -56,12 +62,15 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FakeModel(ModelDefaults):
+class FakeModel(ServedModel):
     names: tuple[str, ...] = ("m",)
     root: str = "m"
     created: int = 0
-    memory: ModelMemory = field(default_factory=ModelMemory)
     traits = KindTraits(name="fake")
+
+    @property
+    def memory(self) -> ModelMemory:
+        return ModelMemory()
 
 
 class FakeUsers:
@@ -133,12 +142,11 @@ class FakeLife:
         users = cast(Any, FakeUsers())
         policies = Policies("m", users, FakeStore(), max_loaded=4, max_rank=MAX_RANK)
         self.live = LiveWeights(policies, cast(Any, self.weights), cast(Any, None))
-        adapters = SimpleNamespace(policies=policies)
-        engine = SimpleNamespace(live=self.live, adapters=adapters, settle=tuple, is_paused=False)
+        engine = SimpleNamespace(live=self.live, policies=policies, settle=tuple, is_paused=False)
         self.host = cast(
             EngineLoop,
             SimpleNamespace(
-                engines={"m": engine}, adapters={"m": adapters}, stagings={}, deliver=deliver
+                engines={"m": engine}, policies={"m": policies}, stagings={}, deliver=deliver
             ),
         )
         on_loaded([StartedModel(ModelConfig(), cast(Any, FakeModel()), True)])

@@ -11,18 +11,20 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.defaults import EngineDefaults, KindDefaults, ModelDefaults, NoAdapterSet
 from mlx_parallm.engine.interface import (
-    AdapterSet,
     BuildContext,
     BuiltModel,
+    Kind,
     KindTraits,
     MemoryLimit,
     ModelFolder,
     ModelMemory,
     OpenModel,
+    ServedEngine,
+    ServedModel,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
@@ -51,26 +53,34 @@ class SumEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumModel(ModelDefaults):
+class SumModel(ServedModel):
     names: tuple[str, ...]
     root: str
-    memory: ModelMemory
+    num_bytes: int
     created: int = 0
     traits = TRAITS
+
+    @property
+    def memory(self) -> ModelMemory:
+        return ModelMemory(weights=self.num_bytes)
 
     def check(self, request: SumRequest) -> None:
         if not request.numbers:
             raise InvalidRequestError("There is nothing to add.", param="numbers")
 
 
-class SumEngine(EngineDefaults):
-    turn_class, waiting_since_s = TurnClass.FORWARD, 0.0
+class SumEngine(ServedEngine):
+    turn_class = TurnClass.FORWARD
 
     def __init__(self, name: str, done: Counter) -> None:
-        super().__init__()
-        self.adapters = NoAdapterSet.of(name)
+        none = NoAdapters()
+        self.policies = Policies(model=name, users=none, store=none, max_loaded=0)
         self._waiting: deque[SumRequest] = deque()
         self._done = done
+
+    @property
+    def waiting_since_s(self) -> float:
+        return 0.0
 
     @property
     def num_requests(self) -> int:
@@ -119,10 +129,10 @@ class PendingSum:
     def advance(self) -> float:
         return 1.0
 
-    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
-        memory = ModelMemory(weights=self.num_bytes)
+    def finish(self, kept: Policies | None = None) -> BuiltModel:
         root = str(self._config.path)
-        model = SumModel(names=self._config.served_names, root=root, memory=memory)
+        names = self._config.served_names
+        model = SumModel(names=names, root=root, num_bytes=self.num_bytes)
         done = self._families.of(sums_done).labels(self.name)
         return BuiltModel(self._config, model, SumEngine(self.name, done))
 
@@ -130,7 +140,7 @@ class PendingSum:
         pass
 
 
-class SumKind(KindDefaults):
+class SumKind(Kind):
     traits = TRAITS
 
     def declare(self, families: MetricFamilies) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
-from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
@@ -23,7 +22,7 @@ from mlx_parallm.engine.host_commands import (
     UnloadAdapter,
     taken,
 )
-from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, NamedAdapter
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,

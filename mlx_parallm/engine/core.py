@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control import EngineControl
@@ -40,7 +39,7 @@ from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
-from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import (

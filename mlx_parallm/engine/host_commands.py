@@ -29,12 +29,10 @@ class ListVersions(HostCommand[LoadedVersions]):
 
     def __call__(self, host: EngineLoop) -> LoadedVersions:
         """Apply the command."""
-        infos = [info for adapters in host.adapters.values() for info in adapters.policies.infos()]
+        infos = [info for policies in host.policies.values() for info in policies.infos()]
         engines = host.engines.items()
         changeable = {name: engine for name, engine in engines if engine.live is not None}
-        return infos, {
-            name: engine.adapters.policies.base.version for name, engine in changeable.items()
-        }
+        return infos, {name: engine.policies.base.version for name, engine in changeable.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +287,9 @@ class WakeModels(HostCommand[list[str]]):
 
 def policies_of(host: EngineLoop, model: str) -> Policies:
     """Return what requests of a model are computed with; raise ModelNotFoundError."""
-    if model not in host.adapters:
+    if model not in host.policies:
         raise ModelNotFoundError(model)
-    return host.adapters[model].policies
+    return host.policies[model]
 
 
 def check_owner(host: EngineLoop, name: str, model: str) -> None:

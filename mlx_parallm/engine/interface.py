@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
+from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.turns import TurnTaker
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.types.work import Ends, RequestWork
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.adapter_names import NamedAdapter
     from mlx_parallm.engine.live_weights import LiveWeights
     from mlx_parallm.engine.metrics import MetricFamilies
-    from mlx_parallm.engine.policies import Policies
+    from mlx_parallm.engine.policies import NamedAdapter, Policies
     from mlx_parallm.engine.state import EngineState
     from mlx_parallm.worker.worker import Worker
 
@@ -116,36 +116,20 @@ class QueueLoad:
     num_waiting: int = 0
 
 
-class AdapterSet(Protocol):
-    """The adapters of a model. They outlive its stay in memory."""
-
-    @property
-    def policies(self) -> Policies:
-        """The names under which the model computes."""
-        ...
-
-
 class ServedEngine(TurnTaker, Protocol):
     """Runs one model. It is not thread-safe: it lives on the engine thread.
 
-    What a kind of model cannot do is a missing capability: ``live`` is None, or ``adapters`` has a
-    store that refuses.
+    The engines of kinds inherit from this class: methods with a body do what most kinds do.
 
     Attributes:
         is_paused: True while it begins no step, whatever waits.
+        policies: the names under which the model computes; they outlive its stay in memory.
+        live: its weights, which can be replaced and released; None if they never change.
     """
 
-    is_paused: bool
-
-    @property
-    def adapters(self) -> AdapterSet:
-        """Its adapters, and the version of its own weights."""
-        ...
-
-    @property
-    def live(self) -> LiveWeights | None:
-        """Its weights, which can be replaced and released; None if they never change."""
-        ...
+    policies: Policies
+    is_paused: bool = False
+    live: LiveWeights | None = None
 
     @property
     def num_requests(self) -> int:
@@ -172,27 +156,31 @@ class ServedEngine(TurnTaker, Protocol):
         """End a request as ``abort`` does; return the last events for its reader."""
         ...
 
-    def reset_cache(self, *, reset_running: bool = False) -> None:
-        """Forget what was computed before; ``reset_running`` recomputes what runs."""
-        ...
-
     def release(self) -> None:
         """Free the memory of the model, which has no requests."""
         ...
 
+    def reset_cache(self, *, reset_running: bool = False) -> None:
+        """Forget what was computed before; ``reset_running`` recomputes what runs.
+
+        Here nothing is kept that depends on weights which change.
+        """
+
     def check_room(self, client: str, count: int) -> None:
-        """Raise OverloadedError if the queue has no room; any thread may ask."""
-        ...
+        """Raise OverloadedError if the queue has no room; any thread may ask.
+
+        Here ``submit`` decides.
+        """
 
     @property
     def load(self) -> QueueLoad:
         """How busy it was in its latest step; any thread may ask."""
-        ...
+        return QueueLoad()
 
     @property
     def cache_bytes(self) -> int:
         """Memory of the results that it keeps; any thread may ask."""
-        ...
+        return 0
 
 
 class PackedModel(Protocol):
@@ -204,72 +192,74 @@ class PackedModel(Protocol):
 
 
 class ServedModel(Protocol):
-    """The event loop's view of a loaded model, or of an adapter of one."""
+    """The event loop's view of a loaded model, or of an adapter of one.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names that requests may use; the first is the one reported."""
-        ...
+    The models of kinds inherit from this class: what has a value or a body is that of most kinds.
 
-    @property
-    def root(self) -> str:
-        """The hub id or folder that it comes from."""
-        ...
+    Attributes:
+        names: the names that requests may use; the first is the one reported.
+        root: the hub id or folder that it comes from.
+        created: when it was loaded, in Unix seconds.
+        traits: facts that the models of its kind have in common.
+        parent: the first name of an adapter's model; None for a model.
+        info: a dataclass of what was found out about the model when it was loaded; None if it
+            reads no tokens.
+    """
 
-    @property
-    def created(self) -> int:
-        """When it was loaded, in Unix seconds."""
-        ...
-
-    @property
-    def parent(self) -> str | None:
-        """The first name of an adapter's model; None for a model."""
-        ...
+    names: tuple[str, ...]
+    root: str
+    created: int
+    traits: KindTraits
+    parent: str | None = None
+    info: Any = None
 
     @property
     def memory(self) -> ModelMemory:
-        """Return what it takes while it is loaded, its adapters and kept results apart."""
-        ...
-
-    @property
-    def traits(self) -> KindTraits:
-        """Return what every model of its kind has in common."""
+        """The memory of a loaded model, without its adapters and kept results."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what was found out about the model when it was loaded, by name."""
-        ...
+        """Return ``info`` by name."""
+        return {} if self.info is None else asdict(self.info)
 
     @property
     def tasks(self) -> Sequence[str]:
-        """Return the names of what requests may want of it."""
-        ...
+        """The names of what requests may want of it."""
+        return ()
 
     @property
     def max_len(self) -> int | None:
-        """Return the most tokens of a request; None if it reads no tokens."""
-        ...
+        """The most tokens of a request; None if it reads no tokens."""
+        return None if self.info is None else self.info.max_model_len
 
     @property
     def cache_tokens(self) -> int:
-        """Return how many tokens' computation it keeps for later requests; 0 if none."""
-        ...
+        """How many tokens' computation it keeps for later requests; 0 if none."""
+        return 0
 
     def check(self, request: Any, /) -> None:
-        """Raise InvalidRequestError if the model can never serve a request."""
-        ...
+        """Raise InvalidRequestError if the model can never serve a request.
+
+        Here the engine checks requests.
+        """
 
     def reader(self, request: Any, /) -> EventReader:
         """Return what takes a request's events on the event loop."""
-        ...
+        return AnswerReader[Any](request)
 
     def with_adapter(self, adapter: NamedAdapter, /) -> Self | None:
         """Return an adapter of the model as a model; None if it must be loaded first."""
-        ...
+        del adapter
+        return None
 
     def packed(self) -> PackedModel:
         """Return it in a form that can be pickled."""
-        ...
+        return self
+
+    def unpack(self, ask: Ask, /) -> Self:
+        """See ``PackedModel``."""
+        del ask
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,8 +481,8 @@ class PendingModel(Protocol):
         """Load the next part; return the share that is loaded, from 0 to 1."""
         ...
 
-    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
-        """Return the model, ready to serve; ``kept`` are the adapters that it had before."""
+    def finish(self, kept: Policies | None = None) -> BuiltModel:
+        """Return the model, ready to serve; ``kept`` are the policies that it had before."""
         ...
 
     def close(self) -> None:
@@ -505,12 +495,13 @@ OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 
 
 class Kind(Protocol):
-    """One kind of model."""
+    """One kind of model. Kinds inherit from this class: methods with a body are those of most.
 
-    @property
-    def traits(self) -> KindTraits:
-        """Return what its models have in common."""
-        ...
+    Attributes:
+        traits: facts that its models have in common.
+    """
+
+    traits: KindTraits
 
     def declare(self, families: MetricFamilies) -> None:
         """Have its metric families there before any model adds values."""
@@ -518,11 +509,11 @@ class Kind(Protocol):
 
     def install(self, worker: Worker) -> None:
         """Give a worker what loads its models."""
-        ...
 
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
         """Return what its models may take together if they are loaded later; None for no limit."""
-        ...
+        del settings
+        return None
 
     def serves(self, config: ModelConfig, path: Path) -> bool:
         """True if a folder's model is of this kind; raise ModelLoadError if it is unreadable."""
@@ -545,4 +536,4 @@ class Kind(Protocol):
         Raises:
             ModelLoadError: it cannot be read.
         """
-        ...
+        raise AssertionError(f"{path} is of a kind that is not loaded later")

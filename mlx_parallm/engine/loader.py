@@ -165,13 +165,13 @@ class CommitLoad(HostCommand[ServedModel]):
         """Apply the command."""
         pending = host.pending.pop(self.number)
         name = pending.name
-        built = pending.finish(host.adapters.get(name))
+        built = pending.finish(host.policies.get(name))
         pending.close()
         assert built.engine is not None
         # It joins what is paused now.
         built.engine.is_paused = any(engine.is_paused for engine in host.engines.values())
         host.engines[name] = built.engine
-        host.adapters[name] = built.engine.adapters
+        host.policies[name] = built.engine.policies
         return built.model
 
 
@@ -183,7 +183,7 @@ class ForgetAdapters(HostCommand[None]):
 
     def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
-        host.adapters.pop(self.name, None)
+        host.policies.pop(self.name, None)
 
 
 @dataclass(frozen=True, slots=True)

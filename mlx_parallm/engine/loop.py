@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
-from mlx_parallm.engine.interface import AdapterSet, Event, EventReader, PendingModel, ServedEngine
+from mlx_parallm.engine.interface import Event, EventReader, PendingModel, ServedEngine
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import Turns, TurnTaker
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
@@ -23,7 +23,7 @@ class EngineLoop:
 
     Attributes:
         engines: the loaded models' engines by their first names; they come and go.
-        adapters: each model's adapters, likewise; they stay when a model is evicted.
+        policies: each model's policies, likewise; they stay when a model is evicted.
         families: metrics of all kinds of models.
         worker: the door to the device.
         pending: models that are being loaded, by their commands' number.
@@ -53,9 +53,7 @@ class EngineLoop:
                 is bounded.
         """
         self.engines = engines
-        self.adapters: dict[str, AdapterSet] = {
-            name: engine.adapters for name, engine in engines.items()
-        }
+        self.policies = {name: engine.policies for name, engine in engines.items()}
         self.families = families
         self.worker = worker or Worker()
         self.pending: dict[int, PendingModel] = {}
@@ -153,7 +151,7 @@ class EngineLoop:
         if engine is None:
             raise ModelNotFoundError(command.request.model)
         if command.upload is not None:
-            engine.adapters.policies.ensure(command.upload)
+            engine.policies.ensure(command.upload)
         return engine.submit(command.request, arrival_s=command.arrival_s)
 
     def _abort(self, command: Abort) -> None:

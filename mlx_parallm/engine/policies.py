@@ -67,12 +67,15 @@ class AdapterUsers(Protocol):
 
 
 class NoAdapters:
-    """Implements ``AdapterStore`` for what cannot have adapters."""
+    """Implements ``AdapterStore`` and ``AdapterUsers`` for a model that takes no adapters."""
+
+    def __init__(self) -> None:
+        self.adapters = AdapterSlots(0)
 
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """Refuse."""
         del content, adapter
-        raise InvalidRequestError("This model does not take adapters.", param="model")
+        raise InvalidRequestError("This model takes no adapters.", param="model")
 
     def stage(self, slot: int, content: str) -> bool:
         """Do nothing."""
@@ -80,6 +83,19 @@ class NoAdapters:
         return False
 
     def remove(self, content: str) -> None:
+        """Do nothing."""
+
+    def uses(self, content: str) -> bool:
+        """Return False."""
+        del content
+        return False
+
+    def num_running(self, content: str) -> int:
+        """Return 0."""
+        del content
+        return 0
+
+    def refresh_weights(self) -> None:
         """Do nothing."""
 
 
@@ -147,6 +163,23 @@ class AdapterInfo:
     is_resident: bool = False
     num_running: int = 0
     head: AdapterHead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that requests may name.
+
+    Attributes:
+        name: its own, without its model's.
+        base: the first name of its model.
+        source: the folder that it came from, or is to come from; None for an upload.
+        info: None while it is not loaded: a request that names it loads it.
+    """
+
+    name: str
+    base: str
+    source: str | None
+    info: AdapterInfo | None = None
 
 
 @dataclass(slots=True)

@@ -127,7 +127,7 @@ class ReadMetrics(StateQuery[MetricsText]):
         """See ``StateQuery``."""
         counts: dict[str, SlotCounts] = {}
         for name, engine in dict(state.engines).items():
-            slots = engine.adapters.policies.users.adapters
+            slots = engine.policies.users.adapters
             counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
         return MetricsText(generate_latest(state.families.registry), counts)
 

@@ -34,12 +34,15 @@ class TurnClass(IntEnum):
 
 
 class TurnTaker(Protocol):
-    """Something that has steps to run on the engine thread: a served model, or work beside one."""
+    """Something that has steps to run on the engine thread: a served model, or work beside one.
 
-    @property
-    def turn_class(self) -> TurnClass:
-        """Who waits for its steps."""
-        ...
+    What takes turns inherits from this class: methods with a body are those of most.
+
+    Attributes:
+        turn_class: who waits for its steps.
+    """
+
+    turn_class: TurnClass
 
     @property
     def settles_others(self) -> bool:
@@ -47,7 +50,7 @@ class TurnTaker(Protocol):
 
         A long turn would delay their tokens and be measured as a part of their time.
         """
-        ...
+        return False
 
     def has_work(self) -> bool:
         """True if a step would run or end anything, now or after ``ready_in_s``."""
@@ -55,7 +58,7 @@ class TurnTaker(Protocol):
 
     def ready_in_s(self) -> float:
         """Return how many seconds the next step may still wait; call it only with work."""
-        ...
+        return 0.0
 
     @property
     def waiting_since_s(self) -> float:
@@ -64,8 +67,8 @@ class TurnTaker(Protocol):
 
     @property
     def step_s(self) -> float:
-        """Return the seconds of its usual step; 0 before the first."""
-        ...
+        """The seconds of its usual step; 0 before the first, or if it takes what it is given."""
+        return 0.0
 
     def step(self, within_s: float | None = None) -> Sequence[Event] | None:
         """Run a step, or a part of one; return its events, or None if nothing could run.
@@ -76,14 +79,14 @@ class TurnTaker(Protocol):
 
     def settle(self) -> Sequence[Event]:
         """End the step in flight, if there is one; return its events."""
-        ...
+        return ()
 
     def prepare(self) -> bool:
         """Run a step that makes later ones faster; False if there is none.
 
         It is called only while no turn-taker has work.
         """
-        ...
+        return False
 
 
 class Turns:

@@ -19,9 +19,8 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.build import fetch_model
-from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder
+from mlx_parallm.engine.interface import BuildContext, BuiltModel, Kind, ModelFolder
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
@@ -153,7 +152,7 @@ def _host_tensor(array: HostArray) -> HostTensor:
     return HostTensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
 
-class GenerationKind(KindDefaults):
+class GenerationKind(Kind):
     """Models that continue tokens. Implements ``Kind``; it shares out the memory that is left."""
 
     traits = GENERATION_TRAITS

@@ -11,10 +11,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from mlx_parallm.engine.defaults import EngineDefaults
-from mlx_parallm.engine.interface import QueueLoad
+from mlx_parallm.engine.interface import QueueLoad, ServedEngine
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.engine.turns import TurnClass
@@ -70,7 +69,7 @@ class StepPace:
         return median(self._seconds) if self._seconds else 0.0
 
 
-class GenerationEngine(EngineDefaults):
+class GenerationEngine(ServedEngine):
     """Steps one model; every method runs on the engine thread.
 
     Attributes:
@@ -97,7 +96,6 @@ class GenerationEngine(EngineDefaults):
         tracer: StepTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__()
         self.info = runner.info
         self.tokenizer = tokenizer
         self.live = live
@@ -119,11 +117,6 @@ class GenerationEngine(EngineDefaults):
         self._pace = StepPace()
         # End of the time that counts as that of earlier steps.
         self._counted_s = 0.0
-
-    @property
-    def adapters(self) -> Self:
-        """See ``ServedEngine``: the engine is never evicted, so it has the names itself."""
-        return self
 
     @property
     def step_s(self) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.interface import Ask, KindTraits, ModelMemory
+from mlx_parallm.engine.interface import Ask, KindTraits, ModelMemory, ServedModel
+from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.generation.admission import check_request
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.remote_grammars import RemoteGrammars
@@ -158,7 +158,7 @@ class Grammars(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationModel:
+class GenerationModel(ServedModel):
     """A loaded model, or an adapter of one, as its clients see it.
 
     Attributes:
@@ -193,6 +193,7 @@ class GenerationModel:
     parent: str | None = None
     adapter: str | None = None
 
+    traits = GENERATION_TRAITS
     #: Its chat template may write tools.
     reads_tools = True
 
@@ -239,23 +240,9 @@ class GenerationModel:
         return None if self.tool_format is None else self.tool_format.id_length
 
     @property
-    def traits(self) -> KindTraits:
-        """See ``ServedModel``."""
-        return GENERATION_TRAITS
-
-    def facts(self) -> Mapping[str, Any]:
-        """See ``ServedModel``."""
-        return asdict(self.info)
-
-    @property
     def tasks(self) -> Sequence[str]:
         """See ``ServedModel``."""
         return ("generate",)
-
-    @property
-    def max_len(self) -> int | None:
-        """See ``ServedModel``."""
-        return self.info.max_model_len
 
     @property
     def cache_tokens(self) -> int:

@@ -35,8 +35,8 @@ class BatchSlots(AdapterSlots):
 class EncoderAdapterSet:
     """The adapters of a model and the requests that use them.
 
-    They outlive the model's eviction: a reloaded model has them again. Implements ``AdapterSet``
-    and ``policies.AdapterUsers``.
+    They outlive the model's eviction: a reloaded model has them again. Implements
+    ``policies.AdapterUsers``.
 
     Attributes:
         policies: the adapters by name.

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.interface import (
-    AdapterSet,
     BuildContext,
     BuiltModel,
+    Kind,
     MemoryLimit,
     ModelFolder,
     OpenModel,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
 from mlx_parallm.models.checkpoints.labels import names_reward
 from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
@@ -71,7 +71,7 @@ def is_read(config: ModelConfig, path: Path) -> bool:
         return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
-class PoolingKind(KindDefaults):
+class PoolingKind(Kind):
     """The kind of pooling models. Implements ``Kind``."""
 
     traits = POOLING_TRAITS
@@ -185,10 +185,10 @@ class PendingPoolingModel:
         assert self._pending is not None, "closed"
         return self._pending
 
-    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
+    def finish(self, kept: Policies | None = None) -> BuiltModel:
         """Return the model, ready to serve.
 
-        ``kept``: the adapters that it had before it was evicted; None if it is new.
+        ``kept``: the policies that it had before it was evicted; None if it is new.
 
         Raises:
             ConfigError: ``max_model_len`` is more than the model takes.
@@ -222,9 +222,9 @@ class PendingPoolingModel:
         )
         return BuiltModel(config, model, engine)
 
-    def _adapters(self, kept: AdapterSet | None) -> EncoderAdapterSet:
-        if isinstance(kept, EncoderAdapterSet):
-            return kept
+    def _adapters(self, kept: Policies | None) -> EncoderAdapterSet:
+        if kept is not None and isinstance(kept.users, EncoderAdapterSet):
+            return kept.users
         store = DeviceAdapters(self._worker, self.name)
         return EncoderAdapterSet(self.name, store, self._settings)
 

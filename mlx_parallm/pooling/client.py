@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
+from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.defaults import AnswerReader
 from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.defaults import EngineDefaults
+from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.batch_cost import BatchCost
@@ -80,7 +80,7 @@ class _Running:
     seconds: float = 0.0
 
 
-class PoolingEngine(EngineDefaults):
+class PoolingEngine(ServedEngine):
     """Steps one pooling model. All calls must come from the engine thread."""
 
     turn_class = TurnClass.BATCHES
@@ -112,10 +112,10 @@ class PoolingEngine(EngineDefaults):
             adapters: the model's adapters; None if it takes none.
             clock: returns seconds since any fixed moment.
         """
-        super().__init__()
         self._encoder = encoder
         #: The model's adapters, which stay when it is evicted.
         self.adapters = adapters or EncoderAdapterSet("", None, EngineConfig())
+        self.policies = self.adapters.policies
         self._queue = PoolingQueue()
         self._cache = ResultCache(cache_bytes)
         self._cost = BatchCost()

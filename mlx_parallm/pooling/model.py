@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.defaults import ModelDefaults
-from mlx_parallm.engine.interface import KindTraits, ModelMemory
+from mlx_parallm.engine.interface import KindTraits, ModelMemory, ServedModel
+from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.types.pooling import (
     LABEL_TASKS,
     OwnHead,
@@ -29,7 +28,7 @@ POOLING_TRAITS = KindTraits(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingModel(ModelDefaults):
+class PoolingModel(ServedModel):
     """A loaded pooling model, or an adapter of one; see ``ServedModel`` for the shared fields.
 
     Attributes:
@@ -54,6 +53,7 @@ class PoolingModel(ModelDefaults):
     parent: str | None = None
     head: OwnHead | None = None
 
+    traits = POOLING_TRAITS
     #: No chat template of a pooling model writes tools, so no tool call has an id.
     reads_tools = False
     call_id_length = None
@@ -84,28 +84,9 @@ class PoolingModel(ModelDefaults):
         return self.tokenizer.token_string(token_id)
 
     @property
-    def traits(self) -> KindTraits:
-        """See ``ServedModel``."""
-        return POOLING_TRAITS
-
-    def facts(self) -> Mapping[str, Any]:
-        """See ``ServedModel``."""
-        return asdict(self.info)
-
-    @property
     def tasks(self) -> Sequence[str]:
         """See ``ServedModel``."""
         return self.info.tasks
-
-    @property
-    def max_len(self) -> int | None:
-        """See ``ServedModel``."""
-        return self.info.max_model_len
-
-    @property
-    def cache_tokens(self) -> int:
-        """See ``ServedModel``: results are kept by input, not by what inputs begin with."""
-        return 0
 
     @property
     def memory(self) -> ModelMemory:

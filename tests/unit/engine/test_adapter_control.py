@@ -33,7 +33,8 @@ class TwoEncoders:
             name: EncoderAdapterSet(name, cast("DeviceAdapters", SlotRecord()), EngineConfig())
             for name in "mn"
         }
-        host = SimpleNamespace(engines={}, adapters=self.sets, stagings={})
+        policies = {name: adapters.policies for name, adapters in self.sets.items()}
+        host = SimpleNamespace(engines={}, policies=policies, stagings={})
         self._host = cast(EngineLoop, host)
 
     def statuses(self) -> list[ModelStatus]:

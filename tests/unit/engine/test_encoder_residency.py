@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import MemoryLimit, ModelState
 from mlx_parallm.engine.loader import MakeRoom, ModelLoader
+from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
@@ -256,7 +256,7 @@ async def test_who_goes_away_just_when_it_is_let_in_holds_nothing() -> None:
 
 
 class AdapterLoads:
-    """Implements ``AdapterNames``: an adapter of "a", whose load holds its model when it may."""
+    """In place of ``EngineControl``: an adapter of "a", whose load holds its model when it may."""
 
     def __init__(self) -> None:
         self.encoders: EngineCore | None = None

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
-from mlx_parallm.engine.defaults import EngineDefaults
 from mlx_parallm.engine.interface import Event
 from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.turns import TurnClass, Turns
+from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.types.errors import ParallmError
@@ -40,7 +39,7 @@ class Streams:
 
     turn_class = TurnClass.STREAMS
     settles_others = False
-    adapters = None
+    policies = None
 
     def has_work(self) -> bool:
         return self.left > 0
@@ -243,16 +242,18 @@ def test_time_behind_a_step_in_flight_is_not_learned_as_the_batch_s_own() -> Non
     assert engine.settles_others
 
 
-class Forward(EngineDefaults):
+class Forward(TurnTaker):
     """A model with one forward to run, which somebody waits for."""
 
     turn_class = TurnClass.FORWARD
-    waiting_since_s = 0.0
 
     def __init__(self, clock: FakeClock, num_steps: int) -> None:
-        super().__init__()
         self.clock = clock
         self.left = num_steps
+
+    @property
+    def waiting_since_s(self) -> float:
+        return 0.0
 
     def has_work(self) -> bool:
         return self.left > 0
