@@ -48,7 +48,6 @@ class GenerationFamilies:
         self.registry = registry
         self._define_queue()
         self._define_tokens()
-        self._define_times()
         self._define_requests()
 
     def _define_queue(self) -> None:
@@ -77,7 +76,7 @@ class GenerationFamilies:
             "position",
         )
 
-    def _define_times(self) -> None:
+    def _define_requests(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "", TOKEN_S)
         self.per_token = self._histogram("request_time_per_output_token_seconds", "", TOKEN_S)
@@ -86,8 +85,6 @@ class GenerationFamilies:
         self.prefill_time = self._histogram("request_prefill_time_seconds", "", LATENCY_S)
         self.decode_time = self._histogram("request_decode_time_seconds", "", LATENCY_S)
         self.inference_time = self._histogram("request_inference_time_seconds", "", LATENCY_S)
-
-    def _define_requests(self) -> None:
         self.success = self._counter(
             "request_success", "Samples finished, by reason.", "finished_reason"
         )

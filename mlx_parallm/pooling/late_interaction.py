@@ -28,6 +28,8 @@ def with_late_interaction(
     query, query_text = _marked(spec.query_prefix, tokenizer)
     document, document_text = _marked(spec.document_prefix, tokenizer)
     settings = spec.settings
+    # Words that are no tokens never occur in a text.
+    skipped = (tokenizer.token_id(word) for word in spec.skipped)
     if settings.expands_to and reads_on and not settings.attends_to_expansion:
         raise ModelLoadError(
             "A causal model cannot be served if its queries have tokens that others do not attend "
@@ -38,7 +40,7 @@ def with_late_interaction(
         query_prefix=query,
         document_prefix=document,
         expansion_id=_expansion_id(spec, tokenizer) if settings.expands_to else None,
-        skipped_ids=frozenset(_known(spec.skipped, tokenizer)),
+        skipped_ids=frozenset(token_id for token_id in skipped if token_id is not None),
     )
     prefixes = {"query": query_text, "document": document_text}
     changed = {name: text + info.prompts.get(name, "") for name, text in prefixes.items() if text}
@@ -62,9 +64,3 @@ def _expansion_id(spec: LateSpec, tokenizer: EncoderTokenizer) -> int:
     if token_id is None:
         raise ModelLoadError(f"Queries are padded with {token}, which is not a token of the model.")
     return token_id
-
-
-def _known(words: tuple[str, ...], tokenizer: EncoderTokenizer) -> list[int]:
-    """Return the ids of the words that are tokens; the others never occur in a text."""
-    ids = [tokenizer.token_id(word) for word in words]
-    return [token_id for token_id in ids if token_id is not None]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_models, loading, sort_by_kind
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, Kind, TellProgress
+from mlx_parallm.engine.interface import BuildContext, Kind
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.build import GenerationKind, kv_shares
 from mlx_parallm.generation.engine import GenerationEngine
@@ -24,20 +25,12 @@ from mlx_parallm.worker.worker import Worker
 KINDS: tuple[Kind, ...] = (PoolingKind(), GenerationKind())
 
 
+#: ``build_engines`` loads every model of a configuration on the calling thread.
+build_engines = partial(build_models, KINDS)
+
+
 def ignore_progress(_text: str, _share: float) -> None:
     """Report nothing."""
-
-
-def build_engines(
-    config: EngineConfig,
-    families: MetricFamilies,
-    worker: Worker,
-    on_progress: TellProgress,
-    *,
-    tracer: StepTracer | None = None,
-) -> list[BuiltModel]:
-    """Load every model of a configuration on the calling thread; see ``build_models``."""
-    return build_models(KINDS, config, families, worker, on_progress, tracer=tracer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ _ANCHOR_TOKENS = 32
 
 
 class ParallmTokenizer:
-    """Implements ``engine.interface.Tokenizer`` over a tokenizer loaded by mlx_lm.
+    """Implements ``generation.model.Tokenizer`` over a tokenizer loaded by mlx_lm.
 
     Texts are encoded by the tokenizers library directly, without a lock. If a tokenizer's class
     does more than that, its Python code is called under a lock, because it is not thread-safe.
@@ -131,7 +131,7 @@ class ParallmTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
     ) -> list[int]:
-        """Tokenise a text; see ``engine.interface.Tokenizer``."""
+        """Tokenise a text; see ``generation.model.Tokenizer``."""
         limit = limit or self._limit
         if self._released is not None:
             (ids,) = self._released.ids([text], limit, add_special_tokens=add_special_tokens)

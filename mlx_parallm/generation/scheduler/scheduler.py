@@ -223,7 +223,10 @@ class Scheduler:
         )
         step_id = next(self._steps)
         ended, self._ended = tuple(self._ended), []
-        self._in_flight[step_id] = {sequence.seq_id: sequence.in_flight for sequence, _ in rows}
+        self._in_flight[step_id] = {
+            sequence.seq_id: RowInFlight(sequence.group, sequence.blocks, sequence.content)
+            for sequence, _ in rows
+        }
         return ScheduledBatch(
             step_id=step_id,
             sequences=tuple(

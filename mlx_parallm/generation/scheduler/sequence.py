@@ -217,11 +217,6 @@ class Sequence:
         return self.table
 
     @property
-    def in_flight(self) -> RowInFlight:
-        """Return the state that a step scheduled now begins with."""
-        return RowInFlight(self.group, self.blocks, self.content)
-
-    @property
     def has_begun(self) -> bool:
         """Return True if there is output, or a step in flight makes some or the end."""
         return bool(self.output_ids or self.num_pending or self.is_caught_up)
