@@ -94,5 +94,5 @@ def test_without_a_size_no_more_is_taken_than_sequences_can_use(folders: dict[in
 
 
 def test_a_size_that_is_not_free_is_refused(folders: dict[int, str]) -> None:
-    with pytest.raises(ConfigError, match=r"is 1024 GiB; \S+ GiB are free"):
+    with pytest.raises(ConfigError, match=r"is 1024 GiB; only \S+ GiB are free"):
         built([folders[600]], 1 << 40)
