@@ -66,6 +66,7 @@ CLEAN_ROOMS = (
     "tests/trainers",
     "tests/unit/*.py",
     "tests/unit/adapters",
+    "tests/unit/api",
     "tests/unit/art",
     "tests/unit/batch_jobs",
     "tests/unit/bench",

@@ -30,14 +30,14 @@ from tests.message_events import fold_blocks
 def build(
     parts: Iterable[TurnPart], *, shows_thinking: bool = True
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The blocks of parts, and the events."""
+    """Return the blocks of parts, and the events."""
     blocks = ContentBlocks(shows_thinking=shows_thinking)
     events = [event for part in parts for event in blocks.add(part)] + blocks.end()
     return blocks.blocks, events
 
 
 def call(index: int, *arguments: str, id_: str | None = "call_1") -> list[TurnPart]:
-    pieces = [ToolCallArguments(index, one) for one in arguments]
+    pieces = [ToolCallArguments(index, argument) for argument in arguments]
     return [ToolCallBegin(index, "f", id_), *pieces, ToolCallEnd(index)]
 
 
@@ -83,8 +83,10 @@ def test_white_space_alone_makes_no_block_beside_others(
     parts: list[TurnPart], texts: list[str]
 ) -> None:
     blocks, events = build(parts)
-    found = [one.get("text", one.get("thinking")) for one in blocks if one["type"] != "tool_use"]
-    assert found == texts
+    contents = [
+        block.get("text", block.get("thinking")) for block in blocks if block["type"] != "tool_use"
+    ]
+    assert contents == texts
     assert len(fold_blocks(events)) == len(blocks)
 
 
@@ -183,9 +185,9 @@ def test_a_stream_adds_up_to_the_whole_answer(parts: list[list[TurnPart]], shows
     flat = [part for some in parts for part in some]
     blocks, events = build(flat, shows_thinking=shows)
     folded = fold_blocks(events)
-    for one in folded:
-        if one["type"] == "tool_use":
-            one["input"] = tool_input(one["input"])
+    for block in folded:
+        if block["type"] == "tool_use":
+            block["input"] = tool_input(block["input"])
     assert folded == blocks
 
 
@@ -195,7 +197,7 @@ def test_no_text_but_white_space_is_lost(parts: list[list[TurnPart]]) -> None:
     blocks, _ = build(flat)
     for kind, of in (("text", ContentText), ("thinking", ReasoningText)):
         given_ = "".join(part.text for part in flat if isinstance(part, of))
-        found = "".join(one[kind] for one in blocks if one["type"] == kind)
-        assert "".join(found.split()) == "".join(given_.split())
+        joined = "".join(block[kind] for block in blocks if block["type"] == kind)
+        assert "".join(joined.split()) == "".join(given_.split())
         neighbours = itertools.pairwise(blocks)
-        assert not any(one["type"] == other["type"] == kind for one, other in neighbours)
+        assert not any(block["type"] == other["type"] == kind for block, other in neighbours)

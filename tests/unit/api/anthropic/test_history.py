@@ -28,7 +28,7 @@ def turns(*messages: tuple[str, Any], system: Any = "") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ("hi", "hi"),
         ([text("hi")], "hi"),
@@ -36,12 +36,12 @@ def turns(*messages: tuple[str, Any], system: Any = "") -> list[dict[str, Any]]:
         ([text("a", citations=[]), text("")], "a"),
     ],
 )
-def test_a_users_text(content: Any, told: str) -> None:
-    assert turns(("user", content)) == [{"role": "user", "content": told}]
+def test_a_users_text(content: Any, expected: str) -> None:
+    assert turns(("user", content)) == [{"role": "user", "content": expected}]
 
 
 @pytest.mark.parametrize(
-    ("system", "told"),
+    ("system", "expected"),
     [
         ("be brief", "be brief"),
         ([text("a"), text("b", cache_control={"type": "ephemeral", "ttl": "1h"})], "a\n\nb"),
@@ -50,9 +50,9 @@ def test_a_users_text(content: Any, told: str) -> None:
         ([text("Say x-anthropic-billing-header: no")], "Say x-anthropic-billing-header: no"),
     ],
 )
-def test_the_system_prompt_comes_first(system: Any, told: str) -> None:
+def test_the_system_prompt_comes_first(system: Any, expected: str) -> None:
     assert turns(("user", "hi"), system=system) == [
-        {"role": "system", "content": told},
+        {"role": "system", "content": expected},
         {"role": "user", "content": "hi"},
     ]
 
@@ -63,29 +63,29 @@ def test_an_empty_system_prompt_is_none(system: Any) -> None:
 
 
 def test_messages_of_the_system_join_its_prompt_or_stand_where_they_are() -> None:
-    told = turns(("system", "b"), ("user", "hi"), ("system", [text("c")]), system="a")
-    assert [turn["role"] for turn in told] == ["system", "user", "system"]
-    assert [turn["content"] for turn in told] == ["a\n\nb", "hi", "c"]
+    history = turns(("system", "b"), ("user", "hi"), ("system", [text("c")]), system="a")
+    assert [turn["role"] for turn in history] == ["system", "user", "system"]
+    assert [turn["content"] for turn in history] == ["a\n\nb", "hi", "c"]
 
 
 def test_a_call_and_its_result() -> None:
-    told = turns(
+    history = turns(
         ("user", "go"),
         ("assistant", [text("I call."), CALL]),
         ("user", [RESULT, text("and now?")]),
     )
-    assert told == [
+    assert history == [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "I call.", "tool_calls": [CALLED]},
         {"role": "tool", "tool_call_id": "toolu_1", "content": "ok", "name": "f"},
         {"role": "user", "content": "and now?"},
     ]
     # The shape is the one that the pipeline takes.
-    assert template_messages(told) == told
+    assert template_messages(history) == history
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "expected"),
     [
         ({"content": "x"}, "x"),
         ({"content": [text("x"), text("y")]}, "x\n\ny"),
@@ -96,17 +96,17 @@ def test_a_call_and_its_result() -> None:
         ({"content": "x", "is_error": None}, "x"),
     ],
 )
-def test_what_a_result_says(more: dict[str, Any], told: str) -> None:
+def test_what_a_result_says(more: dict[str, Any], expected: str) -> None:
     (turn,) = turns(("user", [{"type": "tool_result", "tool_use_id": "t"} | more]))
-    assert turn == {"role": "tool", "tool_call_id": "t", "content": told}
+    assert turn == {"role": "tool", "tool_call_id": "t", "content": expected}
 
 
 def test_results_stay_apart_and_in_order() -> None:
     other = {"type": "tool_use", "id": "toolu_2", "name": "g", "input": {}}
     results = [RESULT | {"tool_use_id": "toolu_2"}, RESULT]
-    told = turns(("user", "go"), ("assistant", [CALL, other]), ("user", results))
-    assert [call["id"] for call in told[1]["tool_calls"]] == ["toolu_1", "toolu_2"]
-    assert [(turn["tool_call_id"], turn["name"]) for turn in told[2:]] == [
+    history = turns(("user", "go"), ("assistant", [CALL, other]), ("user", results))
+    assert [call["id"] for call in history[1]["tool_calls"]] == ["toolu_1", "toolu_2"]
+    assert [(turn["tool_call_id"], turn["name"]) for turn in history[2:]] == [
         ("toolu_2", "g"),
         ("toolu_1", "f"),
     ]
@@ -131,8 +131,8 @@ def test_thinking_is_handed_on_and_redacted_thinking_is_left_out() -> None:
 
 
 def test_neighbours_of_one_role_are_one_turn() -> None:
-    told = turns(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"))
-    assert [turn["content"] for turn in told] == ["a\n\nb", "cd"]
+    history = turns(("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"))
+    assert [turn["content"] for turn in history] == ["a\n\nb", "cd"]
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ BLOCKS = st.fixed_dictionaries(
 )
 def test_whatever_comes_is_read_or_refused(messages: list[tuple[str, Any]]) -> None:
     try:
-        told = turns(*messages)
-        is_continued(told)
+        history = turns(*messages)
+        is_continued(history)
     except InvalidRequestError:
         return
-    assert len(template_messages(told)) == len(told)
-    for one, other in itertools.pairwise(told):
-        assert one["role"] != other["role"] or one["role"] == "tool"
+    assert len(template_messages(history)) == len(history)
+    for turn, other in itertools.pairwise(history):
+        assert turn["role"] != other["role"] or turn["role"] == "tool"

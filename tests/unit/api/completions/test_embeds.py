@@ -57,9 +57,9 @@ def test_bfloat16_is_read_as_the_float32_equal_to_it() -> None:
     bits = (ROWS.view(np.uint32) >> 16).astype(np.uint16)
     entry = {"dtype": "BF16", "shape": list(bits.shape), "data_offsets": [0, bits.nbytes]}
     header = json.dumps({"rows": entry}).encode()
-    found = numbers(read(len(header).to_bytes(8, "little") + header + bits.tobytes()))
-    assert found.dtype == np.float32
-    assert np.array_equal(found.view(np.uint32), (ROWS.view(np.uint32) >> 16) << 16)
+    values = numbers(read(len(header).to_bytes(8, "little") + header + bits.tobytes()))
+    assert values.dtype == np.float32
+    assert np.array_equal(values.view(np.uint32), (ROWS.view(np.uint32) >> 16) << 16)
 
 
 def test_big_endian_and_column_order_are_read_by_value() -> None:

@@ -70,8 +70,8 @@ def raw(**fields: str) -> dict[str, Any]:
 
 
 def in_headers(**fields: str) -> dict[str, Any]:
-    told = {"name": "p", "config": json.dumps(CONFIG), **fields}
-    headers = {f"x-adapter-{name.replace('_', '-')}": value for name, value in told.items()}
+    upload = {"name": "p", "config": json.dumps(CONFIG), **fields}
+    headers = {f"x-adapter-{name.replace('_', '-')}": value for name, value in upload.items()}
     return {"content": DATA, "headers": {"content-type": "application/x-safetensors", **headers}}
 
 
@@ -196,9 +196,9 @@ async def test_adapters_are_listed_and_dropped() -> None:
     for name in ("a", "team/b@7"):
         await call(engine, "POST", "/v1/update_adapter_weights", **raw(name=name))
     listed = (await call(engine, "GET", "/v1/adapters")).json()
-    assert [one["name"] for one in listed["data"]] == ["a", "team/b@7"]
-    one = (await call(engine, "GET", "/v1/adapters/team/b@7")).json()
-    assert one == listed["data"][1]
+    assert [adapter["name"] for adapter in listed["data"]] == ["a", "team/b@7"]
+    adapter = (await call(engine, "GET", "/v1/adapters/team/b@7")).json()
+    assert adapter == listed["data"][1]
     models = (await call(engine, "GET", "/v1/models")).json()["data"]
     assert [(m["id"], m["parent"]) for m in models[2:]] == [
         ("a", "org/fake"),
@@ -246,7 +246,7 @@ async def test_at_the_root_a_name_gets_what_lies_at_the_new_path(path: str) -> N
         "load_adapter_folder",
         "reset_prefix_cache",
     ]
-    assert all(one["replaces"] for _, one in engine.control.calls[:2])
+    assert all(options["replaces"] for _, options in engine.control.calls[:2])
     answer = (await call(engine, "POST", "/unload_lora_adapter", json={"lora_name": "p"})).json()
     assert answer["loaded_adapters"] == {}
     response = await call(engine, "POST", "/unload_lora_adapter", json={"lora_name": "p"})
@@ -262,11 +262,11 @@ def b64(data: bytes) -> str:
 async def test_sglang_sends_the_tensors_of_an_adapter() -> None:
     engine = ScriptedEngine()
     path = "/load_lora_adapter_from_tensors"
-    halves = [encode_safetensors({name: one}) for name, one in tensors().items()]
+    halves = [encode_safetensors({name: tensor}) for name, tensor in tensors().items()]
     body: dict[str, Any] = {
         "lora_name": "p",
         "config_dict": CONFIG,
-        "serialized_named_tensors": [b64(one) for one in halves],
+        "serialized_named_tensors": [b64(half) for half in halves],
         "load_format": "safetensors",
         "pinned": True,
         "added_tokens_config": None,
@@ -318,8 +318,10 @@ async def test_vllm_pauses(path: str, answer: str, calls: list[Any]) -> None:
     engine = ScriptedEngine()
     response = await call(engine, "POST", path)
     assert response.json()["status"] == answer
-    told = [(name, one["mode"], one["clear_cache"]) for name, one in engine.control.calls]
-    assert told == calls
+    pauses = [
+        (name, options["mode"], options["clear_cache"]) for name, options in engine.control.calls
+    ]
+    assert pauses == calls
     assert (await call(engine, "GET", "/is_paused")).json() == {"is_paused": True}
     for _ in range(2):
         assert (await call(engine, "POST", "/resume")).json() == {"status": "resumed"}
@@ -356,7 +358,7 @@ async def test_caches_are_reset() -> None:
     ]
     for more in bodies:
         await call(engine, "POST", "/reset_prefix_cache", **more)
-    resets = [one["reset_running"] for _, one in engine.control.calls]
+    resets = [options["reset_running"] for _, options in engine.control.calls]
     assert resets == [False, True, True]
     for path in ("/reset_mm_cache", "/reset_encoder_cache"):
         assert (await call(engine, "POST", path)).status_code == 200

@@ -55,7 +55,7 @@ def update(step: int, expected: int, **changes: Any) -> dict[str, Any]:
 
 
 def loads(engine: FakeEngine) -> list[dict[str, Any]]:
-    return [one for name, one in engine.control.calls if name == "load_adapter_folder"]
+    return [options for name, options in engine.control.calls if name == "load_adapter_folder"]
 
 
 async def test_art_reads_its_capabilities(app: FastAPI) -> None:
@@ -87,13 +87,13 @@ async def test_a_slot_goes_from_one_generation_to_the_next(
         # A client that lost the answer asks again.
         again = (await send(app, PATH, update(step, expected))).json()
         assert again == {**answer, "update_seq": sequence}
-    told = [(one["path"], one["version"], one["expected_version"]) for one in loads(engine)]
-    assert told == [
+    versions = [(load["path"], load["version"], load["expected_version"]) for load in loads(engine)]
+    assert versions == [
         ("/x/0", "policy@0", None),
         ("/x/1", "policy@1", "policy@0"),
         ("/x/5", "policy@5", "policy@1"),
     ]
-    assert [one["replaces"] for one in loads(engine)] == [False, True, True]
+    assert [load["replaces"] for load in loads(engine)] == [False, True, True]
 
 
 async def test_a_repetition_is_of_what_serves(app: FastAPI, engine: FakeEngine) -> None:
@@ -113,7 +113,7 @@ async def test_updates_of_one_time_come_one_after_the_other(
     await send(app, PATH, update(0, 0))
     bodies = [update(step, 0) for step in (1, 1, 2, 3)]
     answers = await asyncio.gather(*(send(app, PATH, body) for body in bodies))
-    assert sorted(one.status_code for one in answers) == [200, 200, 412, 412]
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 412, 412]
     assert len(loads(engine)) == 2
 
 
@@ -174,7 +174,7 @@ async def test_an_update_that_failed_may_be_tried_again(app: FastAPI, engine: Fa
     look = engine.control.look
     response = await send(app, PATH, update(1, 0))
     assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_path")
-    assert [one.version for one in await look()] == ["policy@0"]
+    assert [adapter.version for adapter in await look()] == ["policy@0"]
     engine.control.refusal = None
     assert (await send(app, PATH, update(1, 0))).is_success
 
@@ -230,13 +230,13 @@ def test_spans_partition_prompt_and_tokens(
         policies=policies, slot="p:active", label="p@2", num_prompt_tokens=num_prompt_tokens
     ).of(versions)
     made, prompt = spans["policy_token_spans"], spans["prompt_policy_token_spans"]
-    found = [one["policy_version"] for one in made for _ in range(*ends(one))]
-    assert found == wanted
-    assert [number for one in made for number in range(*ends(one))] == list(range(len(wanted)))
-    assert [number for one in prompt for number in range(*ends(one))] == list(
+    steps = [span["policy_version"] for span in made for _ in range(*ends(span))]
+    assert steps == wanted
+    assert [number for span in made for number in range(*ends(span))] == list(range(len(wanted)))
+    assert [number for span in prompt for number in range(*ends(span))] == list(
         range(1, num_prompt_tokens)
     )
-    assert all(one["policy_version"] == (wanted[0] if wanted else 2) for one in prompt)
+    assert all(span["policy_version"] == (wanted[0] if wanted else 2) for span in prompt)
 
 
 def ends(span: dict[str, Any]) -> tuple[int, int]:

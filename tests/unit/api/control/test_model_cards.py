@@ -1,4 +1,4 @@
-"""What /v1/models says of a model's use, by which clients choose one."""
+"""The tasks and state of models in /v1/models, by which clients choose one."""
 
 from __future__ import annotations
 

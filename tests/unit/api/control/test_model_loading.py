@@ -53,7 +53,7 @@ class LoadingEncoders(NoEncoders):
         self.is_loaded.set()
 
     async def encode(self, request: PoolRequest) -> PoolingResults:
-        results = [np.array([len(one.token_ids), 1.0], np.float32) for one in request.inputs]
+        results = [np.array([len(read.token_ids), 1.0], np.float32) for read in request.inputs]
         return PoolingResults(results, [False] * len(results))
 
 

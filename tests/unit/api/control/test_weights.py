@@ -165,8 +165,8 @@ async def test_weights_are_compared(path: str) -> None:
     engine = ScriptedEngine()
     response = await call(engine, "POST", path, json={"action": "compare"})
     assert response.status_code == 400
-    found = (await call(engine, "POST", path, json={"action": "checksum"})).json()["checksums"]
-    assert found == {"a": "", "b": "same"}
+    checksums = (await call(engine, "POST", path, json={"action": "checksum"})).json()["checksums"]
+    assert checksums == {"a": "", "b": "same"}
     body = {"action": "compare", "baseline": {"a": "x", "b": "same", "c": "gone"}}
     answer = (await call(engine, "POST", path, json=body)).json()
     assert (answer["match"], answer["mismatches"]) == (False, ["a", "c"])
@@ -206,7 +206,7 @@ async def test_vllm_sleeps_and_wakes() -> None:
 async def test_sglang_releases_memory(body: dict[str, Any], level: int | None) -> None:
     engine = ScriptedEngine()
     assert (await call(engine, "POST", "/release_memory_occupation", **body)).json()["success"]
-    slept = [one for name, one in engine.control.calls if name == "sleep"]
+    slept = [options for name, options in engine.control.calls if name == "sleep"]
     assert slept == ([] if level is None else [{"level": level, "mode": PauseMode.KEEP}])
     assert (await call(engine, "POST", "/resume_memory_occupation", json={})).json()["success"]
     assert engine.control.sleep_level == 0
@@ -230,25 +230,25 @@ async def test_sglang_releases_memory(body: dict[str, Any], level: int | None) -
 async def test_slime_tells_the_router_of_this_server(body: Any, param: str | None) -> None:
     engine = ScriptedEngine()
     response = await call(engine, "POST", "/workers", json=body)
-    told = response.json()
+    content = response.json()
     if param is None:
         known = (await call(engine, "GET", "/workers")).json()["workers"][0]
-        assert told == {"status": "accepted", "worker_id": known["id"], "url": known["url"]}
+        assert content == {"status": "accepted", "worker_id": known["id"], "url": known["url"]}
     else:
-        assert (response.status_code, told["error"]["param"]) == (400, param)
+        assert (response.status_code, content["error"]["param"]) == (400, param)
 
 
 async def test_loads_and_workers() -> None:
     engine = ScriptedEngine()
-    told = (await call(engine, "GET", "/v1/loads?include=core")).json()
-    (load,) = told["loads"]
+    content = (await call(engine, "GET", "/v1/loads?include=core")).json()
+    (load,) = content["loads"]
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["dp_rank"]) == (2, 1, 0)
-    assert told["aggregate"]["total_reqs"] == 3
+    assert content["aggregate"]["total_reqs"] == 3
     assert (await call(engine, "GET", "/get_world_size?include_dp=true")).json() == {
         "world_size": 1
     }
-    told = (await call(engine, "GET", "/workers")).json()
-    assert [one["url"] for one in told["workers"]] == ["http://here:8000"]
+    content = (await call(engine, "GET", "/workers")).json()
+    assert [worker["url"] for worker in content["workers"]] == ["http://here:8000"]
 
 
 async def test_trl_finds_what_it_needs() -> None:

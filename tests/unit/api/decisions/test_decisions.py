@@ -26,7 +26,7 @@ DEFAULT_LOGPROB = -9.0
 
 
 def likes(wanted: dict[str, float]) -> Any:
-    """A script that gives the last byte of these beginnings of labels a log-probability."""
+    """Return a script that gives the last byte of these beginnings of labels a log-probability."""
 
     async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         yield prompt_event(request)
@@ -94,10 +94,14 @@ def test_the_sdk_gets_typed_answers(engine: FakeEngine, client: openai.OpenAI) -
     assert which.type == "choice"
     assert which.choice is True
     assert which.confidence == pytest.approx(0.6 / (0.6 + math.exp(-9)))
-    assert [one.value for one in which.probabilities] == ["true", True]
+    assert [label.value for label in which.probabilities] == ["true", True]
     assert how.type == "score"
     assert how.score == pytest.approx((2 + math.exp(-9)) / (1 + 2 * math.exp(-9)))
-    assert [(one.value, one.label) for one in how.probabilities] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [(label.value, label.label) for label in how.probabilities] == [
+        (0, "a"),
+        (1, "b"),
+        (2, "c"),
+    ]
     assert decision.usage.input_tokens_details.cached_tokens == 3 * 3
     assert decision.usage.output_tokens == 0
     prompts = [bytes(engine.submitted.get().prompt_ids).decode() for _ in range(3)]

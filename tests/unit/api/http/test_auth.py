@@ -71,9 +71,9 @@ def test_a_ring_accepts_each_of_its_keys_and_nothing_else() -> None:
 
 
 def test_clients_are_told_apart_without_their_keys() -> None:
-    one, two = (client_of(headers_of(key), KEYS) for key in ("a", "b"))
-    assert one != two
-    assert "a" not in (one, two)
+    first, two = (client_of(headers_of(key), KEYS) for key in ("a", "b"))
+    assert first != two
+    assert "a" not in (first, two)
     assert client_of(headers_of("a"), ServerConfig()) == ""
 
 

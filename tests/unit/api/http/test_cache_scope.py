@@ -1,4 +1,4 @@
-"""What one key's requests computed is found by that key's requests alone."""
+"""Only requests with the same key reuse cached results."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ async def submitted(
     engine = FakeEngine()
     engine.script = chosen
     response = await post(engine, config, path, body, key)
-    found = []
+    scopes = []
     while not engine.submitted.empty():
-        found.append(engine.submitted.get())
-    assert found, response.text
-    return found
+        scopes.append(engine.submitted.get())
+    assert scopes, response.text
+    return scopes
 
 
 async def chosen(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
-    """A token, and log-probabilities for what the request wants to know of others."""
+    """Yield a token, and the log-probabilities that the request asks for."""
     yield prompt_event(request)
     top = tuple((token, -1.0) for token in request.params.logprob_token_ids)
     yield TokenEvent(
@@ -135,7 +135,7 @@ async def test_an_encoder_route_computes_in_the_scope_of_its_key(path: str) -> N
         engine.pooling = encoders = FakeEncoders(READER, SCORER)
         response = await post(engine, TWO_KEYS, path, READING[path], key)
         assert encoders.thread.requests, response.text
-        assert {one.scope for one in encoders.thread.requests} == {scope_of_key(key)}
+        assert {request.scope for request in encoders.thread.requests} == {scope_of_key(key)}
 
 
 async def test_a_rollout_is_rewarded_in_the_scope_of_its_key() -> None:
@@ -145,7 +145,7 @@ async def test_a_rollout_is_rewarded_in_the_scope_of_its_key() -> None:
     body = GENERATING[path] | {"max_tokens": 6, "reward_model": {"model": "scorer"}}
     response = await post(engine, TWO_KEYS, path, body, "two")
     assert response.json()["groups"][0]["samples"][0]["reward"] is not None, response.text
-    assert [one.scope for one in encoders.thread.requests] == [scope_of_key("two")]
+    assert [request.scope for request in encoders.thread.requests] == [scope_of_key("two")]
 
 
 @pytest.mark.parametrize("config", [TWO_KEYS, SHARED], ids=["key", "server"])
@@ -161,7 +161,7 @@ async def test_a_line_of_a_batch_has_the_scope_of_its_owner(config: ServerConfig
     engine.pooling = encoders = FakeEncoders(READER, SCORER)
     answer = await send(owner, "/v1/embeddings", READING["/v1/embeddings"], "id")
     assert answer.status_code == 200
-    assert [one.scope for one in encoders.thread.requests] == [own.scope]
+    assert [request.scope for request in encoders.thread.requests] == [own.scope]
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,13 @@ async def test_keys_are_separated_where_there_are_several(
     assert (request.scope != EVERYBODY) is separates
 
 
-@given(one=st.tuples(SCOPES, PARTS, PARTS, PARTS), other=st.tuples(SCOPES, PARTS, PARTS, PARTS))
+@given(first=st.tuples(SCOPES, PARTS, PARTS, PARTS), other=st.tuples(SCOPES, PARTS, PARTS, PARTS))
 def test_contents_are_equal_exactly_when_all_their_parts_are(
-    one: tuple[Any, ...], other: tuple[Any, ...]
+    first: tuple[Any, ...], other: tuple[Any, ...]
 ) -> None:
-    assert (one[0].content_key(*one[1:]) == other[0].content_key(*other[1:])) is (one == other)
+    assert (first[0].content_key(*first[1:]) == other[0].content_key(*other[1:])) is (
+        first == other
+    )
 
 
 def test_no_salt_imitates_another_scope_adapter_or_key() -> None:
@@ -197,9 +199,9 @@ def test_no_salt_imitates_another_scope_adapter_or_key() -> None:
     adapted = PolicyWeights(BaseWeights(), WeightsVersion("adapter", "1"))
     plain = PolicyWeights(BaseWeights())
     groups = [
-        RequestGroup(one, frozenset(), 0, weights)
+        RequestGroup(piece, frozenset(), 0, weights)
         for weights in (plain, adapted)
-        for one in (
+        for piece in (
             request,
             replace(request, cache_salt="s"),
             replace(request, extra_key="s"),
@@ -223,7 +225,7 @@ def test_an_encoder_keeps_and_joins_results_by_scope() -> None:
     def ask(name: str, scope: CacheScope) -> None:
         inputs = (PoolingInput((1, 2)),)
         request = PoolRequest(request_id=name, model="m", inputs=inputs, scope=scope)
-        engine.add(request, lambda found: answers.__setitem__(name, found))
+        engine.add(request, lambda results: answers.__setitem__(name, results))
 
     def run() -> None:
         while engine.has_work():
@@ -237,7 +239,7 @@ def test_an_encoder_keeps_and_joins_results_by_scope() -> None:
     for name, scope in (("a again", CacheScope("a")), ("all", EVERYBODY), ("c", CacheScope("c"))):
         ask(name, scope)
         run()
-    hits = {name: found.cache_hits for name, found in answers.items()}
+    hits = {name: results.cache_hits for name, results in answers.items()}
     assert hits == {
         "a": (False,), "b": (False,), "a again": (True,), "all": (False,), "c": (False,),
     }  # fmt: skip
@@ -247,8 +249,8 @@ def test_the_scope_goes_to_another_process() -> None:
     scope = CacheScope("a")
     request = GenerateRequest(request_id="r", model="m", prompt_ids=(1,), scope=scope)
     read = PoolRequest(request_id="r", model="m", inputs=(PoolingInput((1,)),), scope=scope)
-    for one in (request, read):
-        assert pickle.loads(pickle.dumps(one)).scope == scope
+    for piece in (request, read):
+        assert pickle.loads(pickle.dumps(piece)).scope == scope
 
 
 async def test_an_extra_key_and_a_salt_of_sglang_stay_apart() -> None:

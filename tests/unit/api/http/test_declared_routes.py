@@ -1,4 +1,4 @@
-"""What a route declares is what happens around it; no other place says anything of its path."""
+"""The middleware acts on the facts that routes declare; no other table lists their paths."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ async def test_errors_are_in_the_dialect_of_the_route(app: Any) -> None:
     for route, method, path in operations(app):
         if route.facts.access is Access.OPEN:
             continue
-        told = (await answer(app, method, path)).json()
+        content = (await answer(app, method, path)).json()
         shape = route.facts.dialect.error_body(failure, "id")
-        assert set(told) == set(shape), path
+        assert set(content) == set(shape), path
         second = route.facts.dialect.id_header
         assert second is None or second in (await answer(app, method, path)).headers
 
@@ -128,7 +128,7 @@ async def test_bodies_are_limited_as_the_route_says(
 
 
 async def test_bodies_are_counted_as_the_route_says(app: Any, config: ServerConfig) -> None:
-    """A second body of a client that holds most of its room: apart, refused, or not counted."""
+    """Send a second body of a client that has used most of its memory; see ``Kept``."""
     inner: Any = None
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,8 +168,8 @@ async def test_a_batch_may_hold_what_says_so(app: Any) -> None:
         for path in sorted({route.path for route in declared_routes(app)}):
             body = {"input_file_id": "file-none", "endpoint": path, "completion_window": "24h"}
             answer = await client.post("/v1/batches", json=body, headers={"x-api-key": "key"})
-            told = answer.json()
-            is_refused = told["error"]["param"] == "endpoint"
+            content = answer.json()
+            is_refused = content["error"]["param"] == "endpoint"
             assert is_refused == (path not in batchable), path
     assert "/v1/chat/completions" in batchable
     assert len(batchable) == 10
@@ -186,12 +186,12 @@ def test_the_document_says_who_may_use_a_route(app: Any) -> None:
 
 
 async def test_what_lies_below_a_route_speaks_its_dialect(app: Any) -> None:
-    told = (await answer(app, "POST", "/v1/messages/batches", "key")).json()
-    assert told["type"] == "error"
+    error = (await answer(app, "POST", "/v1/messages/batches", "key")).json()
+    assert error["type"] == "error"
 
 
 def texts(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The texts of a module that are neither documentation nor the path of a declaration."""
+    """Yield the texts of a module that are neither documentation nor the path of a declaration."""
     left_out: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr):
@@ -211,10 +211,10 @@ def test_no_table_of_paths_comes_back(app: Any) -> None:
     paths = {path for route in declared_routes(app) for path in route.paths}
     paths = {end for path in paths for end in (path, path.removeprefix("/v1"))} - {"/"}
     folder = Path(mlx_parallm.api.__file__).parent
-    found = [
+    repeated = [
         f"{file.relative_to(folder)}:{text.lineno}: {text.value}"
         for file in sorted(folder.rglob("*.py"))
         for text in texts(ast.parse(file.read_text()))
         if text.value in paths
     ]
-    assert found == []
+    assert repeated == []

@@ -85,16 +85,16 @@ def test_a_prefix_of_a_proxy_does_not_hide_the_protocol() -> None:
 
 def test_the_field_is_told_in_anthropics_message() -> None:
     scope = scope_of("/v1/messages")
-    for said, told in (("a is bad", "a is bad"), ("it is bad", "tools: it is bad")):
-        error = errors.InvalidRequestError(said, param="a" if said == told else "tools")
-        assert body_of(error, scope)["error"]["message"] == told
+    for said, expected in (("a is bad", "a is bad"), ("it is bad", "tools: it is bad")):
+        error = errors.InvalidRequestError(said, param="a" if said == expected else "tools")
+        assert body_of(error, scope)["error"]["message"] == expected
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_batch_knows_a_shutdown_from_other_failures(path: str) -> None:
     for error in (errors.ShuttingDownError("bye"), errors.EngineDeadError("dead")):
-        told = response_of(error, scope_of(path))
-        response = httpx2.Response(told.status_code, content=bytes(told.body))
+        own = response_of(error, scope_of(path))
+        response = httpx2.Response(own.status_code, content=bytes(own.body))
         assert is_shutting_down(response) == isinstance(error, errors.ShuttingDownError)
 
 

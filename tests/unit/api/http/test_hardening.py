@@ -64,7 +64,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def post_with_room(url: str, content: str, headers: dict[str, str]) -> httpx2.Response:
-    """The answer once the bodies of the requests before are forgotten: shortly after their end."""
+    """Return the answer once the bodies of earlier requests no longer count."""
     while (answer := httpx2.post(url, content=content, headers=headers)).status_code == 429:
         pass
     return answer
@@ -141,7 +141,7 @@ def test_a_stream_that_nobody_reads_is_aborted(served: tuple[FakeEngine, str]) -
 
 
 def status_of(connection: socket.socket) -> int:
-    """The status of the next answer, all of which is read."""
+    """Read the next answer, and return its status."""
     with HTTPResponse(connection) as answer:
         answer.begin()
         answer.read()

@@ -1,4 +1,4 @@
-"""What is read as JSON, and what is refused."""
+"""JSON bodies that are read, and bodies that are refused."""
 
 import json
 
@@ -25,17 +25,17 @@ VALUES = st.recursive(
 @given(VALUES, st.booleans())
 def test_every_value_is_read_as_python_reads_it(value: object, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
-    found = parse_json(text.encode())
-    assert found == json.loads(text)
-    assert json.dumps(found, ensure_ascii=ascii_only) == text
+    parsed = parse_json(text.encode())
+    assert parsed == json.loads(text)
+    assert json.dumps(parsed, ensure_ascii=ascii_only) == text
 
 
 @pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
 def test_nesting_has_a_limit(opens: str, closes: str) -> None:
-    found = parse_json((opens * MAX_DEPTH + "1" + closes * MAX_DEPTH).encode())
+    value = parse_json((opens * MAX_DEPTH + "1" + closes * MAX_DEPTH).encode())
     for _ in range(MAX_DEPTH):
-        found = found[0] if isinstance(found, list) else found["a"]
-    assert found == 1
+        value = value[0] if isinstance(value, list) else value["a"]
+    assert value == 1
     for depth in (MAX_DEPTH + 1, 1_000_000):
         with pytest.raises(InvalidRequestError, match=TOO_DEEP):
             parse_json((opens * depth + "1" + closes * depth).encode())

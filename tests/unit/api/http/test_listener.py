@@ -18,7 +18,7 @@ def test_port_0_takes_a_free_port() -> None:
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_port_in_use_is_named(listens: bool) -> None:
-    """A free one that was taken is in use before anybody listens on it."""
+    """Check that a chosen port is in use before anybody listens on it."""
     with bind("127.0.0.1", 0) as first:
         if listens:
             first.listen()

@@ -1,4 +1,4 @@
-"""What happens around every route: the log, limits of bodies, methods."""
+"""Work around every route: the log, limits of bodies, methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEDIUM = 80_000
 
 
 def app_of(config: ServerConfig) -> FastAPI:
-    """The application with two routes more, which state no limit."""
+    """Return the application with two more routes, which declare no limit."""
     app = make_app(FakeEngine(), config)
 
     @app.post("/other")

@@ -55,7 +55,9 @@ def test_the_document_tells_which_key_opens_what(
     document = document_of(config)
     schemes = document["components"]["securitySchemes"]
     assert list(schemes) == names
-    assert all((one["type"], one["scheme"]) == ("http", "bearer") for one in schemes.values())
+    assert all(
+        (scheme["type"], scheme["scheme"]) == ("http", "bearer") for scheme in schemes.values()
+    )
     assert needed(document, "post", CHAT) == of_chat
     assert needed(document, "post", "/pause") == of_control
     assert needed(document, "get", "/health") == []

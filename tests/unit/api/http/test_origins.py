@@ -60,7 +60,7 @@ def routed(app: FastAPI) -> Iterator[tuple[str, str]]:
 async def test_no_operation_takes_anything_from_a_page_of_another_origin(tmp_path: Path) -> None:
     app = app_of(tmp_path)
     operations = {(method, path) for method, path, _ in documented(app)} | set(routed(app))
-    changing = sorted(one for one in operations if one[0] not in SAFE_METHODS)
+    changing = sorted(operation for operation in operations if operation[0] not in SAFE_METHODS)
     assert ("POST", "/v1/files") in changing
     assert len(changing) > 60
     async with client_of(app) as client:

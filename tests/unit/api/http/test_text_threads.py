@@ -75,9 +75,9 @@ def test_nobody_waits_for_the_long_texts_of_another_key(prompt: str) -> None:
         assert tokenizer.begun.acquire(timeout=WAIT_S)
         assert httpx2.get(f"{url}/health", timeout=WAIT_S).status_code == 200
         assert _complete(url, "other", prompt) == 200
-        assert not any(one.done() for one in held)
+        assert not any(answer.done() for answer in held)
         tokenizer.released.set()
-        assert [one.result(WAIT_S) for one in held] == [200] * 16
+        assert [answer.result(WAIT_S) for answer in held] == [200] * 16
 
 
 def test_a_key_waits_for_its_own_short_texts_never() -> None:
@@ -87,7 +87,7 @@ def test_a_key_waits_for_its_own_short_texts_never() -> None:
         assert tokenizer.begun.acquire(timeout=WAIT_S)
         assert _complete(url, "one", "short") == 200
         tokenizer.released.set()
-        assert [one.result(WAIT_S) for one in held] == [200] * 8
+        assert [answer.result(WAIT_S) for answer in held] == [200] * 8
 
 
 def test_long_texts_are_encoded_on_threads_of_their_own() -> None:
@@ -131,7 +131,7 @@ def test_clients_that_wait_begin_by_turns() -> None:
         ]
         await asyncio.sleep(0)
         waiting = [
-            asyncio.ensure_future(threads.run(client, lambda one=client: order.append(one)))
+            asyncio.ensure_future(threads.run(client, lambda name=client: order.append(name)))
             for client in ("a", "a", "a", "b", "c")
         ]
         await asyncio.sleep(0)
@@ -159,8 +159,8 @@ def test_what_failed_or_was_given_up_leaves_its_thread() -> None:
             asyncio.ensure_future(threads.run("one", lambda: free.wait(WAIT_S))) for _ in range(3)
         ]
         await asyncio.sleep(0)
-        for one in given_up:
-            one.cancel()
+        for task in given_up:
+            task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
         free.set()
         assert await threads.run("one", lambda: 7) == 7
@@ -196,7 +196,7 @@ class FrozenLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def _frozen() -> Iterator[tuple[FrozenLoop, TextThreads]]:
-    """A loop and two threads that run by its time."""
+    """Yield a loop and two threads that run by its time."""
     loop = FrozenLoop()
     try:
         yield loop, TextThreads(2, clock=loop.time)

@@ -84,8 +84,8 @@ async def test_every_link_leads_to_a_file_below_any_prefix(root_path: str) -> No
             seen.add(url)
             # Neither the documentation's files nor an image hold links of the page.
             if not url.endswith(("docs", ".svg")):
-                found = {urljoin(url, link) for link in LINKS.findall(response.text)}
-                waiting += sorted(found - seen - set(waiting))
+                links = {urljoin(url, link) for link in LINKS.findall(response.text)}
+                waiting += sorted(links - seen - set(waiting))
     assert {f"{start}page/{name}" for name in PARTS} <= seen
     assert all(url.startswith(start) for url in seen)
 

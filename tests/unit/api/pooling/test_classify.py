@@ -32,10 +32,12 @@ def test_softmax_and_sigmoid_are_those_of_transformers() -> None:
         activated(values, "single_label_classification"), activated(values, None)
     )
     sigmoid = 1 / (1 + np.exp(-values[1].astype(np.float64)))
-    found = activated(values, "multi_label_classification")
-    np.testing.assert_allclose(found, [[0, 0.5, 1], sigmoid], atol=1e-6)
-    for one in (None, "single_label_classification", "multi_label_classification"):
-        np.testing.assert_allclose(activated(values[1:, :1], one), sigmoid[None, :1], atol=1e-6)
+    scores = activated(values, "multi_label_classification")
+    np.testing.assert_allclose(scores, [[0, 0.5, 1], sigmoid], atol=1e-6)
+    for problem_type in (None, "single_label_classification", "multi_label_classification"):
+        np.testing.assert_allclose(
+            activated(values[1:, :1], problem_type), sigmoid[None, :1], atol=1e-6
+        )
     np.testing.assert_array_equal(activated(values, "regression"), values)
 
 
@@ -69,8 +71,8 @@ async def test_conversations_are_read_by_the_chat_template() -> None:
     answer = await post(served, "/classify", {"messages": conversation})
     assert answer.status_code == 200, answer.text
     await post(served, "/classify", {"messages": [conversation, other]})
-    asked = [[one.token_ids for one in each.inputs] for each in served.thread.requests]
-    assert asked == [[(2, 5, 2, 6)], [(2, 5, 2, 6), (2, 7)]]
+    batches = [[read.token_ids for read in each.inputs] for each in served.thread.requests]
+    assert batches == [[(2, 5, 2, 6)], [(2, 5, 2, 6), (2, 7)]]
 
 
 @pytest.mark.parametrize(
@@ -121,5 +123,5 @@ async def test_long_inputs_are_cut_at_either_end() -> None:
     for side in ("left", "right"):
         body = {"input": text, "truncate_prompt_tokens": 3, "truncation_side": side}
         assert (await post(served, "/classify", body)).status_code == 200
-    left, right = [one.inputs[0].token_ids for one in served.thread.requests]
+    left, right = [request.inputs[0].token_ids for request in served.thread.requests]
     assert (left, right) == ((33, 34, 3), (2, 5, 6))

@@ -28,20 +28,20 @@ def vector(ids: tuple[int, ...], task: Task = "embed", served: FakeEncoders | No
     return computed(PoolingInput(ids, task), (served or embedder()).models()[0].info)
 
 
-def unit(found: np.ndarray) -> np.ndarray:
-    return found / np.linalg.norm(found, axis=-1, keepdims=True)
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
 async def vectors(served: FakeEncoders, **body: Any) -> np.ndarray:
     answer = await post(served, "/v1/embeddings", body)
     assert answer.status_code == 200, answer.text
-    return np.array([one["embedding"] for one in answer.json()["data"]])
+    return np.array([entry["embedding"] for entry in answer.json()["data"]])
 
 
 async def ids_read(served: FakeEncoders, **body: Any) -> list[tuple[int, ...]]:
     answer = await post(served, "/v1/embeddings", body)
     assert answer.status_code == 200, answer.text
-    return [one.token_ids for one in served.thread.requests[-1].inputs]
+    return [read.token_ids for read in served.thread.requests[-1].inputs]
 
 
 async def test_vectors_are_divided_by_their_lengths_as_asked() -> None:
@@ -52,14 +52,14 @@ async def test_vectors_are_divided_by_their_lengths_as_asked() -> None:
         (True, {"use_activation": False}, raw),
         (False, {"normalize": True}, unit(raw)),
     ]:
-        found = await vectors(embedder(normalizes=normalizes), input="w5", **body)
-        np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
+        rows = await vectors(embedder(normalizes=normalizes), input="w5", **body)
+        np.testing.assert_allclose(rows[0], wanted, rtol=1e-6)
 
 
 async def test_shorter_vectors_are_cut_before_they_are_divided() -> None:
     served = embedder(shorter_dims=(2,))
-    found = await vectors(served, input="w5", dimensions=2)
-    np.testing.assert_allclose(found[0], unit(vector((2, 5, 3))[:2]), rtol=1e-6)
+    rows = await vectors(served, input="w5", dimensions=2)
+    np.testing.assert_allclose(rows[0], unit(vector((2, 5, 3))[:2]), rtol=1e-6)
     refused = await post(served, "/v1/embeddings", {"input": "w5", "dimensions": 3})
     assert refused_field(refused) == (400, "dimensions")
 
@@ -142,14 +142,20 @@ async def test_numbers_come_as_bytes(dtype: str, endianness: str) -> None:
 
     rounding = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}[dtype] + 1e-7
     answer = await post(served, "/v1/embeddings", body | {"encoding_format": "base64"})
-    for one, wanted in zip(answer.json()["data"], exact, strict=True):
-        np.testing.assert_allclose(read(base64.b64decode(one["embedding"])), wanted, rtol=rounding)
+    for entry, wanted in zip(answer.json()["data"], exact, strict=True):
+        np.testing.assert_allclose(
+            read(base64.b64decode(entry["embedding"])), wanted, rtol=rounding
+        )
     answer = await post(served, "/v1/embeddings", body | {"encoding_format": "bytes"})
     about = json.loads(answer.headers["metadata"])
     assert about["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
-    for one, wanted in zip(about["data"], exact, strict=True):
-        assert (one["shape"], one["embed_dtype"], one["endianness"]) == ([6], dtype, endianness)
-        raw = answer.content[one["start"] : one["end"]]
+    for entry, wanted in zip(about["data"], exact, strict=True):
+        assert (entry["shape"], entry["embed_dtype"], entry["endianness"]) == (
+            [6],
+            dtype,
+            endianness,
+        )
+        raw = answer.content[entry["start"] : entry["end"]]
         np.testing.assert_allclose(read(raw), wanted, rtol=rounding)
     bare = await post(served, "/v1/embeddings", body | {"encoding_format": "bytes_only"})
     assert bare.content == answer.content
@@ -198,8 +204,8 @@ async def test_pooling_gives_labels_of_texts_and_of_tokens() -> None:
         np.testing.assert_allclose(answer["data"][0]["data"], activated(raw, None), rtol=1e-5)
         body |= {"use_activation": False, "encoding_format": "base64"}
         data = (await post(served, "/pooling", body)).json()["data"][0]["data"]
-        found = np.frombuffer(base64.b64decode(data), "<f4").reshape(raw.shape)
-        np.testing.assert_array_equal(found, raw)
+        array = np.frombuffer(base64.b64decode(data), "<f4").reshape(raw.shape)
+        np.testing.assert_array_equal(array, raw)
 
 
 async def test_multi_vectors_of_several_texts_come_as_bytes() -> None:
@@ -207,10 +213,10 @@ async def test_multi_vectors_of_several_texts_come_as_bytes() -> None:
     body = {"input": ["w5", "w5 w6"], "task": "token_embed", "encoding_format": "bytes"}
     answer = await post(served, "/pooling", body)
     data = json.loads(answer.headers["metadata"])["data"]
-    assert [one["shape"] for one in data] == [[3, 4], [4, 4]]
+    assert [entry["shape"] for entry in data] == [[3, 4], [4, 4]]
     raw = answer.content[data[1]["start"] : data[1]["end"]]
-    found = np.frombuffer(raw, "<f4").reshape(4, 4)
-    np.testing.assert_allclose(found, unit(vector((2, 5, 6, 3), "token_embed")), rtol=1e-5)
+    rows = np.frombuffer(raw, "<f4").reshape(4, 4)
+    np.testing.assert_allclose(rows, unit(vector((2, 5, 6, 3), "token_embed")), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,11 @@ def test_openais_client_reads_the_verdicts() -> None:
     engine.pooling = FakeEncoders(classifier("a", "b", name="topics"), model)
     with serve_fake(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         several = client.moderations.create(input=[f"w{number}" for number in range(5, 65)])
-        (one,) = client.moderations.create(input="w6", model="guard").results
+        (single,) = client.moderations.create(input="w6", model="guard").results
         parts: Any = [{"type": "text", "text": "w5"}, {"type": "text", "text": "w6"}]
         (together,) = client.moderations.create(input=parts).results
     assert (several.model, several.id[:5]) == ("guard", "modr-")
-    assert one == several.results[1]
+    assert single == several.results[1]
     for number, verdict in zip(range(5, 65), several.results, strict=True):
         logits = computed(PoolingInput((2, number, 3), "classify"), model.info)
         toxic, violence, self_harm = activated(logits, MULTI).tolist()
@@ -82,7 +82,7 @@ def test_openais_client_reads_the_verdicts() -> None:
         assert verdict.flagged is (max(toxic, violence, self_harm) >= 0.5)
         applied = verdict.category_applied_input_types
         assert (applied.violence, applied.hate) == (["text"], [])
-    assert {one.flagged for one in several.results} == {True, False}
+    assert {verdict.flagged for verdict in several.results} == {True, False}
     logits = computed(PoolingInput((2, 5, 6, 3), "classify"), model.info)
     np.testing.assert_allclose(
         together.category_scores.violence, activated(logits, MULTI)[1], rtol=1e-6
@@ -91,11 +91,11 @@ def test_openais_client_reads_the_verdicts() -> None:
 
 async def test_the_harmless_label_flags_nothing() -> None:
     served = FakeEncoders(classifier("safe", "unsafe"))
-    served.thread.compute = lambda one, info: np.array([9, -9], dtype=np.float32)
+    served.thread.compute = lambda _, info: np.array([9, -9], dtype=np.float32)
     (verdict,) = (await post(served, "/v1/moderations", {"input": "w5"})).json()["results"]
     assert verdict["flagged"] is False
     assert set(verdict["categories"]) == {*CATEGORIES, "unsafe"}
-    served.thread.compute = lambda one, info: np.array([0, 0], dtype=np.float32)
+    served.thread.compute = lambda _, info: np.array([0, 0], dtype=np.float32)
     (verdict,) = (await post(served, "/v1/moderations", {"input": "w5"})).json()["results"]
     assert (verdict["flagged"], verdict["category_scores"]["unsafe"]) == (True, 0.5)
 

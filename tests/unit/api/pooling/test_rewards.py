@@ -42,12 +42,12 @@ async def test_what_was_likeliest_made_for_it_is_taken(kinds: Any, chosen: str) 
 
 
 async def test_conversations_need_a_chat_template() -> None:
-    found = served(REWARD, SENTIMENT, RELEVANCE, chats=1)
+    models = served(REWARD, SENTIMENT, RELEVANCE, chats=1)
     for body in (CHATS, {"prompt": CHATS["chats"][0], "completions": ["w6"]}):
-        assert (await post(found, "/v1/rewards/score", body)).json()["model"] == "m1"
+        assert (await post(models, "/v1/rewards/score", body)).json()["model"] == "m1"
     without = served(REWARD, SENTIMENT)
     assert refused_field(await post(without, "/v1/rewards/score", CHATS)) == (400, "chats")
     named = {**CHATS, "model": "m0"}
-    assert refused_field(await post(found, "/v1/rewards/score", named)) == (400, "chats")
+    assert refused_field(await post(models, "/v1/rewards/score", named)) == (400, "chats")
     three = served({"labels": ("a", "b", "c")})
     assert refused_field(await post(three, "/v1/rewards/score", CHATS)) == (400, "model")

@@ -38,14 +38,14 @@ def result(task: Task, *ids: int, second_at: int | None = None) -> np.ndarray:
     return computed(PoolingInput(ids, task, second_at), info)
 
 
-def unit(found: np.ndarray) -> np.ndarray:
-    return found / np.linalg.norm(found, axis=-1, keepdims=True)
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
 async def answer(served: FakeEncoders, path: str, **body: Any) -> Any:
-    found = await post(served, path, body)
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = await post(served, path, body)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 async def test_embed_gives_a_list_of_vectors() -> None:
@@ -56,8 +56,8 @@ async def test_embed_gives_a_list_of_vectors() -> None:
         ({"dimensions": 2}, unit(raw[:2])),
     ]:
         for inputs in ("w5", ["w5"], [[2, 5, 3]], [2, 5, 3]):
-            found = await answer(embedder(), "/embed", inputs=inputs, **body)
-            np.testing.assert_allclose(found, [wanted], rtol=1e-6)
+            vectors = await answer(embedder(), "/embed", inputs=inputs, **body)
+            np.testing.assert_allclose(vectors, [wanted], rtol=1e-6)
 
 
 async def test_what_is_too_long_is_cut_unless_that_is_refused() -> None:
@@ -65,7 +65,7 @@ async def test_what_is_too_long_is_cut_unless_that_is_refused() -> None:
     text = " ".join(f"w{number}" for number in range(5, 40))
     await answer(served, "/embed", inputs=text)
     await answer(served, "/embed", inputs=text, truncate=True, truncation_direction="Left")
-    left, right = (one.inputs[0].token_ids for one in reversed(served.thread.requests))
+    left, right = (request.inputs[0].token_ids for request in reversed(served.thread.requests))
     assert (len(left), left[-1]) == (16, 3)
     assert right == (2, *range(5, 20))
     refused = await post(served, "/embed", {"inputs": text, "truncate": False})
@@ -77,16 +77,16 @@ async def test_a_prompt_is_asked_for_by_its_name() -> None:
     served = embedder(prompts={"query": "w10 ", "other": "w11 "}, default_prompt="other")
     for body in ({}, {"prompt_name": "query"}):
         await answer(served, "/embed_all", inputs="w5", **body)
-    assert [one.inputs[0].token_ids for one in served.thread.requests] == [
+    assert [request.inputs[0].token_ids for request in served.thread.requests] == [
         (2, 11, 5, 3),
         (2, 10, 5, 3),
     ]
 
 
 async def test_embed_all_gives_every_token_its_vector() -> None:
-    found = await answer(embedder(normalizes=True), "/embed_all", inputs=["w5", "w6 w7"])
-    np.testing.assert_allclose(found[0], result("token_embed", 2, 5, 3), rtol=1e-6)
-    np.testing.assert_allclose(found[1], result("token_embed", 2, 6, 7, 3), rtol=1e-6)
+    vectors = await answer(embedder(normalizes=True), "/embed_all", inputs=["w5", "w6 w7"])
+    np.testing.assert_allclose(vectors[0], result("token_embed", 2, 5, 3), rtol=1e-6)
+    np.testing.assert_allclose(vectors[1], result("token_embed", 2, 6, 7, 3), rtol=1e-6)
 
 
 async def test_embed_sparse_gives_the_words_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +94,21 @@ async def test_embed_sparse_gives_the_words_with_a_weight(monkeypatch: pytest.Mo
     monkeypatch.setattr(encoding, "PART_NUMBERS", 250)
     served = embedder()
     texts = [f"w{number}" for number in range(5, 10)]
-    found = await answer(served, "/embed_sparse", inputs=texts)
-    assert [len(one.inputs) for one in served.thread.requests] == [2, 2, 1]
-    for number, values in zip(range(5, 10), found, strict=True):
+    weights = await answer(served, "/embed_sparse", inputs=texts)
+    assert [len(request.inputs) for request in served.thread.requests] == [2, 2, 1]
+    for number, values in zip(range(5, 10), weights, strict=True):
         wanted = result("sparse", 2, number, 3)
-        assert [one["index"] for one in values] == np.flatnonzero(wanted).tolist()
-        np.testing.assert_allclose([one["value"] for one in values], wanted[wanted > 0], rtol=1e-6)
+        assert [entry["index"] for entry in values] == np.flatnonzero(wanted).tolist()
+        np.testing.assert_allclose(
+            [entry["value"] for entry in values], wanted[wanted > 0], rtol=1e-6
+        )
 
 
 async def test_predict_sorts_labels_of_texts_and_pairs() -> None:
     pair = result("classify", 2, 5, 3, 6, 7, 3, second_at=3)
     text = result("classify", 2, 8, 3)
     batch = await answer(classifier(), "/predict", inputs=[["w5", "w6 w7"], ["w8"]])
-    for given, raw in [
+    for labels, raw in [
         (await answer(classifier(), "/predict", inputs="w8"), text),
         (await answer(classifier(), "/predict", inputs=["w8"]), text),
         (await answer(classifier(), "/predict", inputs=["w5", "w6 w7"]), pair),
@@ -115,24 +117,24 @@ async def test_predict_sorts_labels_of_texts_and_pairs() -> None:
     ]:
         wanted = activated(raw, None)
         order = np.argsort(-wanted)
-        assert [one["label"] for one in given] == [LABELS[place] for place in order]
-        np.testing.assert_allclose([one["score"] for one in given], wanted[order], rtol=1e-6)
+        assert [label["label"] for label in labels] == [LABELS[place] for place in order]
+        np.testing.assert_allclose([label["score"] for label in labels], wanted[order], rtol=1e-6)
     raw_scores = await answer(classifier(), "/predict", inputs="w8", raw_scores=True)
-    np.testing.assert_allclose([one["score"] for one in raw_scores], -np.sort(-text), rtol=1e-6)
+    np.testing.assert_allclose([label["score"] for label in raw_scores], -np.sort(-text), rtol=1e-6)
 
 
 async def test_labels_that_do_not_exclude_each_other_have_a_probability_each() -> None:
     served = classifier(problem_type="multi_label_classification")
-    found = await answer(served, "/predict", inputs="w8")
+    labels = await answer(served, "/predict", inputs="w8")
     wanted = activated(result("classify", 2, 8, 3), "multi_label_classification")
-    np.testing.assert_allclose([one["score"] for one in found], -np.sort(-wanted), rtol=1e-6)
+    np.testing.assert_allclose([label["score"] for label in labels], -np.sort(-wanted), rtol=1e-6)
 
 
 async def test_similarity_is_the_cosine() -> None:
     inputs = {"source_sentence": "w5", "sentences": ["w6", "w5"]}
-    found = await answer(embedder(), "/similarity", inputs=inputs)
+    cosines = await answer(embedder(), "/similarity", inputs=inputs)
     wanted = unit(result("embed", 2, 5, 3)) @ unit(result("embed", 2, 6, 3))
-    np.testing.assert_allclose(found, np.array([wanted, 1]), rtol=1e-5)
+    np.testing.assert_allclose(cosines, np.array([wanted, 1]), rtol=1e-5)
 
 
 async def test_ids_are_turned_into_texts() -> None:
@@ -171,15 +173,15 @@ async def test_ids_are_turned_into_texts() -> None:
 )
 async def test_bad_requests_name_the_field(path: str, body: dict[str, Any], param: str) -> None:
     served = embedder()
-    found = await post(served, path, body)
-    assert refused_field(found) == (400, param), found.text
+    response = await post(served, path, body)
+    assert refused_field(response) == (400, param), response.text
     assert served.thread.requests == []
 
 
 async def test_a_pair_is_cut_at_its_end_only() -> None:
     body = {"inputs": ["w5", "w6"], "truncation_direction": "left"}
-    found = await post(classifier(), "/predict", body)
-    assert refused_field(found) == (400, "truncation_direction")
+    response = await post(classifier(), "/predict", body)
+    assert refused_field(response) == (400, "truncation_direction")
 
 
 @pytest.mark.parametrize(
@@ -200,12 +202,12 @@ async def test_a_pair_is_cut_at_its_end_only() -> None:
 )
 async def test_info_tells_what_a_model_is(changes: Any, model_type: Any) -> None:
     served = FakeEncoders(make_encoder("first"), make_encoder("second", "other", **changes))
-    found = (await fetch(served, "/info?model=other")).json()
-    assert found["model_type"] == model_type
-    assert found["served_model_name"] == "second"
-    assert (found["max_input_length"], found["max_batch_tokens"]) == (16, 64)
-    assert found["max_concurrent_requests"] == 100
-    assert found.keys() == INFO_FIELDS
+    facts = (await fetch(served, "/info?model=other")).json()
+    assert facts["model_type"] == model_type
+    assert facts["served_model_name"] == "second"
+    assert (facts["max_input_length"], facts["max_batch_tokens"]) == (16, 64)
+    assert facts["max_concurrent_requests"] == 100
+    assert facts.keys() == INFO_FIELDS
     assert (await fetch(served, "/info")).json()["served_model_name"] == "first"
     assert (await fetch(served, "/info?model=none")).status_code == 404
 
@@ -224,16 +226,16 @@ async def test_tokens_are_told_by_their_bytes() -> None:
         {"id": 3, "text": "w3", "special": True, "start": None, "stop": None},
     ]
     body = {"inputs": ["w5", "w6"], "prompt_name": "query", "add_special_tokens": False}
-    found = await answer(served, "/tokenize", **body)
-    assert [[one["text"] for one in text] for text in found] == [["w9", "w5"], ["w9", "w6"]]
-    assert found[0][1]["start"] == 3
+    tokens = await answer(served, "/tokenize", **body)
+    assert [[token["text"] for token in text] for text in tokens] == [["w9", "w5"], ["w9", "w6"]]
+    assert tokens[0][1]["start"] == 3
 
 
 async def test_vllms_form_of_an_encoder() -> None:
     served = FakeEncoders(make_encoder("one"), make_encoder("two", chats=True))
     body = {"model": "one", "prompt": "w5 w6", "return_token_strs": True}
-    found = await answer(served, "/tokenize", **body)
-    assert found == {
+    tokens = await answer(served, "/tokenize", **body)
+    assert tokens == {
         "count": 4,
         "max_model_len": 16,
         "tokens": [2, 5, 6, 3],

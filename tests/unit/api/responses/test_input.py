@@ -21,12 +21,12 @@ from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.types.errors import InvalidRequestError
 
 
-def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
-    return input_items(list(given), lambda _: None)
+def items(*sources: dict[str, Any]) -> list[dict[str, Any]]:
+    return input_items(list(sources), lambda _: None)
 
 
-def messages(*given: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
-    return item_messages(items(*given), instructions)
+def messages(*sources: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    return item_messages(items(*sources), instructions)
 
 
 def test_a_text_is_a_users_message() -> None:
@@ -74,10 +74,10 @@ def test_reasoning_text_and_calls_are_one_message() -> None:
          "output": [{"type": "input_text", "text": "two"}]},
         {"role": "assistant", "content": "done"},
     )  # fmt: skip
-    _, asked, one, two, done = made
-    assert (asked["reasoning_content"], asked["content"]) == ("so", "I ask.")
-    assert [call["id"] for call in asked["tool_calls"]] == ["1", "2"]
-    assert one == {"role": "tool", "tool_call_id": "1", "content": "one", "name": "ns__f"}
+    _, calls, first, two, done = made
+    assert (calls["reasoning_content"], calls["content"]) == ("so", "I ask.")
+    assert [call["id"] for call in calls["tool_calls"]] == ["1", "2"]
+    assert first == {"role": "tool", "tool_call_id": "1", "content": "one", "name": "ns__f"}
     assert (two["content"], two["name"], done["content"]) == ("two", "c", "done")
     arguments = [call["function"] for call in template_messages(made)[1]["tool_calls"]]
     assert arguments == [
@@ -92,12 +92,14 @@ def test_two_answers_of_the_assistant_stay_two() -> None:
 
 
 def test_reasoning_comes_back_sealed_or_as_a_summary() -> None:
-    (one,) = messages({"type": "reasoning", "summary": [], "encrypted_content": sealed("so")})
-    assert one["reasoning_content"] == "so"
+    (message,) = messages({"type": "reasoning", "summary": [], "encrypted_content": sealed("so")})
+    assert message["reasoning_content"] == "so"
     summary = [{"type": "summary_text", "text": "short"}]
     for foreign in ("gAAAAABo", "ß", "", None):
-        (one,) = messages({"type": "reasoning", "summary": summary, "encrypted_content": foreign})
-        assert one["reasoning_content"] == "short"
+        (message,) = messages(
+            {"type": "reasoning", "summary": summary, "encrypted_content": foreign}
+        )
+        assert message["reasoning_content"] == "short"
 
 
 @given(st.text(st.characters(codec="utf-8")))
@@ -107,10 +109,10 @@ def test_what_is_sealed_can_be_read(text: str) -> None:
 
 def test_a_reference_is_what_it_names() -> None:
     stored = items({"role": "user", "content": "hi"})[0]
-    given = [{"type": "item_reference", "id": "msg_1"}]
-    assert input_items(given, {"msg_1": stored}.get) == [stored]
+    references = [{"type": "item_reference", "id": "msg_1"}]
+    assert input_items(references, {"msg_1": stored}.get) == [stored]
     with pytest.raises(InvalidRequestError) as refusal:
-        input_items(given, lambda _: None)
+        input_items(references, lambda _: None)
     assert refusal.value.param == "input[0].id"
 
 
@@ -191,8 +193,8 @@ SPACE = {"type": "namespace", "name": "ns", "description": "d", "tools": [FUNCTI
 
 def test_tools_of_a_namespace_are_flat_and_hosted_ones_are_left_out() -> None:
     tools = response_tools([{"type": "web_search"}, FUNCTION, SPACE, {"type": "mcp"}, CUSTOM])
-    assert [one.tool.name for one in tools] == ["f", "ns__f", "ns__c", "c"]
-    assert [one.tool.is_custom for one in tools] == [False, False, True, True]
+    assert [custom.tool.name for custom in tools] == ["f", "ns__f", "ns__c", "c"]
+    assert [custom.tool.is_custom for custom in tools] == [False, False, True, True]
     shown = shown_tools(tools)
     assert [tool["type"] for tool in shown] == ["function", "namespace", "custom"]
     assert [tool["name"] for tool in shown[1]["tools"]] == ["f", "c"]

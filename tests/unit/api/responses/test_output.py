@@ -35,7 +35,7 @@ def writer(**changes: Any) -> OutputWriter:
 
 
 def around(events: list[dict[str, Any]], output: list[dict[str, Any]], status: str) -> list[Any]:
-    """The events of a whole response."""
+    """Return the events of a whole response."""
     body = dict.fromkeys(KEYS) | {
         "id": "resp_1",
         "object": "response",
@@ -127,9 +127,9 @@ def test_a_running_answer_shows_what_there_is() -> None:
 
 def read(pieces: list[str]) -> str:
     custom = CustomInput()
-    told = "".join([*map(custom.add, pieces), custom.end()])
-    assert told == custom.text
-    return told
+    text = "".join([*map(custom.add, pieces), custom.end()])
+    assert text == custom.text
+    return text
 
 
 @given(

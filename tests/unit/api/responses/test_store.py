@@ -135,12 +135,12 @@ def test_the_bounds_hold_whatever_happens(
         if kind == "add" and not has(store, name, client):
             store.add(entry(name, client, num_bytes=size, items=[item(name)]))
         elif kind == "run" and not has(store, name, client):
-            one = entry(name, client, num_bytes=size, runs=True)
+            stored = entry(name, client, num_bytes=size, runs=True)
             try:
-                store.add(one)
+                store.add(stored)
             except (InvalidRequestError, OverloadedError):
                 continue
-            running[key] = one
+            running[key] = stored
         elif kind == "end" and key in running:
             store.end(running.pop(key), {"output": [item(f"m{name}")]}, size)
         elif kind == "grow" and key in running:
@@ -154,4 +154,4 @@ def test_the_bounds_hold_whatever_happens(
         assert within or ended == 0
     kept = [store.get(str(n), c) for c in "abc" for n in range(10) if has(store, str(n), c)]
     assert store.num_responses == len(kept)
-    assert store.num_bytes == sum(one.num_bytes for one in kept)
+    assert store.num_bytes == sum(stored.num_bytes for stored in kept)

@@ -32,27 +32,27 @@ class TurnTokenizer(ByteTokenizer):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
     ) -> list[int]:
-        return [EOS if one == ord("$") else one for one in text.encode()]
+        return [EOS if byte == ord("$") else byte for byte in text.encode()]
 
     def token_string(self, token_id: int) -> str:
         return "$" if token_id == EOS else chr(token_id)
 
 
 def render(messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
-    """A template that begins with a system text and cannot write a turn of the assistant first."""
-    turns = "".join(f"<{one['role']}>{one['content']}$\n" for one in messages)
+    """Render a system text first; the template cannot begin with a turn of the assistant."""
+    turns = "".join(f"<{message['role']}>{message['content']}$\n" for message in messages)
     return f"SYSTEM$\n{turns}" + ("<assistant>" if open_turn else "")
 
 
 def strict_about_tools(messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
-    """A template that takes a tool's result after a call of the same id only."""
+    """Render messages; the template accepts a tool's result only after a call with its id."""
     text, known = "", set()
-    for one in messages:
-        calls = one.get("tool_calls", [])
+    for message in messages:
+        calls = message.get("tool_calls", [])
         known |= {call["id"] for call in calls}
-        if one["role"] == "tool" and one["tool_call_id"] not in known:
+        if message["role"] == "tool" and message["tool_call_id"] not in known:
             raise InvalidRequestError("no such call", param="messages")
-        text += f"<{one['role']}>{one['content']}" + "(call)" * len(calls) + "$\n"
+        text += f"<{message['role']}>{message['content']}" + "(call)" * len(calls) + "$\n"
     return text + ("<assistant>" if open_turn else "")
 
 
@@ -101,15 +101,15 @@ def test_no_two_samples_of_a_rollout_share_a_seed(
 ) -> None:
     body = rollout_request(prompts=["x"] * num_prompts, n=n, seed=seed)
     firsts = [seed_of(number, item, body) for number, item in enumerate(body.items())]
-    assert all(one is not None and -INT64 <= one < INT64 for one in firsts)
-    samples = {(one + i) % (2 * INT64) for one in firsts if one is not None for i in range(n)}
+    assert all(first is not None and -INT64 <= first < INT64 for first in firsts)
+    samples = {(first + i) % (2 * INT64) for first in firsts if first is not None for i in range(n)}
     assert len(samples) == num_prompts * n
 
 
 def test_a_prompts_own_seed_wins() -> None:
     prompts: Any = ["a", {"text": "b", "seed": 7}]
     body = rollout_request(prompts=prompts, n=2, seeds=[1, 2], seed=3)
-    assert [seed_of(number, one, body) for number, one in enumerate(body.items())] == [1, 7]
+    assert [seed_of(number, item, body) for number, item in enumerate(body.items())] == [1, 7]
 
 
 @pytest.mark.parametrize(

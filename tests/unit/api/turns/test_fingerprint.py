@@ -1,4 +1,4 @@
-"""What changes a model's revision, and a server's fingerprint."""
+"""Changes of a model's revision, and of a server's fingerprint."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def write_model(folder: Path, weights: bytes = b"\1" * 200_000) -> Path:
 
 
 def test_a_copy_has_the_same_revision(tmp_path: Path) -> None:
-    one, other = (write_model(tmp_path / name) for name in "ab")
-    assert folder_revision(one) == folder_revision(other)
+    first, other = (write_model(tmp_path / name) for name in "ab")
+    assert folder_revision(first) == folder_revision(other)
 
 
 @pytest.mark.parametrize("weights", [b"\2" * 200_000, b"\1" * 200_001, b"\1" * 10, b""])
 def test_other_weights_have_another(tmp_path: Path, weights: bytes) -> None:
-    one, other = write_model(tmp_path / "a"), write_model(tmp_path / "b", weights)
-    assert folder_revision(one) != folder_revision(other)
+    first, other = write_model(tmp_path / "a"), write_model(tmp_path / "b", weights)
+    assert folder_revision(first) != folder_revision(other)
 
 
 def test_another_configuration_has_another(tmp_path: Path) -> None:

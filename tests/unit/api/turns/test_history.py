@@ -126,8 +126,8 @@ def test_ids_are_made_short_where_a_template_takes_no_others() -> None:
         {"role": "tool", "tool_call_id": theirs, "content": "2"},
     ]
     said, *results = template_messages(messages, id_length=9)
-    ids = [one["id"] for one in said["tool_calls"]]
-    assert ids == [one["tool_call_id"] for one in results]
+    ids = [call["id"] for call in said["tool_calls"]]
+    assert ids == [result["tool_call_id"] for result in results]
     assert ids[1] == theirs
     assert len(ids[0]) == 9
     assert ids[0].isalnum()

@@ -1,4 +1,4 @@
-"""What is never looked at is never made."""
+"""Entries that nobody reads are never made."""
 
 import pytest
 
@@ -16,8 +16,8 @@ def test_each_element_is_made_once_when_it_is_first_asked_for() -> None:
     assert lazy[2] is lazy[2]
     assert lazy[-1] is lazy[3]
     assert made == [2, 3]
-    assert [one[1] for one in lazy] == [0, 1, 2, 3]
-    assert [one[1] for one in lazy[1:3]] == [1, 2]
+    assert [item[1] for item in lazy] == [0, 1, 2, 3]
+    assert [item[1] for item in lazy[1:3]] == [1, 2]
     assert sorted(made) == [0, 1, 2, 3]
 
 

@@ -31,14 +31,14 @@ def test_a_prompt_token_has_its_rank_wherever_it_is() -> None:
 def test_equally_likely_tokens_are_ranked_in_order() -> None:
     (entry,) = prompt_logprobs([TokenLogprob(98, -0.7, ((97, -0.7), (98, -0.7)), 1)], NAMES)
     assert entry is not None
-    assert {key: one["rank"] for key, one in entry.items()} == {"97": 1, "98": 2}
+    assert {key: details["rank"] for key, details in entry.items()} == {"97": 1, "98": 2}
 
 
 def test_the_sampled_token_of_a_completion_is_first_then_the_others_by_rank() -> None:
     top = ((97, -0.1), (98, -2.5), (100, -3.0))
     outside, inside = TokenLogprob(99, -9.0, top, 41), TokenLogprob(98, -2.5, top, 2)
-    told = CompletionLogprobs(NAMES).take([(99, outside), (98, inside)])["top_logprobs"]
-    assert [list(one.items()) for one in told] == [
+    shown = CompletionLogprobs(NAMES).take([(99, outside), (98, inside)])["top_logprobs"]
+    assert [list(entry.items()) for entry in shown] == [
         [("c", -9.0), ("a", -0.1), ("b", -2.5), ("d", -3.0)],
         [("b", -2.5), ("a", -0.1), ("d", -3.0)],
     ]

@@ -71,7 +71,7 @@ MESSAGE = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "expected"),
     [
         ("/v1/chat/completions", {"messages": [MESSAGE] * 16_385}, "at most 16384 items"),
         ("/v1/messages", {"messages": [MESSAGE] * 16_385, "max_tokens": 1}, "at most 16384 items"),
@@ -101,11 +101,11 @@ MESSAGE = {"role": "user", "content": "a"}
     ],
 )
 def test_lists_of_more_than_could_be_served_are_refused(
-    url: str, path: str, body: dict[str, Any], told: str
+    url: str, path: str, body: dict[str, Any], expected: str
 ) -> None:
     response = httpx2.post(url + path, json={"model": MODEL, **body})
     assert response.status_code == 400
-    assert told in response.json()["error"]["message"]
+    assert expected in response.json()["error"]["message"]
 
 
 def test_arguments_of_a_call_are_bounded_as_a_body_is(url: str) -> None:
@@ -165,7 +165,7 @@ def test_what_is_only_counted_may_be_longer(
 
 
 def test_one_wrong_entry_of_a_list_is_told_and_not_all() -> None:
-    """A million of them are told in seconds, during which nothing else runs."""
+    """Bound the reported errors: reporting a million would block the event loop for seconds."""
     with pytest.raises(ValueError, match="prompt") as refusal:
         CompletionRequest.model_validate({"prompt": [None] * 1000})
     assert len(refusal.value.errors()) < 20  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a turn's prompt, constraints and parameters are made of; with the embedded tokenizer."""
+"""The prompt, constraints and parameters of a turn, with the embedded tokenizer."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def demo(template: str | None = None) -> GenerationModel:
 async def prepare(
     *tools: dict[str, Any], model: GenerationModel | None = None, **more: Any
 ) -> PreparedTurn:
-    asked = {"request_id": "r", "messages": HI, "tools": chat_tools(tools)} | more
-    return await prepare_turn(TurnRequest(**asked), model or demo())
+    fields = {"request_id": "r", "messages": HI, "tools": chat_tools(tools)} | more
+    return await prepare_turn(TurnRequest(**fields), model or demo())
 
 
 def accepts(prepared: PreparedTurn, text: str) -> bool:
-    """Whether the whole text matches the turn's grammar, reasoning aside."""
+    """True if the whole text without reasoning matches the turn's grammar."""
     compiler, grammar = prepared.model.grammars, prepared.request.params.grammar
     assert isinstance(compiler, GrammarCompiler)
     assert grammar is not None
@@ -131,12 +131,12 @@ async def test_tools_that_the_model_would_not_see_are_refused_unless_forced() ->
 
 async def test_who_reads_calls_from_tokens_has_the_tools_in_the_prompt() -> None:
     none = ToolChoice(mode=ToolMode.NONE)
-    told, untold = [
+    shown, untold = [
         await prepare(ADD, tool_choice=none, parses_calls=parses) for parses in (True, False)
     ]
-    assert told.rendered != untold.rendered
-    assert told.rendered == (await prepare(ADD)).rendered
-    assert told.tool_format is None
+    assert shown.rendered != untold.rendered
+    assert shown.rendered == (await prepare(ADD)).rendered
+    assert shown.tool_format is None
 
 
 async def test_calls_that_nobody_could_read_are_refused_unless_that_is_wanted() -> None:
@@ -244,8 +244,8 @@ async def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
 async def test_variables_of_the_server_come_before_those_of_the_request() -> None:
     model = replace(demo(), chat_template_kwargs={"enable_thinking": False})
     assert (await prepare(model=model)).rendered.endswith("</think>\n\n")
-    asked = await prepare(model=model, template_kwargs={"enable_thinking": True})
-    assert not asked.rendered.endswith("</think>\n\n")
+    prepared = await prepare(model=model, template_kwargs={"enable_thinking": True})
+    assert not prepared.rendered.endswith("</think>\n\n")
 
 
 async def test_history_is_rendered_with_its_calls() -> None:
@@ -267,18 +267,18 @@ async def test_mistrals_template_takes_the_ids_that_a_turn_before_was_given() ->
         " %}{{ raise_exception('no') }}{% endif %}{{ c.id }}{% endfor %}"
         "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
     )
-    asked = {"id": f"call_{'0' * 24}", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": f"call_{'0' * 24}", "function": {"name": "add", "arguments": "{}"}}
     messages = [
         *HI,
-        {"role": "assistant", "content": "", "tool_calls": [asked]},
-        {"role": "tool", "tool_call_id": asked["id"], "content": "2"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "2"},
     ]
     tokenizer = demo(template).tokenizer
     form = registry.detect_tool_format(template, {})
     model = replace(demo(template), tool_format=form, tokenizer=tokenizer)
     prepared = await prepare(model=model, messages=messages)
-    told = prepared.rendered.removeprefix("[TOOL_CALLS]")
-    assert told[:9] == told[9:]
+    calls = prepared.rendered.removeprefix("[TOOL_CALLS]")
+    assert calls[:9] == calls[9:]
 
 
 @pytest.mark.parametrize(("begun", "is_open"), [("<think>\nSo", True), ("It", False)])
@@ -294,8 +294,8 @@ async def test_an_answer_may_go_on_within_reasoning_that_was_begun(
     assert prepared.rendered.endswith(begun)
     (parser,) = prepared.parsers()
     parts = [*parser.add("a</think>b" if is_open else "b"), *parser.flush()]
-    told = "".join(one.text for one in parts if isinstance(one, ContentText))
-    assert told == "b"
+    content = "".join(part.text for part in parts if isinstance(part, ContentText))
+    assert content == "b"
     grammar = prepared.request.params.grammar
     assert grammar is not None
     assert (grammar.begins_after == "</think>" and grammar.free_start is None) == is_open

@@ -45,7 +45,7 @@ def test_parts_are_collected_and_calls_end() -> None:
     state = SampleState(parser())
     parts = feed(state, ["<think>hm</think>\n", "Let me see.\n", CALL, "\n", CALL])
     assert (state.reasoning, state.content) == ("hm", "Let me see.")
-    assert [(one.name, one.arguments) for one in state.calls] == [("f", '{"a": 1}')] * 2
+    assert [(call.name, call.arguments) for call in state.calls] == [("f", '{"a": 1}')] * 2
     assert state.finish_reason == "tool_calls"
     kinds = [type(part) for part in parts]
     assert kinds == [
@@ -54,7 +54,7 @@ def test_parts_are_collected_and_calls_end() -> None:
         ToolCallBegin, ToolCallArguments, ToolCallEnd,
     ]  # fmt: skip
     begins = [part for part in parts if isinstance(part, ToolCallBegin)]
-    assert [part.id for part in begins] == [one.id for one in state.calls]
+    assert [part.id for part in begins] == [call.id for call in state.calls]
     assert len({part.id for part in begins}) == 2
     assert all(part.id is not None and part.id.startswith("call_") for part in begins)
 
@@ -66,7 +66,7 @@ def test_cuts_change_nothing(cuts: list[int]) -> None:
     state = SampleState(parser())
     feed(state, [text[a:b] for a, b in pairwise(places)])
     assert (state.reasoning, state.content, len(state.calls)) == ("a", "bc", 2)
-    assert {one.arguments for one in state.calls} == {'{"a": 1}'}
+    assert {call.arguments for call in state.calls} == {'{"a": 1}'}
 
 
 def test_one_call_at_most_leaves_the_others_out() -> None:
@@ -129,19 +129,21 @@ def test_the_text_of_a_custom_tool_can_be_sent() -> None:
 
 @given(st.lists(st.integers(0, 120)))
 def test_tokens_that_come_together_give_the_same(cuts: list[int]) -> None:
-    """As parts of one event, whose neighbours of one kind are one part, and counted one by one."""
+    """Tokens of a single event give one part per kind, and are counted as if they came alone."""
     text = f"<think>hm, so</think>\nLet me see.\n{CALL}"
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     events = [event(text[begin:end]) for begin, end in pairwise(bounds)]
     events.append(event("", FinishReason.STOP))
     one_by_one, together = SampleState(parser()), SampleState(parser())
-    for one in events:
-        one_by_one.add(one)
+    for token in events:
+        one_by_one.add(token)
     joined = replace(events[-1], text=text, token_ids=(1,) * len(events), pieces=tuple(events))
     parts = together.add(joined)
     assert together.raw.token_ids == one_by_one.raw.token_ids
     assert together.reasoning_tokens == one_by_one.reasoning_tokens
     assert (together.reasoning, together.content) == (one_by_one.reasoning, one_by_one.content)
-    assert [one.arguments for one in together.calls] == [one.arguments for one in one_by_one.calls]
+    assert [call.arguments for call in together.calls] == [
+        call.arguments for call in one_by_one.calls
+    ]
     kinds = [type(part) for part in parts]
     assert kinds.count(ReasoningText) == 1

@@ -58,13 +58,13 @@ def named(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_fields_ask_for(fields: dict[str, Any], wanted: GrammarSpec | None) -> None:
-    found = structure_of(fields)
+    structure = structure_of(fields)
     if wanted is None:
-        assert found is None
+        assert structure is None
         return
-    assert found is not None
-    assert found[0] == wanted
-    assert fields[found[1]] is not None
+    assert structure is not None
+    assert structure[0] == wanted
+    assert fields[structure[1]] is not None
 
 
 @pytest.mark.parametrize(

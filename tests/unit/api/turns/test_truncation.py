@@ -35,8 +35,8 @@ async def test_the_fewest_messages_are_left_out(sizes: list[int], max_tokens: in
     messages = [say("system", 10)]
     for size in sizes:
         messages += [say("user", size), say("assistant", size)]
-    asked = turn(messages, max_tokens)
-    fitted = await prepare_fitting(asked, model)
+    request = turn(messages, max_tokens)
+    fitted = await prepare_fitting(request, model)
     kept = list(fitted.turn.messages)
     space = SPACE - (max_tokens or 1)
     assert kept[0] == messages[0]
@@ -45,7 +45,7 @@ async def test_the_fewest_messages_are_left_out(sizes: list[int], max_tokens: in
     assert len(fitted.prompt_ids) <= space or len(kept) == 3
     if len(kept) < len(messages):
         more = [messages[0], *messages[len(messages) - len(kept) - 1 :]]
-        assert len((await prepare_turn(replace(asked, messages=more), model)).prompt_ids) > space
+        assert len((await prepare_turn(replace(request, messages=more), model)).prompt_ids) > space
 
 
 async def test_what_fits_stays_as_it_is() -> None:

@@ -17,13 +17,15 @@ def test_spans_partition_the_tokens(parts: list[tuple[str, int]]) -> None:
     for version, count in parts:
         spans.add(version, count)
         wanted += [version] * count
-    found = spans.to_json()
-    told = [one["version"] for one in found for _ in range(one["start"], one["end"])]
-    assert told == wanted
-    assert [one["start"] for one in found] == [0, *(one["end"] for one in found)][: len(found)]
-    assert all(one["start"] < one["end"] for one in found)
-    assert all(one != other for one, other in zip(spans.labels, spans.labels[1:], strict=False))
-    assert spans.labels == tuple(one["version"] for one in found)
+    entries = spans.to_json()
+    versions = [entry["version"] for entry in entries for _ in range(entry["start"], entry["end"])]
+    assert versions == wanted
+    assert [entry["start"] for entry in entries] == [0, *(entry["end"] for entry in entries)][
+        : len(entries)
+    ]
+    assert all(entry["start"] < entry["end"] for entry in entries)
+    assert all(label != other for label, other in zip(spans.labels, spans.labels[1:], strict=False))
+    assert spans.labels == tuple(entry["version"] for entry in entries)
 
 
 def test_a_sample_collects_them_from_its_events() -> None:

@@ -30,7 +30,7 @@ def join(tokens: Sequence[str]) -> str:
 
 
 def found(strategy: str) -> list[tuple[Any, ...]]:
-    """The label, the score, the text and the span of what is told."""
+    """Return the label, the score, the text and the span of each entity."""
     spans = [
         TokenSpan(
             token_id=number,
@@ -46,19 +46,19 @@ def found(strategy: str) -> list[tuple[Any, ...]]:
     tokens = LabelledTokens(spans, range(1, 9), scores, LABELS)
     return [
         (
-            one.get("entity", one.get("entity_group")),
-            round(one["score"], 4),
-            one["word"],
-            one["start"] // 10,
-            one["end"] // 10,
+            entity.get("entity", entity.get("entity_group")),
+            round(entity["score"], 4),
+            entity["word"],
+            entity["start"] // 10,
+            entity["end"] // 10,
         )
-        for one in entities(tokens, strategy, join)
+        for entity in entities(tokens, strategy, join)
     ]
 
 
 def test_every_token_has_a_label_of_its_own() -> None:
-    one, *_, last = found("none")
-    assert one == ("B-PER", 0.7, "an", 0, 0)
+    first, *_, last = found("none")
+    assert first == ("B-PER", 0.7, "an", 0, 0)
     assert last == ("LOC", 1.0, "rome", 7, 7)
     assert len(found("none")) == len(TOKENS)
 
@@ -110,4 +110,4 @@ def test_words_are_labelled_and_neighbours_joined(
 
 def test_a_text_without_tokens_has_no_entities() -> None:
     nothing = LabelledTokens([], [], np.zeros((0, 4)), LABELS)
-    assert all(entities(nothing, one, join) == [] for one in ("none", "simple", "max"))
+    assert all(entities(nothing, strategy, join) == [] for strategy in ("none", "simple", "max"))
