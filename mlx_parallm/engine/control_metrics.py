@@ -17,6 +17,12 @@ from mlx_parallm.types.weights import WeightsVersion
 DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 #: ``ADAPTER`` and ``WEIGHTS`` are the kinds of updates: of an adapter, or of a model's weights.
 ADAPTER, WEIGHTS = "adapter", "weights"
+#: ``SLOT_GAUGES``: the gauge of each field of ``SlotCounts``, and its help.
+SLOT_GAUGES = (
+    ("num_slots", "mlx_parallm:adapter_slots", "Adapters that may be in one batch."),
+    ("num_resident", "mlx_parallm:adapter_slots_used", "Slots with an adapter in them."),
+    ("num_used", "mlx_parallm:adapters_running", "Adapters that running sequences use."),
+)
 
 
 class ControlMetrics:
@@ -38,24 +44,10 @@ class ControlMetrics:
         self._loaded = Gauge(
             "mlx_parallm:adapters_loaded", "Adapters.", ("model_name",), registry=registry
         )
-        self._slots = Gauge(
-            "mlx_parallm:adapter_slots",
-            "Adapters that may be in one batch.",
-            ("model_name",),
-            registry=registry,
-        )
-        self._resident = Gauge(
-            "mlx_parallm:adapter_slots_used",
-            "Slots with an adapter in them.",
-            ("model_name",),
-            registry=registry,
-        )
-        self._running = Gauge(
-            "mlx_parallm:adapters_running",
-            "Adapters that running sequences use.",
-            ("model_name",),
-            registry=registry,
-        )
+        self._slots = {
+            count: Gauge(name, text, ("model_name",), registry=registry)
+            for count, name, text in SLOT_GAUGES
+        }
         self._memory = Gauge(
             "mlx_parallm:model_memory_bytes",
             "Memory of each model: weights, KV pool, kept results, adapters.",
@@ -96,12 +88,11 @@ class ControlMetrics:
         """Set what changes with every step; ``slots`` are by model."""
         self._paused.set(is_paused)
         self._sleep_level.set(sleep_level)
-        for gauge in (self._slots, self._resident, self._running):
+        for gauge in self._slots.values():
             gauge.clear()
         for name, counts in slots.items():
-            self._slots.labels(name).set(counts.num_slots)
-            self._resident.labels(name).set(counts.num_resident)
-            self._running.labels(name).set(counts.num_used)
+            for count, value in asdict(counts).items():
+                self._slots[count].labels(name).set(value)
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Generator[None]:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
@@ -31,13 +32,13 @@ from mlx_parallm.engine.interface import (
     Kind,
     ModelLoad,
     ModelMemory,
+    ModelState,
     ModelStatus,
     StartedModel,
 )
 from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
-from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry, Residency
@@ -66,23 +67,23 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Addressed:
-    """A model that a request names, and the adapter of it, if it names one."""
-
-    entry: ModelEntry
-    adapter: NamedAdapter | None = None
-
-
 class EngineCore:
-    """Serves every model of a configuration to one event loop, whatever the models do."""
+    """Serves every model of a configuration to one event loop, whatever the models do.
+
+    Attributes:
+        config: the settings it was built from.
+        mailbox: the messages between the event loop and the engine thread.
+        control: the commands of an operator.
+        died: set while no thread serves: after a death, until a restarted thread has loaded.
+        ended: set when the thread has died and will not be started anew.
+    """
 
     def __init__(self, config: EngineConfig, kinds: Sequence[Kind], life: EngineLife) -> None:
         """Prepare; ``life`` is where the engines live: on a thread, or in another process."""
-        self._config = config
+        self.config = config
         self._life = life
         self._registry = CollectorRegistry()
-        self._mailbox = Mailbox()
+        self.mailbox = Mailbox()
         self._streams = OpenStreams()
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()
@@ -102,9 +103,7 @@ class EngineCore:
             {name: limit for name, limit in limits.items() if limit is not None},
         )
         self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
-        #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
-        #: Set when the thread has died and will not be started anew.
         self.ended = threading.Event()
 
     def start(self) -> None:
@@ -132,8 +131,8 @@ class EngineCore:
         """End the thread after the step in flight and free the models."""
         self._is_stopping = True
         self._life.give_up_load()
-        self._mailbox.stop_pacing()
-        self._mailbox.send(Stop())
+        self.mailbox.stop_pacing()
+        self.mailbox.send(Stop())
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -149,7 +148,7 @@ class EngineCore:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for request_id in self._streams.ids():
-            self._mailbox.send(Abort(request_id=request_id))
+            self.mailbox.send(Abort(request_id=request_id))
         self._streams.end_all(RequestAbortedError("The server is shutting down."))
 
     def statuses(self) -> Sequence[ModelStatus]:
@@ -162,10 +161,10 @@ class EngineCore:
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model, or the adapter of one, of this name."""
-        addressed = self._address(name)
-        if addressed is None:
+        entry, adapter = self._address(name)
+        if entry is None:
             return None
-        status, adapter = addressed.entry.status(), addressed.adapter
+        status = entry.status()
         if adapter is None:
             return status
         model = None if status.model is None else status.model.with_adapter(adapter)
@@ -178,14 +177,13 @@ class EngineCore:
         adapters = [info.name for info in self.control.adapters()]
         return ModelNotFoundError(name, [*models, *adapters])
 
-    def _address(self, name: str) -> _Addressed | None:
-        """Return the model, and perhaps the adapter, of this name; None if there is none."""
+    def _address(self, name: str) -> tuple[ModelEntry | None, NamedAdapter | None]:
+        """Return the model that a name stands for, if there is one, and the adapter of it."""
         entry = self._residency.by_name.get(name)
-        if entry is not None:
-            return _Addressed(entry)
-        adapter = self.control.named(name)
-        entry = None if adapter is None else self._residency.by_name.get(adapter.base)
-        return None if entry is None else _Addressed(entry, adapter)
+        adapter = self.control.named(name) if entry is None else None
+        if adapter is not None:
+            entry = self._residency.by_name.get(adapter.base)
+        return entry, adapter
 
     @contextlib.asynccontextmanager
     async def hold(self, model: str) -> AsyncGenerator[None]:
@@ -211,15 +209,15 @@ class EngineCore:
             ModelNotFoundError: it was unloaded meanwhile.
             ModelLoadError: it cannot be loaded.
         """
-        addressed = self._address(name)
-        if addressed is None:
+        entry, adapter = self._address(name)
+        if entry is None:
             raise ModelNotFoundError(name)
-        async with self.hold(addressed.entry.names[0]):
+        async with self.hold(entry.names[0]):
             pass
-        if addressed.adapter is not None:
+        if adapter is not None:
             # The model is not held meanwhile, because an eviction would wait for this load, and
             # this load for the one after the eviction.
-            await self.control.ensure_loaded(addressed.adapter.name, addressed.adapter.base)
+            await self.control.ensure_loaded(adapter.name, adapter.base)
 
     async def load_model(self, load: ModelLoad) -> ModelStatus:
         """Serve one more model; return once it is loaded.
@@ -288,7 +286,8 @@ class EngineCore:
                 raise InvalidRequestError(
                     f"A name must have 1 to {MAX_NAME} characters.", param="name"
                 )
-            self._check_free(name)
+            if self.find(name) is not None:
+                raise _name_is_taken(name)
         config = replace(
             self._defaults,
             path=source,
@@ -301,10 +300,6 @@ class EngineCore:
         )
         return ModelEntry(config, names, is_pinned=load.is_pinned)
 
-    def _check_free(self, name: str) -> None:
-        if self.find(name) is not None:
-            raise _name_is_taken(name)
-
     async def check_queue(self, model: str, client: str, n: int) -> None:
         """Refuse early what a queue has no room for; ``open_reader`` decides.
 
@@ -312,7 +307,7 @@ class EngineCore:
             OverloadedError: the queue had no room for them a moment ago.
         """
         self.check_health()
-        limit = self._config.scheduler.max_waiting
+        limit = self.config.scheduler.max_waiting
         # Waiting samples are open ones, so the engine, perhaps in another process, is seldom asked.
         if limit and self._streams.num_samples + n > limit:
             await self._life.query(CheckRoom(model, client, n))
@@ -328,10 +323,9 @@ class EngineCore:
         """
         self.check_open()
         self.control.check_open()
-        addressed = self._address(request.model)
-        if addressed is None:
+        entry, adapter = self._address(request.model)
+        if entry is None:
             raise self.not_found(request.model)
-        entry, adapter = addressed.entry, addressed.adapter
         if entry.model is not None:
             entry.model.check(request)
         base = entry.names[0]
@@ -374,17 +368,17 @@ class EngineCore:
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         if self._close(request_id):
-            self._mailbox.send(Abort(request_id=request_id))
+            self.mailbox.send(Abort(request_id=request_id))
 
     async def cancel(self, request_id: str) -> None:
         """End a request between two steps and notify its reader; unknown ids are ignored."""
         if request_id in self._streams:
-            self._mailbox.send(Abort(request_id=request_id, is_notified=True))
+            self.mailbox.send(Abort(request_id=request_id, is_notified=True))
 
     async def call(self, action: HostCommand[T]) -> T:
         """Carry out a command between two steps; return its result, or raise its error."""
         self.check_health()
-        result: Any = await self.ask(lambda reply: Call(action=action, reply=reply))
+        result: Any = await self.mailbox.ask(lambda reply: Call(action=action, reply=reply))
         if isinstance(result, ParallmError):
             raise result
         return result
@@ -399,11 +393,6 @@ class EngineCore:
     async def wait_until_idle(self) -> None:
         """Return once no request is open."""
         await self._idle.wait()
-
-    @property
-    def config(self) -> EngineConfig:
-        """The settings it was built from."""
-        return self._config
 
     def all_requests(self) -> Sequence[Any]:
         """Return the requests that were admitted and have not ended."""
@@ -429,7 +418,16 @@ class EngineCore:
         """Return the memory of each model, by its first name."""
         kept: Mapping[str, int] = {}
         cache_bytes = await self._query(ReadCacheBytes(), kept)
-        return model_memory(self.statuses(), cache_bytes, self.control.adapters())
+        adapter_bytes: Counter[str] = Counter()
+        for info in self.control.adapters():
+            adapter_bytes[info.model] += info.num_bytes
+        memory: dict[str, ModelMemory] = {}
+        for status in self.statuses():
+            name, is_loaded = status.names[0], status.state is ModelState.LOADED
+            own: ModelMemory = status.model.memory if is_loaded else ModelMemory()
+            cache = cache_bytes.get(name, 0)
+            memory[name] = replace(own, cache=cache, adapters=adapter_bytes[name])
+        return memory
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""
@@ -447,7 +445,7 @@ class EngineCore:
     async def _send(self, request: Any, upload: AdapterUpload | None = None) -> ParallmError | None:
         """Hand a request to the thread; return its refusal, or None once it is admitted."""
         arrival_s = time.monotonic()
-        return await self.ask(
+        return await self.mailbox.ask(
             lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
         )
 
@@ -462,14 +460,6 @@ class EngineCore:
             await self.control.refresh()
         return refusal
 
-    def send(self, command: Command) -> None:
-        """Send the thread a command without waiting for a reply."""
-        self._mailbox.send(command)
-
-    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
-        """Return the thread's reply to a command; EngineDeadError if it dies before replying."""
-        return await self._mailbox.ask(command)
-
     def _run(self) -> None:
         """Load and serve, on the thread; again after a death if the server restarts engines."""
         while self._live() and not self._is_stopping:
@@ -479,7 +469,7 @@ class EngineCore:
     def _live(self) -> bool:
         """Run one life of the engines, from load to stop or death; True if another follows."""
         try:
-            self._life.run(self._mailbox.inbox, self._deliver, self._on_loaded)
+            self._life.run(self.mailbox.inbox, self._deliver, self._on_loaded)
         except BaseException as cause:  # noqa: BLE001 - every caller must be notified
             if self._on_death(cause):
                 return True
@@ -502,16 +492,16 @@ class EngineCore:
         logger.critical("the engine thread died", exc_info=cause)
         self._loaded.clear()
         self.died.set()
-        self._mailbox.clear()
-        self._mailbox.post(self._fail_everything)
-        return self._config.restart_on_failure
+        self.mailbox.clear()
+        self.mailbox.post(self._fail_everything)
+        return self.config.restart_on_failure
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        self._mailbox.deliver(self._dispatch, events)
+        self.mailbox.deliver(self._dispatch, events)
 
     def _dispatch(self, events: Sequence[Event]) -> None:
         for request_id in self._streams.dispatch(events):
-            self._mailbox.send(Abort(request_id=request_id))
+            self.mailbox.send(Abort(request_id=request_id))
         self.note_open()
 
     def _close(self, request_id: str) -> bool:
@@ -536,7 +526,7 @@ class EngineCore:
         error.__cause__ = self._cause
         self._streams.end_all(error)
         self.note_open()
-        self._mailbox.fail(error)
+        self.mailbox.fail(error)
 
 
 def _name_is_taken(name: str) -> InvalidRequestError:

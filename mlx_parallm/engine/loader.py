@@ -64,7 +64,7 @@ class ModelLoader:
             return await thread.call(CommitLoad(number))
         except BaseException:
             # Its arrays are freed on the thread that made them.
-            thread.send(Call(action=DropLoad(number), reply=lambda _: None))
+            thread.mailbox.send(Call(action=DropLoad(number), reply=lambda _: None))
             raise
 
     async def drop(self, name: str) -> None:

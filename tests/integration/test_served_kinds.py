@@ -316,7 +316,7 @@ class Collected:
 
 async def test_the_core_is_its_own_client(core: EngineCore, case: Case) -> None:
     reader = Collected(case.request("own", "a"))
-    refusal = await core.ask(
+    refusal = await core.mailbox.ask(
         lambda reply: Submit(request=reader.request, arrival_s=0.0, reader=reader, reply=reply)
     )
     assert refusal is None

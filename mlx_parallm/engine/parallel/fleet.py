@@ -278,7 +278,7 @@ class Fleet:
         result = gathering.result()
         if not isinstance(result, ParallmError):
             self._journal.note(gathering.command.action, result)
-        gathering.reply(result)
+        gathering.command.reply(result)
         self._join_if_settled()
 
     def _take(self, rank: int, events: Sequence[Event]) -> None:

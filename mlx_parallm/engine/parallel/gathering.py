@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from mlx_parallm.engine.commands import Call, JoinsResults
@@ -43,8 +43,3 @@ class Gathering:
             return refusals[0] if refusals else EngineDeadError("No engine is left.")
         action = self.command.action
         return action.together(results) if isinstance(action, JoinsResults) else results[0]
-
-    @property
-    def reply(self) -> Callable[[Any], None]:
-        """Take the result."""
-        return self.command.reply

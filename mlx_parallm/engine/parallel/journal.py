@@ -83,8 +83,8 @@ class StateJournal:
     What is being prepared belongs to the state: its commit may come any time.
     """
 
-    _pending: dict[tuple[type, int | str], HostCommand[Any]] = field(
-        default_factory=dict[tuple[type, "int | str"], "HostCommand[Any]"]
+    _pending: dict[tuple[str, int | str], HostCommand[Any]] = field(
+        default_factory=dict[tuple[str, "int | str"], "HostCommand[Any]"]
     )
     _models: dict[str, BeginLoad] = field(default_factory=dict[str, BeginLoad])
     _adapters: dict[tuple[str, str], EnsureAdapter] = field(
@@ -98,23 +98,18 @@ class StateJournal:
     def note(self, action: HostCommand[Any], result: Any) -> None:
         """Note a command that every engine has carried out, and its result."""
         match action:
-            case BeginLoad() | CommitLoad() | DropLoad() | UnloadModel():
-                self._note_model(action, result)
-            case BeginAdapter() | CommitAdapter() | DropStagedAdapter():
-                self._note_staging(action, result)
-            case EnsureAdapter() | UnloadAdapter() | ForgetAdapters() | ListVersions():
-                self._note_adapters(action, result)
-            case PrepareUpdate() | CommitUpdate() | DropUpdate() | RelabelWeights():
-                self._note_weights(action, result)
+            case BeginLoad() | BeginAdapter() | PrepareUpdate():
+                self._pending[_preparation(action)] = action
+            case DropLoad() | DropStagedAdapter() | DropUpdate():
+                self._pending.pop(_preparation(action), None)
+            case CommitLoad() | CommitAdapter() | CommitUpdate():
+                self._note_commit(self._pending.pop(_preparation(action)), result)
+            case UnloadModel(name):
+                self._models.pop(name, None)
             case Pause() | Resume():
                 self._is_paused = isinstance(action, Pause)
-            case SleepModels(level):
-                self._sleep(level)
-            case WakeModels():
-                self._wake(result)
             case _:
-                # It changes nothing that stays.
-                return
+                self._note_change(action, result)
 
     def commands(self) -> Sequence[HostCommand[Any]]:
         """Return what brings an engine that has just loaded to this state, in order."""
@@ -134,37 +129,21 @@ class StateJournal:
             commands.append(WakeModels([tag for tag in SLEEP_TAGS if tag not in self._asleep]))
         return [*commands, *self._pending.values()]
 
-    def _note_model(self, action: HostCommand[Any], result: Any) -> None:
-        match action:
-            case BeginLoad(number):
-                self._pending[BeginLoad, number] = action
-            case CommitLoad(number):
-                begin = self._pending.pop((BeginLoad, number))
-                assert isinstance(begin, BeginLoad)
-                self._models[result.names[0]] = begin
-            case DropLoad(number):
-                self._pending.pop((BeginLoad, number), None)
-            case UnloadModel(name):
-                self._models.pop(name, None)
-            case _:
-                raise AssertionError(action)
-
-    def _note_staging(self, action: HostCommand[Any], result: Any) -> None:
-        match action:
-            case BeginAdapter(number):
-                self._pending[BeginAdapter, number] = action
-            case CommitAdapter(number):
-                begin = self._pending.pop((BeginAdapter, number))
-                assert isinstance(begin, BeginAdapter)
+    def _note_commit(self, prepared: HostCommand[Any], result: Any) -> None:
+        match prepared:
+            case BeginLoad():
+                self._models[result.names[0]] = prepared
+            case BeginAdapter(upload=upload):
                 info, (infos, _) = result
-                self._note_adapter(begin.upload, info)
+                self._note_adapter(upload, info)
                 self._note_listed(infos)
-            case DropStagedAdapter(number):
-                self._pending.pop((BeginAdapter, number), None)
+            case PrepareUpdate(model, update):
+                self._note_update(model, update, result)
             case _:
-                raise AssertionError(action)
+                raise AssertionError(prepared)
 
-    def _note_adapters(self, action: HostCommand[Any], result: Any) -> None:
+    def _note_change(self, action: HostCommand[Any], result: Any) -> None:
+        """Note adapters, labels and sleep; other commands change nothing that stays."""
         match action:
             case EnsureAdapter(upload, model):
                 if (model, upload.name) not in self._adapters:
@@ -175,23 +154,14 @@ class StateJournal:
                 self._keep_adapters(key for key in self._adapters if key[0] != name)
             case ListVersions():
                 self._note_listed(result[0])
-            case _:
-                raise AssertionError(action)
-
-    def _note_weights(self, action: HostCommand[Any], result: Any) -> None:
-        match action:
-            case PrepareUpdate(model):
-                self._pending[PrepareUpdate, model] = action
-            case CommitUpdate(model):
-                prepared = self._pending.pop((PrepareUpdate, model))
-                assert isinstance(prepared, PrepareUpdate)
-                self._note_update(model, prepared.update, result)
-            case DropUpdate(model):
-                self._pending.pop((PrepareUpdate, model), None)
             case RelabelWeights(model):
                 self._weights.setdefault(model, _Weights()).version = result
+            case SleepModels(level):
+                self._sleep(level)
+            case WakeModels():
+                self._wake(result)
             case _:
-                raise AssertionError(action)
+                pass
 
     def _note_adapter(self, upload: AdapterUpload, info: AdapterInfo) -> None:
         loaded = replace(
@@ -235,3 +205,16 @@ class StateJournal:
             for weights in self._weights.values():
                 weights.version = weights.folder_version
         self._asleep = tuple(asleep)
+
+
+def _preparation(action: HostCommand[Any]) -> tuple[str, int | str]:
+    """Return a key that is equal for the commands that begin, commit and drop one thing."""
+    match action:
+        case BeginLoad(number) | CommitLoad(number) | DropLoad(number):
+            return "load", number
+        case BeginAdapter(number) | CommitAdapter(number) | DropStagedAdapter(number):
+            return "adapter", number
+        case PrepareUpdate(model) | CommitUpdate(model) | DropUpdate(model):
+            return "update", model
+        case _:
+            raise AssertionError(action)

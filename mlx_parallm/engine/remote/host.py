@@ -21,7 +21,6 @@ from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
     Events,
     Failed,
-    LoadedPack,
     Progress,
     Query,
     Ready,
@@ -75,8 +74,7 @@ class _Host:
     def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
         try:
             models = [
-                LoadedPack(started.config, started.model.packed(), started.is_loaded)
-                for started in loaded
+                (started.config, started.model.packed(), started.is_loaded) for started in loaded
             ]
             self._channel.send(Ready(models))
         except ControlError as cause:

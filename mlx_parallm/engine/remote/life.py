@@ -28,7 +28,6 @@ from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.engine.remote.messages import (
     Events,
     Failed,
-    LoadedPack,
     Progress,
     Ready,
     Reply,
@@ -140,7 +139,10 @@ class RemoteLife:
                     case Failed(error):
                         raise error
                     case Ready(models):
-                        return [self._unpacked(pack) for pack in models]
+                        return [
+                            StartedModel(config, model.unpack(self._ask), is_loaded)
+                            for config, model, is_loaded in models
+                        ]
                     case other:
                         raise AssertionError(other)
         except UnreadableError as problem:
@@ -148,9 +150,6 @@ class RemoteLife:
         finally:
             with self._lock:
                 self._loading = None
-
-    def _unpacked(self, pack: LoadedPack) -> StartedModel:
-        return StartedModel(pack.config, pack.model.unpack(self._ask), pack.is_loaded)
 
     @contextlib.contextmanager
     def _sending(

@@ -48,19 +48,10 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPack:
-    """A ``StartedModel`` on its way to the server's process."""
-
-    config: ModelConfig
-    model: PackedModel
-    is_loaded: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
-    """From the engines: everything is loaded."""
+    """From the engines: everything is loaded; ``models`` are the fields of ``StartedModel``."""
 
-    models: Sequence[LoadedPack]
+    models: Sequence[tuple[ModelConfig, PackedModel, bool]]
 
 
 @dataclass(frozen=True, slots=True)
