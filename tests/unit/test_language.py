@@ -73,6 +73,7 @@ CLEAN_ROOMS = (
     "tests/unit/cli",
     "tests/unit/client",
     "tests/unit/demo",
+    "tests/unit/engine",
     "tests/unit/generation",
     "tests/unit/grammar",
     "tests/unit/kernels",

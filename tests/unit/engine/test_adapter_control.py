@@ -47,9 +47,9 @@ class TwoEncoders:
 
     async def call(self, action: Callable[[EngineLoop], Any]) -> Any:
         await asyncio.sleep(0)
-        found = action(self._host)
+        result = action(self._host)
         await asyncio.sleep(0)
-        return found
+        return result
 
 
 class FoundAdapters(AdapterControl):
@@ -71,17 +71,17 @@ def control(thread: TwoEncoders) -> AdapterControl:
 
 
 def owners(thread: TwoEncoders) -> list[str]:
-    return [info.model for one in thread.sets.values() for info in one.policies.infos()]
+    return [info.model for adapters in thread.sets.values() for info in adapters.policies.infos()]
 
 
-def check_one_owner(thread: TwoEncoders, found: list[Any]) -> None:
+def check_one_owner(thread: TwoEncoders, results: list[Any]) -> None:
     """One of two loads was refused, and left no slot in use."""
-    (refusal,) = (one for one in found if isinstance(one, BaseException))
+    (refusal,) = (result for result in results if isinstance(result, BaseException))
     assert isinstance(refusal, InvalidRequestError)
     assert refusal.param == "name"
     assert "unload it first" in str(refusal)
     assert len(owners(thread)) == 1
-    assert [one.adapters.num_used for one in thread.sets.values()] == [0, 0]
+    assert [adapters.adapters.num_used for adapters in thread.sets.values()] == [0, 0]
 
 
 async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(

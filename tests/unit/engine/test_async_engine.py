@@ -101,7 +101,7 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
     handle = await engine.submit(make_request("a", n=2))
     while not isinstance(await anext(handle.events), TokenEvent):
         pass
-    assert [one.request_id for one in engine.open_requests()] == ["a"]
+    assert [request.request_id for request in engine.open_requests()] == ["a"]
     await engine.cancel("a")
     await engine.cancel("unknown")
     gate.set()
@@ -139,7 +139,7 @@ async def test_a_dead_thread_tells_every_stream_and_health() -> None:
     assert isinstance(events[-1].error, EngineDeadError)
     with pytest.raises(EngineDeadError):
         engine.check_health()
-    # Not that its queue is full, which it may be for ever.
+    # The error is not that its queue is full, because it would stay so.
     with pytest.raises(EngineDeadError):
         await engine.check_room("m", "", 1_000_000)
     with pytest.raises(EngineDeadError):
@@ -250,11 +250,11 @@ def test_a_failed_load_is_raised_to_whoever_starts() -> None:
 def test_a_failed_load_is_raised_after_its_thread_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, ends = threading.Event(), []
+    is_released, ends = threading.Event(), []
 
     def end_thread() -> None:
         # Nobody tells it before it ends, unless the load's error came too early.
-        ends.append(told.wait(0.1))  # time limit: passes if too short
+        ends.append(is_released.wait(0.1))  # time limit: passes if too short
 
     def build(*_: object) -> list[BuiltModel]:
         raise ConfigError("too little memory")
@@ -263,7 +263,7 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
     engine = engine_of(build)
     with pytest.raises(ConfigError):
         engine.start()
-    told.set()
+    is_released.set()
     assert ends == [False]
 
 

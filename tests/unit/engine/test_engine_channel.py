@@ -1,4 +1,4 @@
-"""What travels between the server's process and the engines'."""
+"""Messages between the server's process and the engines' process."""
 
 from __future__ import annotations
 
@@ -38,20 +38,23 @@ Ends = tuple[Channel, Channel]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    one, other = (Channel(end) for end in socket.socketpair())
-    yield one, other
-    one.close()
-    other.close()
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
 
 
 def sent(ends: Ends, message: object) -> object:
-    """A message at the other end; what is larger than the sockets needs somebody who reads."""
+    """Return a message as the other end receives it.
+
+    It is sent on a thread, because one that the sockets cannot hold waits for a reader.
+    """
     thread = threading.Thread(target=ends[0].send, args=(message, 7))
     thread.start()
-    found, number = ends[1].receive()
+    received, number = ends[1].receive()
     thread.join()
     assert number == 7
-    return found
+    return received
 
 
 @pytest.mark.parametrize("slice_bytes", [1 << 30, 999])
@@ -61,12 +64,12 @@ def test_large_arrays_cross_beside_the_pickle(
     monkeypatch.setattr(channel, "SLICE_BYTES", slice_bytes)
     rows = np.arange(300_000, dtype=np.float32).reshape(3, -1)
     results = PoolingResults([rows, rows[:0], rows.T, rows[:, ::2]], [True, False, True, False])
-    found = sent(ends, {"results": results, "tensor": HostTensor(rows.view(np.uint32))})
-    assert isinstance(found, dict)
-    assert found["results"].cache_hits == results.cache_hits
-    for got, given_ in zip(found["results"], results, strict=True):
-        np.testing.assert_array_equal(got, given_)
-    np.testing.assert_array_equal(found["tensor"].array, rows.view(np.uint32))
+    message = sent(ends, {"results": results, "tensor": HostTensor(rows.view(np.uint32))})
+    assert isinstance(message, dict)
+    assert message["results"].cache_hits == results.cache_hits
+    for result, original in zip(message["results"], results, strict=True):
+        np.testing.assert_array_equal(result, original)
+    np.testing.assert_array_equal(message["tensor"].array, rows.view(np.uint32))
     assert sent(ends, "next") == "next"
 
 
@@ -75,15 +78,15 @@ def test_messages_that_came_together_are_told_apart(
     buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "BUFFER_BYTES", buffer_bytes)
-    one, other = (Channel(end) for end in socket.socketpair())
+    ours, theirs = (Channel(end) for end in socket.socketpair())
     messages = [bytes(size) for size in (0, 1, 29, 3000)] * 4
     for number, message in enumerate(messages):
-        one.send(message, number)
-    one.close()
-    assert [other.receive() for _ in messages] == list(zip(messages, range(16), strict=True))
+        ours.send(message, number)
+    ours.close()
+    assert [theirs.receive() for _ in messages] == list(zip(messages, range(16), strict=True))
     with pytest.raises(EOFError):
-        other.receive()
-    other.close()
+        theirs.receive()
+    theirs.close()
 
 
 def test_what_cannot_be_pickled_is_not_sent_at_all(ends: Ends) -> None:
@@ -149,7 +152,7 @@ def test_errors_of_a_step_are_events_too() -> None:
 
 
 FORMATS = [(tools, None) for tools in registry.tool_format_names()] + [
-    (None, one.name) for one in REASONING_FORMATS
+    (None, known.name) for known in REASONING_FORMATS
 ]
 
 
@@ -164,10 +167,10 @@ def test_a_model_crosses_with_every_format(tools: str | None, reasoning: str | N
         tool_format=None if tools is None else registry.tool_format(tools),
         reasoning_format=None if reasoning is None else registry.reasoning_format(reasoning),
     )
-    found = pickle.loads(pickle.dumps(model.packed())).unpack(cast("Any", None))
-    assert found.tool_format is model.tool_format
-    assert found.reasoning_format is model.reasoning_format
-    assert (found.names, found.info, found.grammars) == (model.names, model.info, None)
+    unpacked = pickle.loads(pickle.dumps(model.packed())).unpack(cast("Any", None))
+    assert unpacked.tool_format is model.tool_format
+    assert unpacked.reasoning_format is model.reasoning_format
+    assert (unpacked.names, unpacked.info, unpacked.grammars) == (model.names, model.info, None)
 
 
 def test_a_held_lock_is_free_in_the_other_process() -> None:

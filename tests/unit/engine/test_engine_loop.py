@@ -110,7 +110,7 @@ class Trial:
         return Submit(request=request, arrival_s=0.0, reply=reply)
 
     def deliver(self, events: Sequence[Event]) -> None:
-        self.answered_s |= {one.request_id: self.clock.now_s for one in events}
+        self.answered_s |= {event.request_id: self.clock.now_s for event in events}
 
     def run(self, *commands: tuple[float, Command]) -> Inbox:
         inbox = Inbox(self.clock, *((100.0 + at_s, command) for at_s, command in commands))
@@ -171,7 +171,7 @@ def test_the_input_that_came_first_is_next_whatever_its_encoder() -> None:
     ]
     trial.run(*commands)
     order = sorted(trial.answered_s, key=trial.answered_s.__getitem__)
-    assert {one[0] for one in order[:4]} == {"m", "o"}
+    assert {entry[0] for entry in order[:4]} == {"m", "o"}
     assert len(order) == 16
     assert max(trial.streams.gaps_s) <= 2 * STEP_S + seconds_of([(0,) * 40])
 

@@ -70,7 +70,9 @@ async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
 async def test_requests_are_answered_from_another_process(engine: AsyncEngine) -> None:
     assert await engine.call(pid_of) != os.getpid()
     requests = [make_request(str(i), "alias" if i % 2 else "m") for i in range(20)]
-    assert await asyncio.gather(*(text_of(engine, one) for one in requests)) == ["hello"] * 20
+    assert (
+        await asyncio.gather(*(text_of(engine, request) for request in requests)) == ["hello"] * 20
+    )
 
 
 async def test_its_state_is_told(engine: AsyncEngine) -> None:
@@ -147,7 +149,7 @@ async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
     assert isinstance(last.error, EngineDeadError)
     with pytest.raises(EngineDeadError):
         engine.check_health()
-    # What can still be told is told.
+    # Whatever needs no engine is still answered.
     assert (await engine.load()).num_requests == 0
     assert b"mlx_parallm:paused" in (await engine.render_metrics())[0]
     await asyncio.to_thread(engine.stop)
@@ -202,7 +204,7 @@ async def test_a_stop_on_the_loop_waits_for_no_events() -> None:
 
 @contextmanager
 def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
-    """The engines' process, and the channel of a server that has it."""
+    """Yield the engines' process, and the channel of a server that has it."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "tests.scripted_process", script, str(theirs.fileno())]

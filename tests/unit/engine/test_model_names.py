@@ -13,7 +13,7 @@ from mlx_parallm.types.errors import MAX_LISTED_MODELS, ModelNotFoundError
 
 def names(*models: ModelConfig) -> list[tuple[str, ...]]:
     check_names(models)
-    return [model_names(one) for one in with_short_names(models)]
+    return [model_names(model) for model in with_short_names(models)]
 
 
 @pytest.fixture

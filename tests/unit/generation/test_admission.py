@@ -1,4 +1,4 @@
-"""What is refused before it reaches the engine."""
+"""Requests that are refused before they reach the engine."""
 
 from __future__ import annotations
 

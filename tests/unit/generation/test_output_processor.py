@@ -29,11 +29,11 @@ def update(token=None, request_id="r", index=0, logprob=None, **fields):
 
 
 def feed(processor, data, last=None):
-    """One step per byte, then ``last``; returns all events and what was stopped."""
+    """Process a step per byte, then ``last``; return all events and the stopped samples."""
     events, stopped = [], []
     updates = [update(byte) for byte in data] + ([last] if last is not None else [])
-    for one in updates:
-        step = processor.process([one])
+    for each in updates:
+        step = processor.process([each])
         events += step.events
         stopped += step.stopped
     return events, stopped

@@ -1,4 +1,4 @@
-"""Which encoders are in memory: one load for all who wait, and the least recently used make way."""
+"""Encoders in memory: waiting requests share a load; the least recently used is evicted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ScriptedLoader(ModelLoader):
         if self.failure is not None:
             raise self.failure
         self.in_memory.add(name)
-        self.peak = max(self.peak, sum(SIZES[one] for one in self.in_memory))
+        self.peak = max(self.peak, sum(SIZES[other] for other in self.in_memory))
         info = PoolingInfo(
             architecture="x",
             vocab_size=9,
@@ -89,15 +89,15 @@ def make(
     loader = ScriptedLoader()
     residency = residency_of(loader, max_bytes)
     entries = [ModelEntry(ModelConfig(path=name), (name, name * 2)) for name in names]
-    for one in entries:
-        residency.add(one)
+    for entry in entries:
+        residency.add(entry)
     return residency, loader, entries
 
 
 async def use(residency: Residency, entry: ModelEntry) -> None:
     await residency.begin(entry)
     loader: Any = residency._loader
-    # Even while it is to make way.
+    # This holds even while it waits to be evicted.
     assert entry.names[0] in loader.in_memory
     residency.end(entry)
 
@@ -128,8 +128,8 @@ async def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again
     waiting = [asyncio.create_task(use(residency, a)) for _ in range(3)]
     await loader.begun.wait()
     loader.gate.set()
-    found = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [str(one) for one in found] == ["the file is broken"] * 3
+    failures = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(failure) for failure in failures] == ["the file is broken"] * 3
     assert a.status().state is ModelState.EVICTED
     loader.failure = None
     await use(residency, a)
@@ -150,8 +150,8 @@ async def test_who_goes_away_does_not_end_the_load_of_others() -> None:
 
 async def test_the_least_recently_used_make_way() -> None:
     residency, loader, (a, b, c) = make(max_bytes=50)
-    for one in (a, b, a):
-        await use(residency, one)
+    for entry in (a, b, a):
+        await use(residency, entry)
     await use(residency, c)
     assert loader.in_memory == {"a", "c"}
     await use(residency, b)
@@ -162,7 +162,7 @@ async def test_the_least_recently_used_make_way() -> None:
     assert a.model is not None
 
 
-async def test_one_that_runs_makes_way_only_when_its_requests_have_ended() -> None:
+async def test_an_encoder_that_runs_is_evicted_only_when_its_requests_have_ended() -> None:
     residency, loader, (a, _, c) = make(max_bytes=30)
     await residency.begin(a)
     other = asyncio.create_task(use(residency, c))
@@ -219,14 +219,14 @@ async def test_unloading_during_a_load() -> None:
     first = asyncio.create_task(use(residency, a))
     second = asyncio.create_task(use(residency, b))
     await loader.begun.wait()
-    leaving = [asyncio.create_task(residency.unload(one)) for one in (a, b)]
+    leaving = [asyncio.create_task(residency.unload(entry)) for entry in (a, b)]
     await settle()
     loader.gate.set()
     await asyncio.gather(*leaving)
-    found = await asyncio.gather(first, second, return_exceptions=True)
+    outcomes = await asyncio.gather(first, second, return_exceptions=True)
     # The request that waited for the load ran before the encoder went; the other had not begun.
-    assert found[0] is None
-    assert isinstance(found[1], ModelNotFoundError)
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], ModelNotFoundError)
     assert loader.in_memory == set()
     assert residency.entries() == [residency.by_name["c"]]
 
@@ -237,7 +237,7 @@ async def test_requests_that_come_in_turn_all_run_though_only_one_encoder_fits()
     await asyncio.gather(*requests)
     # All requests of an encoder ran with its first load.
     assert loader.events.count("load c") == 1
-    assert all(one.num_open == 0 and not one.waiting for one in entries)
+    assert all(entry.num_open == 0 and not entry.waiting for entry in entries)
 
 
 async def test_who_goes_away_just_when_it_is_let_in_holds_nothing() -> None:

@@ -41,12 +41,12 @@ class AdaptedSums(SumEncoder):
     def begin(self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]) -> SumJob:
         self.most = max(self.most, len(slots))
         self._store.place({slot: content for content, slot in slots.items()})
-        found = {content: self._store.slots[slot] for content, slot in slots.items()}
+        contents = {content: self._store.slots[slot] for content, slot in slots.items()}
         in_slots = [
-            one if one.adapter is None else replace(one, adapter=found[one.adapter])
-            for one in inputs
+            item if item.adapter is None else replace(item, adapter=contents[item.adapter])
+            for item in inputs
         ]
-        return super().begin(in_slots, dict.fromkeys(found.values(), 0))
+        return super().begin(in_slots, dict.fromkeys(contents.values(), 0))
 
 
 def make(max_loaded: int = 8) -> tuple[RepliedEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
@@ -72,8 +72,10 @@ def ask(
     name: str | None = None,
     head: OwnHead | None = None,
 ) -> None:
-    def reply(found: Any) -> None:
-        answers[key] = [one.tolist() for one in found] if isinstance(found, list) else found
+    def reply(answer: Any) -> None:
+        answers[key] = (
+            [vector.tolist() for vector in answer] if isinstance(answer, list) else answer
+        )
 
     engine.add(replace(request_of(key, *inputs, adapter=name), head=head), reply)
 
@@ -130,9 +132,9 @@ def test_a_request_that_was_made_for_another_head_is_refused() -> None:
             ask(engine, answers, f"{number}-{name}", (1, 2), name="a", head=own)
     run(engine)
     good = {"2-2": [[2003, 2]], "3-3": [[3003, 2]]}
-    assert {key: one for key, one in answers.items() if isinstance(one, list)} == good
-    refused = [one for key, one in answers.items() if key not in good]
-    assert [type(one) for one in refused] == [ModelLoadingError] * 4
+    assert {key: answer for key, answer in answers.items() if isinstance(answer, list)} == good
+    refused = [answer for key, answer in answers.items() if key not in good]
+    assert [type(answer) for answer in refused] == [ModelLoadingError] * 4
     # They left nothing open.
     assert store.contents == {"digest-3"}
 
@@ -175,7 +177,7 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     stagings = [AdapterStaging(upload, adapters.policies) for upload in uploads]
     loaded = [advance(staging) for staging in stagings]
     # What found no slot is loaded without one, until a batch names it.
-    assert [one is None for one in loaded] == [True, True, False, False]
+    assert [info is None for info in loaded] == [True, True, False, False]
     for number in range(1, 4):
         ask(engine, answers, f"a{number}", (number,), name=f"a{number}")
     run(engine)
@@ -197,7 +199,7 @@ def advance(staging: AdapterStaging) -> AdapterInfo | None:
     return info
 
 
-def test_what_makes_way_comes_back_with_its_adapters() -> None:
+def test_an_evicted_model_comes_back_with_its_adapters() -> None:
     engine, adapters, store, encoder = make()
     answers: Answers = {}
     load(adapters, "a", 1)
@@ -257,7 +259,9 @@ def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, 
                 assert isinstance(answers.pop(str(number)), ModelNotFoundError)
             else:
                 shift = shift_of(loaded.get(name or ""))
-                wanted[str(number)] = [[sum(one) + shift, len(one)] for one in value]
+                wanted[str(number)] = [
+                    [sum(token_ids) + shift, len(token_ids)] for token_ids in value
+                ]
         elif kind == "step" and engine.has_work():
             engine.step(value)
         elif kind == "abort" and engine.abort(str(value)):
@@ -276,12 +280,12 @@ def test_a_batch_has_no_more_adapters_than_there_are_slots(
 ) -> None:
     queue = PoolingQueue()
     for number, (length, which) in enumerate(inputs):
-        one = PoolingInput((number, *range(length)), adapter=f"digest-{which}" if which else None)
-        queue.add(replace(request_of(str(number), (0,)), inputs=(one,)))
+        item = PoolingInput((number, *range(length)), adapter=f"digest-{which}" if which else None)
+        queue.add(replace(request_of(str(number), (0,)), inputs=(item,)))
     while len(queue):
         batch = queue.take(100, max_adapters=most)
-        found = {one.input.adapter for one in batch} - {None}
-        assert len(found) <= most
+        adapters = {waiting.input.adapter for waiting in batch} - {None}
+        assert len(adapters) <= most
         if not batch:
             # The one that waits longest has an adapter, for which there is no slot.
             assert not most

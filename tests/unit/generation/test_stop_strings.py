@@ -8,11 +8,11 @@ from mlx_parallm.generation.stop_strings import StopStrings
 
 
 def reference(text: str, stop: list[str]) -> tuple[int, str] | None:
-    """Where the first stop string to be complete begins, found by looking at every prefix."""
+    """Return where the first complete stop string begins, and which it is, by trying prefixes."""
     for end in range(1, len(text) + 1):
-        found = [s for s in stop if text[:end].endswith(s)]
-        if found:
-            longest = max(found, key=len)
+        complete = [s for s in stop if text[:end].endswith(s)]
+        if complete:
+            longest = max(complete, key=len)
             return end - len(longest), longest
     return None
 
@@ -40,11 +40,11 @@ def test_equals_the_reference_however_the_text_is_cut(text, stop, cuts, include)
             break
     else:
         out += matcher.flush()
-    found = reference(text, stop)
-    if found is None:
+    expected = reference(text, stop)
+    if expected is None:
         assert (out, matcher.matched) == (text, None)
     else:
-        start, matched = found
+        start, matched = expected
         assert matcher.matched == matched
         assert out == text[:start] + (matched if include else "")
 

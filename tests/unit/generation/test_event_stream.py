@@ -28,7 +28,10 @@ async def test_iteration_ends_when_every_sample_has_ended() -> None:
     stream = EventStream(request(2))
     for event in (token(0, last=True), token(1), token(1, last=True), token(1)):
         stream.put(event)
-    assert [(one.index, one.text) async for one in token_events(stream)] == [(0, "x"), (1, "xx")]
+    assert [(event.index, event.text) async for event in token_events(stream)] == [
+        (0, "x"),
+        (1, "xx"),
+    ]
     assert stream.is_complete
 
 
@@ -88,13 +91,13 @@ async def test_tokens_come_together_but_for_the_first_and_the_last() -> None:
         stream.put(numbered(number))
         for _ in range(3):
             await asyncio.sleep(0)
-    assert [one.text for one in seen] == ["0", "123", "456"]
-    assert [one.token_ids for one in seen] == [(0,), (1, 2, 3), (4, 5, 6)]
-    assert [len(one.logprobs) for one in seen] == [1, 3, 3]
+    assert [event.text for event in seen] == ["0", "123", "456"]
+    assert [event.token_ids for event in seen] == [(0,), (1, 2, 3), (4, 5, 6)]
+    assert [len(event.logprobs) for event in seen] == [1, 3, 3]
     assert seen[1].pieces == (numbered(1), numbered(2), numbered(3))
     stream.put(token(0, last=True))
     await reader
-    assert [one.text for one in seen[3:]] == ["78x"]
+    assert [event.text for event in seen[3:]] == ["78x"]
     assert seen[-1].finish_reason is FinishReason.STOP
 
 
@@ -113,13 +116,18 @@ async def test_samples_and_versions_of_weights_are_not_joined() -> None:
     for event in events:
         stream.put(event)
     seen = [event async for event in token_events(stream)]
-    assert [(one.index, one.text, one.version) for one in seen] == [
+    assert [(event.index, event.text, event.version) for event in seen] == [
         (0, "12x", DEFAULT_VERSION),
         (1, "3", DEFAULT_VERSION),
         (1, "45", "2"),
         (1, "x", DEFAULT_VERSION),
     ]
-    assert [one.finish_reason for one in seen] == [FinishReason.STOP, None, None, FinishReason.STOP]
+    assert [event.finish_reason for event in seen] == [
+        FinishReason.STOP,
+        None,
+        None,
+        FinishReason.STOP,
+    ]
 
 
 @pytest.mark.parametrize("together", [1, 5])

@@ -1,4 +1,4 @@
-"""An encoder's engine: answers go to whoever asked, and failures to nobody else."""
+"""An encoder's engine: each request gets its own answer or failure."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def make(
 def ask(
     engine: RepliedEngine, answers: dict[str, Any], name: str, *inputs: tuple[int, ...]
 ) -> None:
-    engine.add(request_of(name, *inputs), lambda found: answers.__setitem__(name, plain(found)))
+    engine.add(request_of(name, *inputs), lambda answer: answers.__setitem__(name, plain(answer)))
 
 
-def plain(found: Any) -> Any:
-    return [one.tolist() for one in found] if isinstance(found, list) else found
+def plain(answer: Any) -> Any:
+    return [vector.tolist() for vector in answer] if isinstance(answer, list) else answer
 
 
 def run(engine: RepliedEngine, within_s: float | None = None) -> int:
@@ -53,7 +53,7 @@ def test_vectors_are_in_the_order_of_the_inputs() -> None:
     run(engine)
     assert answers["a"] == [[18, 3], [1, 1], [18, 3]]
     assert answers["b"] == [[1, 1], [4, 2]]
-    assert sorted(one for batch in encoder.batches for one in batch) == [(1,), (2, 2), (5, 6, 7)]
+    assert sorted(item for batch in encoder.batches for item in batch) == [(1,), (2, 2), (5, 6, 7)]
 
 
 def test_batches_take_what_streams_may_wait_once_their_cost_is_known() -> None:
@@ -185,28 +185,28 @@ def test_an_aborted_request_is_not_computed() -> None:
 
 def test_results_are_kept_and_say_so() -> None:
     engine, encoder, answers = make(cache_bytes=10_000)
-    given: list[PoolingResults] = []
+    answered: list[PoolingResults] = []
     ask(engine, answers, "a", (1,), (2,), (1,))
     run(engine)
     request = request_of("b", (2,), (3,))
-    engine.add(request, given.append)
-    assert not given
+    engine.add(request, answered.append)
+    assert not answered
     run(engine)
-    engine.add(replace(request, request_id="c"), given.append)
+    engine.add(replace(request, request_id="c"), answered.append)
     assert not engine.has_work()
-    assert [plain(one) for one in given] == [[[2, 1], [3, 1]]] * 2
-    assert [one.cache_hits for one in given] == [(True, False), (True, True)]
-    assert sorted(one for batch in encoder.batches for one in batch) == [(1,), (2,), (3,)]
+    assert [plain(results) for results in answered] == [[[2, 1], [3, 1]]] * 2
+    assert [results.cache_hits for results in answered] == [(True, False), (True, True)]
+    assert sorted(item for batch in encoder.batches for item in batch) == [(1,), (2,), (3,)]
     assert not engine.abort("c")
 
 
 def test_shared_results_cannot_be_written() -> None:
     engine, _, _ = make(cache_bytes=10_000)
-    given: list[PoolingResults] = []
-    engine.add(request_of("a", (1,)), given.append)
+    answered: list[PoolingResults] = []
+    engine.add(request_of("a", (1,)), answered.append)
     run(engine)
     with pytest.raises(ValueError, match="read-only"):
-        given[0][0][0] = 5
+        answered[0][0][0] = 5
 
 
 def test_failures_and_nans_are_not_kept() -> None:
