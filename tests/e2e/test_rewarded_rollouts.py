@@ -68,7 +68,7 @@ def rollout_samples(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize(("model", "why"), [("broken", "numbers"), ("cross", "maximum context")])
+@pytest.mark.parametrize(("model", "why"), [("broken", "NaN or inf"), ("cross", "maximum context")])
 def test_samples_outlive_their_reward_model(
     server: ServerProcess, model: str, why: str, streams: bool
 ) -> None:

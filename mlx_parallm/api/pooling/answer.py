@@ -110,23 +110,17 @@ class PoolingCall(ModelCall):
         if reduce is None:
             _check_size(inputs, self.model, param)
 
+        reduced = reduce or np.asarray
+
         async def work() -> Response:
-            encoded = Encoded(self, inputs, await self._results(inputs, reduce))
-            return await asyncio.to_thread(write, encoded)
+            results, _ = await self.written(inputs, lambda _, result: reduced(result))
+            return await asyncio.to_thread(write, Encoded(self, inputs, results))
 
         def write(encoded: Encoded) -> Response:
             content = answer(encoded)
             return content if isinstance(content, Response) else JSONResponse(content)
 
         return await unless_disconnected(self.request, work())
-
-    async def _results(
-        self, inputs: Sequence[PoolingInput], reduce: Callable[[np.ndarray], Any] | None
-    ) -> Sequence[Any]:
-        if reduce is None:
-            return await self.encode(inputs)
-        results, _ = await self.written(inputs, lambda _, result: reduce(result))
-        return results
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,13 +123,6 @@ def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
         template_messages(turns_of(body.messages), id_length=model.call_id_length),
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
         template_kwargs=body.chat_template_kwargs,
-        **_ends(body),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
     )
-
-
-def _ends(body: TokenizeRequest) -> dict[str, bool]:
-    """Return the template's options for the end of a conversation."""
-    return {
-        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-        "continue_final_message": body.continue_final_message,
-    }

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import Messages
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
-from mlx_parallm.api.pooling.inputs.schema import Texts
+from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 
@@ -34,9 +34,7 @@ class TokenizeRequest(TurnEndFields):
     inputs: Texts | None = Field(
         None, description="TEI's: a text or several, with TEI's answer, by an encoder."
     )
-    prompt_name: StrictStr | None = Field(
-        None, description="TEI's: name of the model's prompt that precedes every input."
-    )
+    prompt_name: PromptName = None
 
 
 class DetokenizeRequest(NullIsAbsent):

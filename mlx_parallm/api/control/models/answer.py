@@ -15,6 +15,7 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
     An adapter's memory is part of its model's.
     """
     model: ServedModel | None = status.model
+    parts = memory.get(status.names[0])
     card = {
         "id": name,
         "object": "model",
@@ -27,16 +28,8 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
         "parent": status.parent,
         "status": status.state,
         "progress": round(status.progress, 3),
-        "memory": _memory(status.names[0], memory),
+        "memory": parts and {f"{part}_bytes": size for part, size in asdict(parts).items()},
     }
     if model is None or model.traits.loads_later:
         card["pinned"] = status.is_pinned
     return card
-
-
-def _memory(name: str, memory: Mapping[str, ModelMemory]) -> dict[str, int] | None:
-    """Return a model's memory in bytes; None for an adapter."""
-    parts = memory.get(name)
-    if parts is None:
-        return None
-    return {f"{part}_bytes": size for part, size in asdict(parts).items()}

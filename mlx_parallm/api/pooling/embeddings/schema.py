@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import AliasChoices, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AliasChoices, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.pooling.inputs.schema import TextsRequest
+from mlx_parallm.api.pooling.inputs.schema import Dimensions, PromptName, TextsRequest
 
 
 class ArraysRequest(TextsRequest):
@@ -23,9 +23,7 @@ class ArraysRequest(TextsRequest):
     endianness: Literal["native", "little", "big"] = Field(
         "native", description="Byte order of numbers as bytes; native is little."
     )
-    dimensions: StrictInt | None = Field(
-        None, ge=1, description="Length that vectors are cut to, where the model allows it."
-    )
+    dimensions: Dimensions = None
     use_activation: StrictBool | None = Field(
         None,
         validation_alias=AliasChoices("use_activation", "normalize"),
@@ -43,9 +41,7 @@ class EmbeddingsRequest(ArraysRequest):
         description="Use of the texts, such as query or document, as in Cohere, NVIDIA, Voyage "
         "and (as task) Jina: the model's prompt for that use precedes them.",
     )
-    prompt_name: StrictStr | None = Field(
-        None, description="The name of the model's prompt that precedes the texts."
-    )
+    prompt_name: PromptName = None
     prompt: StrictStr | None = Field(None, description="A text that precedes the texts.")
 
 

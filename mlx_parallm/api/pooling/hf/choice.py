@@ -30,13 +30,8 @@ TASKS: Mapping[str, tuple[Task, Run]] = {
     "feature-extraction": ("embed", feature_extraction),
     "sentence-similarity": ("embed", sentence_similarity),
 }
-#: Hugging Face's name of the main task of a model.
-DEFAULTS: Mapping[Task, str] = {
-    "mlm": "fill-mask",
-    "classify": "text-classification",
-    "token_classify": "token-classification",
-    "embed": "feature-extraction",
-}
+#: Hugging Face's first name of each task.
+DEFAULTS: Mapping[Task, str] = {task: name for name, (task, _) in reversed(TASKS.items())}
 #: Parameters that only one task has.
 TASK_OF_PARAMETER: Mapping[str, str] = {
     "targets": "fill-mask",

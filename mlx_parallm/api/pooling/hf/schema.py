@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.pooling.inputs.encode import Reading
+from mlx_parallm.api.pooling.inputs.schema import Dimensions, PromptName
 
 MAX_TOP_K = 1000
 MAX_TARGETS = 10_000
@@ -34,12 +35,8 @@ class TaskParameters(OpenForm):
     normalize: StrictBool | None = Field(
         None, description="Divide vectors by their lengths; by default as the model's files say."
     )
-    prompt_name: StrictStr | None = Field(
-        None, description="Name of the model's prompt that precedes each text."
-    )
-    dimensions: StrictInt | None = Field(
-        None, ge=1, description="Length that vectors are cut to, where the model allows it."
-    )
+    prompt_name: PromptName = None
+    dimensions: Dimensions = None
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="Numbers, or the bytes of little-endian float32 in base64."
     )

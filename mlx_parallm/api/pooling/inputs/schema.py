@@ -86,6 +86,14 @@ Inputs = Annotated[
     BeforeValidator(_inputs),
     WithJsonSchema({"anyOf": [TEXT, many(TEXT), TOKEN_IDS, many(TOKEN_IDS)]}),
 ]
+#: The length of the vectors in an answer.
+Dimensions = Annotated[
+    StrictInt | None,
+    Field(ge=1, description="Length that vectors are cut to, where the model allows it."),
+]
+PromptName = Annotated[
+    StrictStr | None, Field(description="Name of the model's prompt that precedes the texts.")
+]
 
 
 class PoolingFields(OpenForm):

@@ -8,14 +8,13 @@ from pydantic import (
     BeforeValidator,
     Field,
     StrictBool,
-    StrictInt,
     StrictStr,
     WithJsonSchema,
 )
 
 from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent, OpenForm
 from mlx_parallm.api.pooling.inputs.encode import Reading
-from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs, many
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Dimensions, Inputs, PromptName, many
 from mlx_parallm.types.json_values import is_list
 
 Sequences = tuple[list[tuple[str, ...]], bool]
@@ -69,9 +68,7 @@ class TeiFields(OpenForm):
 class EmbedOptions(TeiFields):
     """Options for texts that become vectors."""
 
-    prompt_name: StrictStr | None = Field(
-        None, description="The name of the model's prompt that precedes the texts."
-    )
+    prompt_name: PromptName = None
 
 
 class EmbedAllRequest(EmbedOptions):
@@ -84,9 +81,7 @@ class EmbedRequest(EmbedAllRequest):
     """Texts whose vectors are wanted."""
 
     normalize: StrictBool = Field(True, description="Divide vectors by their lengths.")
-    dimensions: StrictInt | None = Field(
-        None, ge=1, description="Length that vectors are cut to, where the model allows it."
-    )
+    dimensions: Dimensions = None
 
 
 class PredictRequest(TeiFields):
