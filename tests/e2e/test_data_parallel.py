@@ -122,7 +122,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
 def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
     # The last test of this module: there is no server after it.
     engines = engines_of(server)
-    assert len(engines) == 2
+    assert len(engines) == 2, server.log
     server.process.kill()
     server.process.wait()
     command = ["ps", "-o", "stat=", "-p", ",".join(map(str, engines))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.late_interaction import compared, max_sim, side_inputs
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.pooling.late_interaction import with_late_interaction
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import LateInteraction, PoolingInput
 from tests.encoder_requests import post, refused_field
@@ -66,8 +67,9 @@ def test_a_mark_that_is_no_token_is_a_text() -> None:
     spec = LateSpec(
         query_prefix="w50 ", document_prefix="[D] ", skipped=("w9", "?"), expansion_token="w8"
     )
+    tokenizer = cast("EncoderTokenizer", Words())
     info = with_late_interaction(
-        make_encoder(prompts={"document": "w7"}).info, spec, Words(), reads_on=True
+        make_encoder(prompts={"document": "w7"}).info, spec, tokenizer, reads_on=True
     )
     assert info.late is not None
     assert (info.late.query_prefix, info.late.document_prefix) == ((50,), ())
