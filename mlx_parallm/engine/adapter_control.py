@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.adapter_names import AdapterNames
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
@@ -22,7 +23,7 @@ from mlx_parallm.engine.host_commands import (
     UnloadAdapter,
     taken,
 )
-from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, NamedAdapter
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -39,6 +40,7 @@ class AdapterControl:
     """Loads and finds adapters. Lives on the event loop.
 
     Attributes:
+        names: finds adapters by name, as the engine thread had them after the latest change.
         sleep_level: of the latest ``sleep``; 0 while awake.
     """
 
@@ -47,8 +49,7 @@ class AdapterControl:
         self._metrics = metrics
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
-        # The adapters by name, as the engine thread had them after the latest change.
-        self._adapters: dict[str, AdapterInfo] = {}
+        self.names = AdapterNames(thread, self._folders)
         self._versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
@@ -57,8 +58,7 @@ class AdapterControl:
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """Return the loaded adapters of all models, as of the latest change of one."""
-        # Adapters of a model that is being unloaded can no longer be named.
-        return [info for info in self._adapters.values() if self._names(info.model)]
+        return self.names.listed()
 
     async def look(self) -> Sequence[AdapterInfo]:
         """Return ``adapters`` as they are now: slots and running counts change with every step."""
@@ -71,30 +71,7 @@ class AdapterControl:
 
     def _note_loaded(self, loaded: LoadedVersions) -> None:
         infos, self._versions = loaded
-        self._adapters = {info.name: info for info in infos}
-
-    def find(self, name: str) -> AdapterInfo | None:
-        """Return the loaded adapter of this name, perhaps "model:name"; None if there is none."""
-        if name in self._adapters:
-            return self._adapters[name]
-        for info in self._adapters.values():
-            if any(f"{alias}:{info.name}" == name for alias in self._names(info.model)):
-                return info
-        return None
-
-    def named(self, name: str) -> NamedAdapter | None:
-        """Return the adapter of this name, loaded or in the directory of adapters by name."""
-        info = self.find(name)
-        if info is not None:
-            return NamedAdapter(info.name, info.model, info.source, info)
-        model, _, short = name.rpartition(":")
-        base = self._names(model)
-        source = self._folders.find(short if base else name)
-        if source is None:
-            return None
-        if base:
-            return NamedAdapter(short, base[0], str(source))
-        return NamedAdapter(name, self._first_base(), str(source))
+        self.names.known = {info.name: info for info in infos}
 
     async def ensure_loaded(self, name: str, base: str) -> None:
         """Load an adapter of a model that was found by its name, unless it is there.
@@ -103,7 +80,7 @@ class AdapterControl:
             ModelNotFoundError: there is none.
             InvalidRequestError: it cannot be used.
         """
-        known = self._adapters.get(name)
+        known = self.names.known.get(name)
         if known is not None and known.model == base:
             return
         key = name, base
@@ -163,7 +140,7 @@ class AdapterControl:
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Admit no more requests of an adapter; raise NotFoundError."""
-        info = self.find(name)
+        info = self.names.find(name)
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
         gone = await self._thread.call(UnloadAdapter(info.name, info.model))
@@ -185,7 +162,7 @@ class AdapterControl:
                 await self._thread.call(DropStagedAdapter(number))
                 raise
         self._note_loaded(versions)
-        return self._adapters.get(info.name, info)
+        return self.names.known.get(info.name, info)
 
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
         self._check_name(name, base)
@@ -204,33 +181,21 @@ class AdapterControl:
     def _adapted(self, model: str | None) -> str:
         """Return the first name of a model that takes adapters; None is the first model."""
         if model is None:
-            return self._first_base()
-        names = self._names(model)
+            return self.names.first_base()
+        names = self.names.names_of(model)
         if not names:
             raise ModelNotFoundError(model)
         return names[0]
-
-    def _first_base(self) -> str:
-        """Return the name of the model that is meant where none is named."""
-        statuses = self._thread.statuses()
-        if not statuses:
-            raise InvalidRequestError("No model is served here.", param="model")
-        return statuses[0].names[0]
-
-    def _names(self, model: str) -> tuple[str, ...]:
-        """Return all names of the model that has this name; empty if there is no such model."""
-        all_names = (status.names for status in self._thread.statuses())
-        return next((names for names in all_names if model in names), ())
 
     def _check_name(self, name: str, base: str) -> None:
         if not name or len(name) > MAX_NAME:
             raise InvalidRequestError(
                 f"An adapter's name must have 1 to {MAX_NAME} characters.", param="name"
             )
-        if self._names(name):
+        if self.names.names_of(name):
             raise InvalidRequestError(
                 f"{name!r} is the name of a model; give the adapter another name.", param="name"
             )
-        info = self._adapters.get(name)
+        info = self.names.known.get(name)
         if info is not None and info.model != base:
             raise taken(info)

@@ -94,7 +94,7 @@ class EngineControl(AdapterControl):
     def forget(self) -> None:
         """Forget all adapters, versions and pauses: the engine thread was started anew."""
         # They are replaced, not emptied: the event loop may be iterating over them.
-        self._adapters, self._versions = {}, {}
+        self.names.known, self._versions = {}, {}
         self._pause = None
         self.sleep_level = 0
 

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.adapter_names import with_adapter
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control import EngineControl
@@ -34,6 +35,7 @@ from mlx_parallm.engine.interface import (
     ModelMemory,
     ModelState,
     ModelStatus,
+    Request,
     StartedModel,
 )
 from mlx_parallm.engine.life import EngineLife
@@ -165,22 +167,16 @@ class EngineCore:
         if entry is None:
             return None
         status = entry.status()
-        if adapter is None:
-            return status
-        model = None if status.model is None else status.model.with_adapter(adapter)
-        root = adapter.source or adapter.name
-        return replace(status, names=(adapter.name,), root=root, model=model, parent=adapter.base)
+        return status if adapter is None else with_adapter(status, adapter)
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
-        models = [model for status in self.statuses() for model in status.names]
-        adapters = [info.name for info in self.control.adapters()]
-        return ModelNotFoundError(name, [*models, *adapters])
+        return self.control.names.not_found(name)
 
     def _address(self, name: str) -> tuple[ModelEntry | None, NamedAdapter | None]:
         """Return the model that a name stands for, if there is one, and the adapter of it."""
         entry = self._residency.by_name.get(name)
-        adapter = self.control.named(name) if entry is None else None
+        adapter = self.control.names.named(name) if entry is None else None
         if adapter is not None:
             entry = self._residency.by_name.get(adapter.base)
         return entry, adapter
@@ -312,8 +308,12 @@ class EngineCore:
         if limit and self._streams.num_samples + n > limit:
             await self._life.query(CheckRoom(model, client, n))
 
-    async def open_reader(self, request: Any) -> Any:
+    async def open_reader(self, request: Any, reader: EventReader | None = None) -> Any:
         """Admit a request of any kind of model; return the reader of its events.
+
+        Args:
+            request: names a model or an adapter.
+            reader: reads the events; a new one of the model if it is not given.
 
         Raises:
             ModelNotFoundError: nothing has the name that it gives.
@@ -340,24 +340,25 @@ class EngineCore:
             try:
                 # Engines are known by their model's first name only.
                 name = request.adapter if adapter is None else adapter.name
-                reader = entry.model.reader(replace(request, model=base, adapter=name))
-                self._streams.open(reader, partial(self._residency.end, entry))
+                request = replace(request, model=base, adapter=name)
+                reader = reader or entry.model.reader(request)
+                self._streams.open(request, reader, partial(self._residency.end, entry))
             except BaseException:
                 self._residency.end(entry)
                 raise
         finally:
             self._num_entering -= 1
             self.note_open()
-        await self._admit(reader, adapter)
+        await self._admit(request, adapter)
         return reader
 
-    async def _admit(self, reader: EventReader, adapter: NamedAdapter | None) -> None:
+    async def _admit(self, request: Request, adapter: NamedAdapter | None) -> None:
         """Have the thread admit an open request; close it if that fails."""
-        request_id = reader.request.request_id
+        request_id = request.request_id
         try:
-            refusal = await self._send(reader.request)
+            refusal = await self._send(request)
             if isinstance(refusal, ModelNotFoundError) and adapter is not None:
-                refusal = await self._send_with_adapter(reader.request, adapter.name)
+                refusal = await self._send_with_adapter(request, adapter.name)
         except (asyncio.CancelledError, OSError):
             await self.abort(request_id)
             raise

@@ -80,11 +80,6 @@ class EventReader(Protocol):
     """Takes the events of one request."""
 
     @property
-    def request(self) -> Any:
-        """The request."""
-        ...
-
-    @property
     def num_samples(self) -> int:
         """Places in the model's queue that the request takes."""
         ...

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mlx_parallm.engine.interface import Event, EventReader, Request
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
 
-R = TypeVar("R", bound=EventReader)
-
 
 @dataclass(frozen=True, slots=True)
 class _Open:
+    request: Request
     reader: EventReader
     on_close: Callable[[], None]
 
@@ -41,24 +39,23 @@ class OpenStreams:
 
     def requests(self) -> Sequence[Request]:
         """Return all requests."""
-        return [stream.reader.request for stream in self._streams.values()]
+        return [stream.request for stream in self._streams.values()]
 
-    def open(self, reader: R, on_close: Callable[[], None] = lambda: None) -> R:
-        """Have a request's events read, and return the reader.
-
-        ``on_close`` is called once the request has ended.
+    def open(
+        self, request: Request, reader: EventReader, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have a reader read a request's events; ``on_close`` is called once it has ended.
 
         Raises:
             InvalidRequestError: its id is that of another open request.
         """
-        request_id = reader.request.request_id
+        request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError(
                 f"Request id {request_id!r} is already in use.", param="request_id"
             )
-        self._streams[request_id] = _Open(reader, on_close)
+        self._streams[request_id] = _Open(request, reader, on_close)
         self.num_samples += reader.num_samples
-        return reader
 
     def close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""

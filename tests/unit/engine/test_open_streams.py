@@ -29,8 +29,14 @@ def streams() -> OpenStreams:
     return OpenStreams()
 
 
+def opened(streams: OpenStreams, request: GenerateRequest) -> EventStream:
+    stream = EventStream(request)
+    streams.open(request, stream)
+    return stream
+
+
 async def test_events_find_their_readers(streams: OpenStreams) -> None:
-    first, second = streams.open(EventStream(REQUEST)), streams.open(EventStream(OTHER))
+    first, second = opened(streams, REQUEST), opened(streams, OTHER)
     events: list[GenerateEvent] = [token("a"), token("b", last=True), token("a", last=True)]
     assert streams.dispatch([*events, token("nobody")]) == []
     assert [event.text async for event in token_events(first)] == ["xx"]
@@ -39,34 +45,34 @@ async def test_events_find_their_readers(streams: OpenStreams) -> None:
 
 
 def test_an_open_id_is_not_given_twice(streams: OpenStreams) -> None:
-    streams.open(EventStream(REQUEST))
+    opened(streams, REQUEST)
     with pytest.raises(InvalidRequestError, match="already in use") as refusal:
-        streams.open(EventStream(REQUEST))
+        opened(streams, REQUEST)
     assert refusal.value.param == "request_id"
     assert streams.requests() == [REQUEST]
     assert streams.close("a")
     assert not streams.close("a")
-    streams.open(EventStream(REQUEST))
+    opened(streams, REQUEST)
 
 
 def test_a_reader_that_does_not_read_is_told_apart(streams: OpenStreams) -> None:
-    streams.open(EventStream(REQUEST))
-    streams.open(EventStream(OTHER))
+    opened(streams, REQUEST)
+    opened(streams, OTHER)
     unread = streams.dispatch([token("a")] * (2 * MAX_UNREAD) + [token("b")])
     assert unread == ["a"]
     assert streams.ids() == ["b"]
 
 
 async def test_all_end_with_an_error(streams: OpenStreams) -> None:
-    stream = streams.open(EventStream(REQUEST))
+    stream = opened(streams, REQUEST)
     streams.end_all(StepError("no"))
     assert [type(event) async for event in stream] == [ErrorEvent]
     assert "a" not in streams
 
 
 def test_samples_of_open_requests_are_counted(streams: OpenStreams) -> None:
-    streams.open(EventStream(REQUEST))
-    streams.open(EventStream(replace(OTHER, params=SamplingParams(n=3))))
+    opened(streams, REQUEST)
+    opened(streams, replace(OTHER, params=SamplingParams(n=3)))
     assert streams.num_samples == 4
     streams.close("b")
     streams.close("b")
