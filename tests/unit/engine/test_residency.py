@@ -260,6 +260,7 @@ class AdapterLoads:
 
     def __init__(self) -> None:
         self.encoders: EngineCore | None = None
+        self.names = self
         self.begun, self.gate = asyncio.Event(), asyncio.Event()
 
     def named(self, name: str) -> NamedAdapter | None:
