@@ -38,7 +38,7 @@ from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.events import FinishReason, TokenEvent
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import MAX_RANK, FakeStore
 
 #: How long a test waits for what must come; no test depends on how fast it comes.
@@ -56,7 +56,7 @@ class Die:
 
 @dataclass(frozen=True)
 class Answer:
-    """An order to give a token to every request, or the last one."""
+    """An order to give a token to every sample of every request, or the last one."""
 
     is_last: bool = False
 
@@ -129,6 +129,8 @@ class FakeLife:
     def __init__(self) -> None:
         self.num_lives = 0
         self.requests: dict[str, Request] = {}
+        # What the next request is refused with, if it is.
+        self.refusal: ParallmError | None = None
 
     def run(
         self,
@@ -159,13 +161,25 @@ class FakeLife:
                 raise Death
             case Submit(request=request, reply=reply):
                 self.requests[request.request_id] = request
-                reply(None)
-            case Abort(request_id=request_id):
-                self.requests.pop(request_id, None)
+                refusal, self.refusal = self.refusal, None
+                if refusal is not None:
+                    del self.requests[request.request_id]
+                reply(refusal)
+            case Abort(request_id=request_id, is_notified=is_notified):
+                request = self.requests.pop(request_id, None)
+                if request is not None and is_notified:
+                    indices = range(request.work().num_samples)
+                    deliver([_token(request_id, index, True) for index in indices])
             case Call(action=action, reply=reply):
                 reply(_guarded(lambda: action(self.host)))
             case Answer(is_last=is_last):
-                deliver([_token(name, is_last) for name in self.requests])
+                deliver(
+                    [
+                        _token(name, index, is_last)
+                        for name, request in self.requests.items()
+                        for index in range(request.work().num_samples)
+                    ]
+                )
                 self.requests = {} if is_last else self.requests
             case _:
                 raise AssertionError(command)
@@ -191,10 +205,10 @@ def _guarded(action: Callable[[], Any]) -> Any:
         return refusal
 
 
-def _token(request_id: str, is_last: bool) -> TokenEvent:
+def _token(request_id: str, index: int, is_last: bool) -> TokenEvent:
     reason = FinishReason.LENGTH if is_last else None
     return TokenEvent(
-        request_id=request_id, index=0, token_ids=(1,), text="x", finish_reason=reason
+        request_id=request_id, index=index, token_ids=(1,), text="x", finish_reason=reason
     )
 
 
@@ -233,12 +247,26 @@ class FakeFleet:
         """Wait until every engine has carried out what it was given."""
         self.call(ListVersions())
 
-    def submit(self, request_id: str) -> ParallmError | None:
+    def submit(self, request_id: str, num_samples: int = 1) -> ParallmError | None:
         """Return what an engine replies to a request."""
-        request = GenerateRequest(request_id=request_id, model="m", prompt_ids=(1, 2, 3))
+        request = GenerateRequest(
+            request_id=request_id,
+            model="m",
+            prompt_ids=(1, 2, 3),
+            params=SamplingParams(n=num_samples),
+        )
         future: Future[ParallmError | None] = Future()
         self.fleet.submit(Submit(request=request, arrival_s=0.0, reply=future.set_result))
         return future.result(PATIENCE_S)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and have its reader told; the engines may not have done that yet."""
+        self.fleet.abort(Abort(request_id=request_id, is_notified=True))
+
+    def abort(self, request_id: str, *, is_notified: bool = False) -> None:
+        """End a request, and wait until all engines have."""
+        self.fleet.abort(Abort(request_id=request_id, is_notified=is_notified))
+        self.settle()
 
     def order(self, rank: int, order: Any) -> None:
         """Give an engine an order, and wait until all have done what came before."""
@@ -246,10 +274,11 @@ class FakeFleet:
         if not isinstance(order, Die):
             self.settle()
 
-    def kill(self, rank: int) -> None:
-        """End an engine's life, and wait for its next one."""
+    def kill(self, rank: int, first: Callable[[], None] = lambda: None) -> None:
+        """End an engine's life, and wait for its next one; it dies before it does what is first."""
         before = self.lives[rank].num_lives
         self.order(rank, Die())
+        first()
         # Commands wait for an engine that is being started.
         while self.lives[rank].num_lives == before or not self.fleet._members[rank].is_serving:
             self.settle()

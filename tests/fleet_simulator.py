@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +24,10 @@ class SimRequest:
         outputs: the length of each sample.
         client: whose it is.
         on_end: called when it has ended, with the step.
-        cached: tokens of the prompt that were not computed.
+        divides: False if one engine must have all of it.
+        arrived_at: the step in which it came.
+        cached: tokens of the prompt that were not computed; negative if engines that share it
+            computed more than one prompt.
         ended_at: the step that ended it; None while it runs.
     """
 
@@ -33,6 +36,8 @@ class SimRequest:
     outputs: tuple[int, ...] = (16,)
     client: str = ""
     on_end: Callable[[int], None] = lambda _step: None
+    divides: bool = True
+    arrived_at: int = 0
     cached: int = 0
     ended_at: int | None = None
 
@@ -44,6 +49,7 @@ class SimRequest:
             num_samples=len(self.outputs),
             max_output=None,
             prefix=self.prompt,
+            is_divisible=self.divides and len(self.outputs) > 1,
         )
 
 
@@ -185,11 +191,24 @@ class SimFleet:
         self.moves = 0
         self._step = 0
         self._was_idle = [False] * num_engines
+        # The parts of all requests by their names, and whose they are.
+        self._parts: dict[str, SimRequest] = {}
+        self._wholes: dict[str, SimRequest] = {}
+        self._open_parts: Counter[str] = Counter()
 
     def submit(self, request: SimRequest) -> None:
-        """Give a request to the engine that the router chooses."""
+        """Give a request to the engine that the router chooses, or parts of it to several."""
         self.requests[request.name] = request
-        self.engines[self.router.place(request.name, request.work)].submit(request)
+        request.arrived_at, request.cached = self._step, len(request.prompt)
+        shares = self.router.divide(request.work)
+        self._open_parts[request.name] = len(shares)
+        for share in shares:
+            name = f"{request.name}/{share.first}"
+            outputs = request.outputs[share.first : share.first + share.count]
+            part = SimRequest(name, request.prompt, outputs, request.client, divides=False)
+            self._parts[name], self._wholes[name] = part, request
+            self.router.put(name, part.work, share.rank)
+            self.engines[share.rank].submit(part)
 
     def run(self, arrivals: Iterable[tuple[int, SimRequest]] = ()) -> None:
         """Compute steps until every request has ended; ``arrivals`` have their steps, in order."""
@@ -205,7 +224,7 @@ class SimFleet:
         while (move := self.router.next_move()) is not None:
             self.moves += 1
             self.engines[move.source].abort(move.request_id)
-            self.engines[move.target].submit(self.requests[move.request_id])
+            self.engines[move.target].submit(self._parts[move.request_id])
             self.router.move(move)
         self._count_idle()
         for rank, engine in enumerate(self.engines):
@@ -226,8 +245,13 @@ class SimFleet:
         return self._step
 
     def _end(self, name: str) -> None:
-        request = self.requests[name]
-        if name not in self.router.placements and request.ended_at is None:
+        part, request = self._parts[name], self._wholes[name]
+        if name in self.router.placements or part.ended_at is not None:
+            return
+        part.ended_at = self._step
+        request.cached += part.cached - len(part.prompt)
+        self._open_parts[request.name] -= 1
+        if not self._open_parts[request.name]:
             request.ended_at = self._step
             request.on_end(self._step)
 

@@ -43,7 +43,7 @@ def parallel_life(
         for rank in range(count)
     ]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
-    return ParallelLife(lives, make_router)
+    return ParallelLife(lives, make_router, seed=config.seed)
 
 
 def _devices(config: ServerConfig) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
@@ -271,4 +272,32 @@ class GenerateRequest:
             max_output=self.params.max_tokens,
             prefix=() if self.inputs else self.prompt_ids,
             cache_key=(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
+            # Without samples there is nothing to divide, and inputs are computed for one engine.
+            is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
         )
+
+    @property
+    def reports_prompt(self) -> bool:
+        """True if the event of the prompt has more than counts in it."""
+        return self.params.prompt_logprobs is not None
+
+    def with_seed(self, draw: Callable[[], int]) -> GenerateRequest:
+        """Return it with a seed, which ``draw`` returns unless the request has one."""
+        if self.params.seed is not None:
+            return self
+        return replace(self, params=replace(self.params, seed=draw()))
+
+    def part(self, request_id: str, first: int, count: int) -> GenerateRequest:
+        """Return a request for ``count`` of its samples, from ``first`` on.
+
+        The request must have a seed, of which every sample keeps its own. Only the part with the
+        first sample scores the prompt.
+        """
+        assert self.params.seed is not None
+        params = replace(
+            self.params,
+            n=count,
+            seed=self.params.seed + first,
+            prompt_logprobs=self.params.prompt_logprobs if first == 0 else None,
+        )
+        return replace(self, request_id=request_id, params=params)

@@ -27,6 +27,7 @@ class RequestWork:
             none is kept.
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
+        is_divisible: True if several engines may answer some of the samples each.
     """
 
     num_tokens: int
@@ -35,3 +36,4 @@ class RequestWork:
     prefix: Sequence[int] = ()
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()
+    is_divisible: bool = False

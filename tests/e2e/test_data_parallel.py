@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx2
 import openai
@@ -80,6 +81,35 @@ def test_requests_are_shared_out_and_answered_as_by_one_engine(
     assert min(shares) >= 3 * ASKED["max_tokens"]  # type: ignore[operator]
     vectors = client.embeddings.create(model="demo:embed", input=["a", "a", "b"]).data
     assert vectors[0].embedding == vectors[1].embedding != vectors[2].embedding
+
+
+def samples_of(client: openai.OpenAI, *, stream: bool) -> tuple[dict[int, str], list[float]]:
+    """Return 16 texts of one prompt by their indices, and the log-probabilities of all tokens."""
+    asked = {"model": MODEL, "prompt": "16 of these: 1, 2,", "n": 16, "logprobs": 2, **ASKED}
+    texts: dict[int, str] = dict.fromkeys(range(16), "")
+    logprobs: dict[int, list[float]] = {index: [] for index in range(16)}
+    answer: Any = client.completions.create(stream=stream, **asked)
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                logprobs[choice.index] += choice.logprobs.token_logprobs or []
+    return texts, [value for index in range(16) for value in logprobs[index]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_of_one_request_are_shared_out_and_are_those_of_one_engine(
+    server: ServerProcess, client: openai.OpenAI, live_server: ServerProcess, stream: bool
+) -> None:
+    before = tokens_by_engine(server)
+    shared, logprobs = samples_of(client, stream=stream)
+    assert all(now > then for now, then in zip(tokens_by_engine(server), before, strict=True))
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none") as alone:
+        expected, expected_logprobs = samples_of(alone, stream=stream)
+    assert shared == expected
+    assert len(set(shared.values())) > 8
+    assert len(logprobs) == 16 * ASKED["max_tokens"]  # type: ignore[operator]
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
 def test_adapters_are_those_of_every_engine(server: ServerProcess, client: openai.OpenAI) -> None:

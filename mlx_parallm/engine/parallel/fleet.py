@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +17,19 @@ from mlx_parallm.engine.interface import Event, StartedModel
 from mlx_parallm.engine.life import Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
+from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.work import Ends
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
 
 # MAX_RESTART_DELAY_S: most seconds until an engine that dies again and again is started anew.
 MAX_RESTART_DELAY_S = 60.0
+# SEED_BITS: bits of a seed that is drawn, as many as an engine draws.
+SEED_BITS = 31
 
 
 @dataclass(slots=True)
@@ -45,14 +51,6 @@ class _Member:
     num_deaths: int = 0
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended; ``is_admitted`` once its caller has had the reply."""
-
-    command: Submit
-    is_admitted: bool = False
-
-
 class Fleet:
     """Engines that serve the same models. Its methods may be called on any thread."""
 
@@ -63,6 +61,7 @@ class Fleet:
         deliver: Deliver,
         on_end: Callable[[], None],
         restart_delay_s: Callable[[int], float] | None = None,
+        seed: int = 0,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -72,6 +71,7 @@ class Fleet:
             deliver: takes the events.
             on_end: called when an engine cannot load, or the last one has died.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
+            seed: draws the seeds of requests without one.
         """
         self._restart_delay_s = restart_delay_s or _restart_delay_s
         self._members = [_Member(life, queue.SimpleQueue()) for life in lives]
@@ -80,7 +80,15 @@ class Fleet:
         self._on_end = on_end
         # Guards everything below: events come on the engines' threads.
         self._lock = threading.RLock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
+        # The parts of all requests by their ids.
+        self._parts: dict[str, Part] = {}
+        # Events that were read and not delivered yet, and what puts the deliveries in order.
+        self._outbox: list[Event] = []
+        self._delivery = threading.Lock()
+        self._seeds = random.Random(seed)
+        # No client can guess it, so no request's id is that of another one's part.
+        self._nonce = secrets.token_hex(8)
         self._journal = StateJournal()
         self._gatherings: list[Gathering] = []
         # Commands that wait until an engine that was started anew has caught up.
@@ -133,25 +141,28 @@ class Fleet:
             thread.join()
 
     def submit(self, command: Submit) -> None:
-        """Give a request to an engine."""
-        request_id = command.request.request_id
+        """Give a request to an engine, or parts of it to several."""
         with self._lock:
             if self._cause is not None:
                 # The event loop ends all requests once it has been notified.
                 return
-            rank = self._router.place(request_id, command.request.work())
-            self._open[request_id] = _Open(command)
-            self._send(request_id, rank)
+            request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
+            self._open[request.request_id] = request
+            for part_id, rank in self._place(request).items():
+                self._send(part_id, rank)
 
     def abort(self, command: Abort) -> None:
         """End a request where it is."""
         with self._lock:
-            placed = self._router.placements.get(command.request_id)
-            if placed is None:
+            request = self._open.get(command.request_id)
+            if request is None:
                 return
-            self._members[placed.rank].inbox.put(command)
             if not command.is_notified:
-                self._forget(command.request_id)
+                self._end(request)
+                return
+            request.is_cancelled = True
+            for part_id in request.parts:
+                self._abort_part(part_id, is_notified=True)
 
     def call(self, command: Call) -> None:
         """Have every engine carry out a command."""
@@ -231,40 +242,89 @@ class Fleet:
                 self._hand_over(rank)
             delay_s = self._restart_delay_s(member.num_deaths)
             member.num_deaths += 1
+        self._flush()
         return not self._is_stopping.wait(delay_s)
 
     def _hand_over(self, rank: int) -> None:
         """Let other engines begin what a dead one has given no token of, and end the rest."""
         anew, lost = self._router.on_death(rank)
-        for request_id in anew:
-            self._send(request_id, self._router.place_anew(request_id))
         error = EngineDeadError("The engine that computed this request died.")
-        for request_id in lost:
-            self._forget(request_id)
-        self._deliver([ErrorEvent(request_id=request_id, error=error) for request_id in lost])
+        for part_id in lost:
+            # A request may have lost several parts.
+            if part_id in self._parts:
+                self._fail(self._parts[part_id].whole, error)
+        for part_id in anew:
+            if part_id in self._parts:
+                self._send(part_id, self._router.place_anew(part_id))
         for gathering in list(self._gatherings):
             gathering.drop(rank)
             self._end_if_complete(gathering)
 
-    def _send(self, request_id: str, rank: int) -> None:
-        reply = partial(self._admitted, request_id, rank)
-        command = self._open[request_id].command
-        self._members[rank].inbox.put(replace(command, reply=reply))
+    def _place(self, request: OpenRequest) -> dict[str, int]:
+        """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
+        work, request_id = request.command.request.work(), request.request_id
+        shares = self._router.divide(work)
+        ranks: dict[str, int] = {}
+        for share in shares:
+            if len(shares) == 1:
+                part_id = request.add_whole()
+            else:
+                part_id = f"{request_id}/{share.first}/{self._nonce}"
+                request.add_part(part_id, share.first, share.count)
+            self._router.put(part_id, replace(work, num_samples=share.count), share.rank)
+            ranks[part_id] = share.rank
+        self._parts.update(request.parts)
+        return ranks
 
-    def _admitted(self, request_id: str, rank: int, refusal: ParallmError | None) -> None:
+    def _send(self, part_id: str, rank: int) -> None:
+        part = self._parts[part_id]
+        reply = partial(self._admitted, part_id, rank)
+        self._members[rank].inbox.put(replace(part.command, reply=reply))
+        if part.whole.is_cancelled:
+            # The engine that was told to cancel it has it no more.
+            self._abort_part(part_id, is_notified=True)
+
+    def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:
+        rank = self._router.placements[part_id].rank
+        self._members[rank].inbox.put(Abort(request_id=part_id, is_notified=is_notified))
+
+    def _admitted(self, part_id: str, rank: int, refusal: ParallmError | None) -> None:
         """Give the caller its reply, or the reader an error if the caller has had a reply."""
         with self._lock:
-            request = self._open.get(request_id)
-            placed = self._router.placements.get(request_id)
-            if request is None or placed is None or placed.rank != rank:
+            part, placed = self._parts.get(part_id), self._router.placements.get(part_id)
+            if part is None or placed is None or placed.rank != rank:
                 return
-            was_admitted, request.is_admitted = request.is_admitted, True
+            request = part.whole
             if refusal is not None:
-                self._forget(request_id)
+                self._fail(request, refusal)
+            else:
+                part.is_admitted = True
+                if all(each.is_admitted for each in request.parts.values()):
+                    self._reply_once(request, None)
+        self._flush()
+
+    def _reply_once(self, request: OpenRequest, refusal: ParallmError | None) -> None:
+        was_admitted, request.is_admitted = request.is_admitted, True
         if not was_admitted:
             request.command.reply(refusal)
-        elif refusal is not None:
-            self._deliver([ErrorEvent(request_id=request_id, error=refusal)])
+
+    def _fail(self, request: OpenRequest, error: ParallmError) -> None:
+        """End a request whose caller, or reader if the caller has had its reply, gets an error."""
+        self._end(request)
+        if request.is_admitted:
+            self._outbox.append(ErrorEvent(request_id=request.request_id, error=error))
+        self._reply_once(request, error)
+
+    def _flush(self) -> None:
+        """Deliver the events in the order in which they were read, whichever engine they are of.
+
+        The caller must not hold the lock, because a delivery waits for the event loop.
+        """
+        with self._delivery:
+            with self._lock:
+                events, self._outbox = self._outbox, []
+            if events:
+                self._deliver(events)
 
     def _replied(self, gathering: Gathering, rank: int, result: Any) -> None:
         with self._lock:
@@ -285,17 +345,25 @@ class Fleet:
         """Pass on the events of an engine, but for those of requests that were moved away."""
         with self._lock:
             self._members[rank].num_deaths = 0
-            current = [event for event in events if self._count(rank, event)]
+            for event in events:
+                self._outbox += self._read(rank, event)
             self._move_waiting()
-        if current:
-            self._deliver(current)
+        self._flush()
 
-    def _count(self, rank: int, event: Event) -> bool:
-        request_id = event.request_id
-        is_shown = self._router.on_event(request_id, rank, event.num_tokens, event.ends)
-        if request_id not in self._router.placements:
-            self._open.pop(request_id, None)
-        return is_shown
+    def _read(self, rank: int, event: Event) -> Sequence[Event]:
+        """Count an event; return what the reader sees of it."""
+        part_id = event.request_id
+        is_shown = self._router.on_event(part_id, rank, event.num_tokens, event.ends)
+        part = self._parts.get(part_id)
+        if part is None:
+            return ()
+        request = part.whole
+        if part_id not in self._router.placements:
+            del self._parts[part_id], request.parts[part_id]
+            if event.ends is Ends.REQUEST or not request.parts:
+                self._end(request)
+                self._reply_once(request, None)
+        return request.read(part, event) if is_shown else ()
 
     def _move_waiting(self) -> None:
         """Let an engine that has nothing to do begin what waits at another."""
@@ -304,9 +372,14 @@ class Fleet:
             self._router.move(move)
             self._send(move.request_id, move.target)
 
-    def _forget(self, request_id: str) -> None:
-        self._router.remove(request_id)
-        self._open.pop(request_id, None)
+    def _end(self, request: OpenRequest) -> None:
+        """Forget a request, and end those of its parts that engines still have."""
+        for part_id in request.parts:
+            self._abort_part(part_id)
+            self._router.remove(part_id)
+            del self._parts[part_id]
+        request.parts.clear()
+        self._open.pop(request.request_id, None)
 
 
 def _restart_delay_s(num_deaths: int) -> float:

@@ -28,13 +28,17 @@ class ParallelLife:
     this life has ended too.
     """
 
-    def __init__(self, lives: Sequence[EngineLife], make_router: Callable[[], Router]) -> None:
+    def __init__(
+        self, lives: Sequence[EngineLife], make_router: Callable[[], Router], *, seed: int = 0
+    ) -> None:
         """Prepare; nothing is started yet.
 
         Args:
             lives: one for each engine; all load the same models.
             make_router: returns a router for that many engines, which have nothing to do.
+            seed: draws the seeds of requests without one.
         """
+        self._seed = seed
         self._lives = lives
         self._make_router = make_router
 
@@ -45,7 +49,8 @@ class ParallelLife:
         on_loaded: OnLoaded,
     ) -> None:
         """See ``EngineLife.run``."""
-        fleet = Fleet(self._lives, self._make_router(), deliver, lambda: inbox.put(Stop()))
+        router, seed = self._make_router(), self._seed
+        fleet = Fleet(self._lives, router, deliver, lambda: inbox.put(Stop()), seed=seed)
         fleet.start()
         try:
             on_loaded(fleet.wait_until_loaded())

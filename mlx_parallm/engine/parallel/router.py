@@ -6,8 +6,10 @@ prompts that wait, the part of its own that is not cached, and the samples that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mlx_parallm.engine.parallel.division import Candidate, Share, divide
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
 from mlx_parallm.types.work import Ends, RequestWork
 
@@ -114,7 +116,34 @@ class Router:
             The engine's number. One of them must be alive.
         """
         keys = keys_of(work)
-        alive = [rank for rank, load in enumerate(self.loads) if load.is_alive]
+        rank = self._choose(self._alive(), work, keys)
+        self._put(request_id, work, rank, keys)
+        return rank
+
+    def divide(self, work: RequestWork) -> Sequence[Share]:
+        """Choose engines for the samples of a request; the request is counted nowhere yet.
+
+        One engine must be alive. See ``division.divide``.
+        """
+        keys = keys_of(work)
+        first = self._choose(self._alive(), work, keys)
+        if work.num_samples == 1 or not work.is_divisible:
+            return [Share(first, 0, work.num_samples)]
+        whole = self._candidate(first, work, keys)
+        others = [self._candidate(rank, work, keys) for rank in self._alive() if rank != first]
+        rows = self._length(work) * DECODE_SHARE
+        others.sort(key=lambda candidate: candidate.end(1, rows))
+        return divide([whole, *others], work.num_samples, rows)
+
+    def put(self, request_id: str, work: RequestWork, rank: int) -> None:
+        """Count a request, or a part of one, at an engine that was chosen."""
+        self._put(request_id, work, rank, keys_of(work))
+
+    def _alive(self) -> list[int]:
+        return [rank for rank, load in enumerate(self.loads) if load.is_alive]
+
+    def _choose(self, alive: list[int], work: RequestWork, keys: WorkKeys) -> int:
+        """Return the engine of least cost."""
         if any(not self.loads[rank].requests for rank in alive):
             # What is cached is not worth a place in a queue while another engine does nothing.
             alive = [rank for rank in alive if self._has_room(self.loads[rank], work)]
@@ -123,8 +152,19 @@ class Router:
         # Engines of equal cost take turns.
         rank = min(alive, key=lambda rank: (costs[rank], (rank - self._turn) % count))
         self._turn = (rank + 1) % count
-        self._put(request_id, work, rank, keys)
         return rank
+
+    def _candidate(self, rank: int, work: RequestWork, keys: WorkKeys) -> Candidate:
+        load = self.loads[rank]
+        uncached, sample_rows = self._uncached(load, work, keys), self._mean_output * DECODE_SHARE
+        return Candidate(
+            rank, load.waiting_tokens, uncached, load.num_open, self._max_num_seqs, sample_rows
+        )
+
+    def _length(self, work: RequestWork) -> float:
+        """Return how long a sample of a request will be, in tokens."""
+        limit = work.max_output
+        return self._mean_output if limit is None else min(self._mean_output, limit)
 
     def on_event(self, request_id: str, rank: int, num_tokens: int, ends: Ends) -> bool:
         """Count what an engine has answered.

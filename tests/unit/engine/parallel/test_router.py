@@ -79,6 +79,58 @@ def test_groups_of_sixteen(num_engines: int) -> None:
     assert not fleet.idle_steps
 
 
+def groups_in_one_request(fleet: SimFleet, *, gap: int, length: int, divides: bool = True) -> float:
+    """Run requests of 16 samples; return the mean number of steps until one has ended."""
+    chance = random.Random(4)
+    fleet.run(
+        (
+            group * gap,
+            SimRequest(
+                str(group),
+                tokens(group, length),
+                tuple(chance.randrange(30, 90) for _ in range(16)),
+                divides=divides,
+            ),
+        )
+        for group in range(40)
+    )
+    requests = fleet.requests.values()
+    return sum((each.ended_at or 0) - each.arrived_at for each in requests) / len(requests)
+
+
+@pytest.mark.parametrize("num_engines", NUM_ENGINES)
+def test_samples_that_one_engine_cannot_run_together_are_divided(num_engines: int) -> None:
+    """An engine has places for one group and half of another, which would wait as a whole.
+
+    A group takes some 60 steps, so that the groups need all places of all engines.
+    """
+    ends: list[float] = []
+    for divides in (True, False):
+        fleet = SimFleet(num_engines, num_blocks=BLOCKS, max_num_seqs=24, rows=ROWS)
+        gap = 40 // num_engines
+        ends.append(groups_in_one_request(fleet, gap=gap, length=64, divides=divides))
+    assert ends[0] < 0.9 * ends[1]
+
+
+@pytest.mark.parametrize("num_engines", NUM_ENGINES)
+@pytest.mark.parametrize("length", [320, 1000])
+def test_busy_engines_seldom_compute_a_prompt_twice(num_engines: int, length: int) -> None:
+    """Dividing costs little where it gains nothing.
+
+    Simulated engines decode 16 samples in the time of one, and have places for two groups.
+    """
+    ends: list[float] = []
+    computed: list[int] = []
+    for divides in (True, False):
+        fleet = SimFleet(num_engines, num_blocks=4 * BLOCKS, max_num_seqs=32, rows=ROWS)
+        gap = 30 // num_engines
+        ends.append(groups_in_one_request(fleet, gap=gap, length=length, divides=divides))
+        requests = fleet.requests.values()
+        computed.append(sum(len(each.prompt) - each.cached for each in requests))
+    assert ends[0] <= 1.1 * ends[1]
+    assert computed[0] <= 1.3 * computed[1]
+
+
 @pytest.mark.parametrize("num_engines", NUM_ENGINES)
 def test_a_working_set_larger_than_one_cache(num_engines: int) -> None:
     fleet, big = fleets(num_engines)
