@@ -11,6 +11,7 @@ from mlx_parallm.art.config import count_cuda_devices
 from mlx_parallm.cli import engine_process
 from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
+from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.remote.life import RemoteLife
@@ -33,15 +34,18 @@ def parallel_life(
     devices = _devices(server_config)
     shared = [devices.count(device) for device in devices] or [count] * count
     command = engine_process.command(server_config)
+    ask = SharedAsk()
     lives = [
         RemoteLife(
             replace(config, cache=share_of(config.cache, shared[rank])),
             command,
             on_progress if rank == 0 else _ignore,
             {DEVICES: devices[rank]} if devices else thread_share(os.environ, count),
+            ask=ask,
         )
         for rank in range(count)
     ]
+    ask.engines = [life.ask for life in lives]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
     return ParallelLife(lives, make_router, seed=config.seed)
 

@@ -7,7 +7,7 @@ knows of it, and can be pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -30,8 +30,21 @@ if TYPE_CHECKING:
 
 #: Called with what is being loaded and the share of it that is loaded, from 0 to 1.
 TellProgress = Callable[[str, float], None]
-#: Asks the engines' state something from any thread; see ``EngineLife.query``.
-Ask = Callable[[Callable[["EngineState"], Any]], "Future[Any]"]
+
+
+class Ask(Protocol):
+    """Asks the engines' state something from any thread; see ``EngineLife.query``."""
+
+    def __call__(
+        self, question: Callable[[EngineState], Any], /, key: Hashable = None
+    ) -> Future[Any]:
+        """Return the answer.
+
+        Args:
+            question: can be pickled.
+            key: equal for questions that the same engine answers best.
+        """
+        ...
 
 
 class Request(Protocol):

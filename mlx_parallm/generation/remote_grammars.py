@@ -37,7 +37,9 @@ class RemoteGrammars:
 
     def submit(self, spec: GrammarSpec) -> Future[str]:
         """See ``Grammars.submit``."""
-        future = self._ask(partial(compile_grammar, model=self._model, spec=spec))
+        question = partial(compile_grammar, model=self._model, spec=spec)
+        # An engine keeps what it has compiled lately.
+        future = self._ask(question, key=(self._model, spec))
         future.add_done_callback(lambda done: self._keep(spec, done))
         return future
 

@@ -71,6 +71,15 @@ def texts(client: openai.OpenAI, model: str, count: int) -> list[str]:
         return list(pool.map(ask, range(count)))
 
 
+def digits(client: openai.OpenAI, expected: str) -> str:
+    """Return the last digit of what a model writes that may only write ``expected``."""
+    answer = client.completions.create(
+        model=MODEL, prompt="1,", max_tokens=16, extra_body={"guided_regex": expected}
+    )
+    assert answer.choices[0].text == expected
+    return answer.choices[0].text[-1]
+
+
 def test_requests_are_shared_out_and_answered_as_by_one_engine(
     server: ServerProcess, client: openai.OpenAI, live_server: ServerProcess
 ) -> None:
@@ -137,8 +146,9 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
         for killed in before:
             os.kill(killed, signal.SIGKILL)
             assert http.get("/health").status_code == 200
-            # The other engine answers requests in the meantime.
+            # The other engine answers requests and compiles grammars in the meantime.
             assert texts(client, "p", 8) == expected
+            assert [digits(client, f"{killed}{number}") for number in "1234"] == list("1234")
             # A command is carried out by all engines, so it waits for the new one.
             while not (len(engines_of(server)) == 2 and killed not in engines_of(server)):
                 assert http.get("/v1/adapters").status_code == 200

@@ -13,14 +13,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import StartedModel, TellProgress
+from mlx_parallm.engine.interface import Ask, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
@@ -58,6 +58,8 @@ class RemoteLife:
         command: Sequence[str],
         on_progress: TellProgress,
         environment: Mapping[str, str] | None = None,
+        *,
+        ask: Ask | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -67,10 +69,13 @@ class RemoteLife:
                 whose descriptor is its last argument.
             on_progress: hears of the load.
             environment: variables of the process, besides this one's.
+            ask: asks any of several engines of the same models, for its models; None asks this
+                one.
         """
         self._config = config
         self._command = command
         self._environment = environment or {}
+        self._ask_for_models: Ask = ask or self.ask
         self._on_progress = on_progress
         self._lock = threading.Lock()
         # The commands that wait for the thread that sends them; None while there is no such thread.
@@ -101,7 +106,7 @@ class RemoteLife:
 
     async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
-        return await asyncio.wrap_future(self._ask(ask))
+        return await asyncio.wrap_future(self.ask(ask))
 
     def give_up_load(self) -> None:
         """See ``EngineLife.give_up_load``."""
@@ -112,9 +117,10 @@ class RemoteLife:
     def end(self) -> None:
         """See ``EngineLife.end``."""
 
-    def _ask(self, ask: Callable[[EngineState], Any]) -> Future[Any]:
-        """``query`` from any thread."""
-        query = PendingQuery(ask)
+    def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """``query`` from any thread; see ``Ask``."""
+        del key
+        query = PendingQuery(question)
         with self._lock:
             if self._outbox is None:
                 raise EngineDeadError("No engine is loaded.")
@@ -140,7 +146,7 @@ class RemoteLife:
                         raise error
                     case Ready(models):
                         return [
-                            StartedModel(config, model.unpack(self._ask), is_loaded)
+                            StartedModel(config, model.unpack(self._ask_for_models), is_loaded)
                             for config, model, is_loaded in models
                         ]
                     case other:

@@ -1,0 +1,89 @@
+"""Questions that any of several engines can answer, because they serve the same models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from functools import partial
+from typing import Any
+
+from mlx_parallm.engine.interface import Ask
+from mlx_parallm.engine.state import EngineState
+from mlx_parallm.types.errors import EngineDeadError
+
+
+class SharedAsk:
+    """Implements ``Ask``: an engine that lives answers, and another one if it dies meanwhile.
+
+    Questions with equal keys go to the same engine while it lives, so that it finds what it has
+    computed for the earlier ones.
+
+    Attributes:
+        engines: ask one engine each.
+    """
+
+    def __init__(self) -> None:
+        self.engines: Sequence[Ask] = ()
+
+    def __call__(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """See ``Ask``; the answer is an EngineDeadError if no engine lives."""
+        # The order of the others stays as it is when an engine dies (rendezvous hashing).
+        ranks = range(len(self.engines))
+        order = sorted(ranks, key=lambda rank: hash((key, rank)), reverse=True)
+        pending = _Pending(question, key, [self.engines[rank] for rank in order])
+        pending.ask_next()
+        return pending.answer
+
+
+class _Pending:
+    """A question, and the engines that have not been asked.
+
+    Attributes:
+        answer: what the caller waits for.
+    """
+
+    def __init__(
+        self, question: Callable[[EngineState], Any], key: Hashable, engines: Sequence[Ask]
+    ) -> None:
+        self.answer: Future[Any] = Future()
+        self._question = question
+        self._key = key
+        self._engines = iter(engines)
+
+    def ask_next(self) -> None:
+        """Let the next engine that lives answer, unless the caller was cancelled."""
+        if self.answer.cancelled():
+            return
+        for ask in self._engines:
+            try:
+                asked = ask(self._question, self._key)
+            except EngineDeadError:
+                continue
+            asked.add_done_callback(self._pass_on)
+            self.answer.add_done_callback(partial(_withdraw, asked))
+            return
+        _settle(self.answer, EngineDeadError("No engine is loaded."))
+
+    def _pass_on(self, asked: Future[Any]) -> None:
+        if asked.cancelled():
+            self.answer.cancel()
+        elif isinstance(error := asked.exception(), EngineDeadError):
+            self.ask_next()
+        else:
+            _settle(self.answer, asked.result() if error is None else error)
+
+
+def _withdraw(asked: Future[Any], answer: Future[Any]) -> None:
+    if answer.cancelled():
+        asked.cancel()
+
+
+def _settle(answer: Future[Any], value: Any) -> None:
+    try:
+        if isinstance(value, BaseException):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+    except InvalidStateError:
+        # The caller was cancelled meanwhile.
+        return

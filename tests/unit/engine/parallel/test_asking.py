@@ -1,0 +1,116 @@
+"""Questions go to an engine that lives, equal ones to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from mlx_parallm.engine.parallel.asking import SharedAsk
+from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError
+
+NUM_ENGINES = 4
+NUM_KEYS = 200
+
+
+class FakeEngine:
+    """Implements ``Ask``: keeps the questions until it is told to answer or to die."""
+
+    def __init__(self) -> None:
+        self.is_alive = True
+        self.pending: list[tuple[Hashable, Future[Any]]] = []
+
+    def __call__(self, question: Callable[[Any], Any], key: Hashable = None) -> Future[Any]:
+        if not self.is_alive:
+            raise EngineDeadError("No engine is loaded.")
+        answer: Future[Any] = Future()
+        self.pending.append((key, answer))
+        return answer
+
+    def die(self) -> None:
+        self.is_alive = False
+        pending, self.pending = self.pending, []
+        for _, answer in pending:
+            answer.set_exception(EngineDeadError("The engine's process has ended."))
+
+
+def ignore(_: Any) -> None:
+    """Ask nothing."""
+
+
+@pytest.fixture
+def engines() -> list[FakeEngine]:
+    return [FakeEngine() for _ in range(NUM_ENGINES)]
+
+
+@pytest.fixture
+def ask(engines: list[FakeEngine]) -> SharedAsk:
+    ask = SharedAsk()
+    ask.engines = engines
+    return ask
+
+
+def keys_of(engine: FakeEngine) -> set[Hashable]:
+    return {key for key, _ in engine.pending}
+
+
+def test_equal_questions_go_to_the_same_engine(ask: SharedAsk, engines: list[FakeEngine]) -> None:
+    for key in [*range(NUM_KEYS)] * 2:
+        ask(ignore, key=key)
+    keys = [keys_of(engine) for engine in engines]
+    assert sum(map(len, keys)) == NUM_KEYS
+    assert min(map(len, keys)) > NUM_KEYS / NUM_ENGINES / 3
+
+
+def test_only_the_questions_of_a_dead_engine_go_elsewhere(
+    ask: SharedAsk, engines: list[FakeEngine]
+) -> None:
+    answers = [ask(ignore, key=key) for key in range(NUM_KEYS)]
+    before = [keys_of(engine) for engine in engines]
+    engines[1].die()
+    after = [keys_of(engine) for engine in engines]
+    assert not after[1]
+    assert all(after[rank] >= before[rank] for rank in (0, 2, 3))
+    assert sum(map(len, after)) == NUM_KEYS
+    for engine in engines:
+        for key, answer in engine.pending:
+            answer.set_result(key)
+    assert [answer.result(0) for answer in answers] == list(range(NUM_KEYS))
+
+
+def test_no_engine_answers_if_all_are_dead(ask: SharedAsk, engines: list[FakeEngine]) -> None:
+    pending = ask(ignore, key=1)
+    for engine in engines:
+        engine.die()
+    for answer in (pending, ask(ignore, key=2)):
+        with pytest.raises(EngineDeadError):
+            answer.result(0)
+
+
+def test_a_refusal_is_the_answer(ask: SharedAsk, engines: list[FakeEngine]) -> None:
+    answer = ask(ignore)
+    [(_, asked)] = [pending for engine in engines for pending in engine.pending]
+    asked.set_exception(InvalidRequestError("no grammar"))
+    with pytest.raises(InvalidRequestError, match="no grammar"):
+        answer.result(0)
+
+
+def test_a_cancelled_question_is_withdrawn(ask: SharedAsk, engines: list[FakeEngine]) -> None:
+    answer = ask(ignore)
+    [(_, asked)] = [pending for engine in engines for pending in engine.pending]
+    assert answer.cancel()
+    assert asked.cancelled()
+
+
+def test_an_engine_that_dies_late_asks_nobody_for_a_cancelled_question(
+    ask: SharedAsk, engines: list[FakeEngine]
+) -> None:
+    answer = ask(ignore)
+    # The engine has begun, so that the question cannot be withdrawn.
+    [(engine, asked)] = [(each, pending[1]) for each in engines for pending in each.pending]
+    asked.set_running_or_notify_cancel()
+    assert answer.cancel()
+    engine.die()
+    assert not any(other.pending for other in engines)
