@@ -94,10 +94,10 @@ def test_requests_are_shared_out_and_answered_as_by_one_engine(
 
 def samples_of(client: openai.OpenAI, *, stream: bool) -> tuple[dict[int, str], list[float]]:
     """Return 16 texts of one prompt by their indices, and the log-probabilities of all tokens."""
-    asked = {"model": MODEL, "prompt": "16 of these: 1, 2,", "n": 16, "logprobs": 2, **ASKED}
+    body = {"model": MODEL, "prompt": "16 of these: 1, 2,", "n": 16, "logprobs": 2, **ASKED}
     texts: dict[int, str] = dict.fromkeys(range(16), "")
     logprobs: dict[int, list[float]] = {index: [] for index in range(16)}
-    answer: Any = client.completions.create(stream=stream, **asked)
+    answer: Any = client.completions.create(stream=stream, **body)
     for part in answer if stream else [answer]:
         for choice in part.choices:
             texts[choice.index] += choice.text

@@ -56,26 +56,26 @@ class _Pending:
             return
         for ask in self._engines:
             try:
-                asked = ask(self._question, self._key)
+                inner = ask(self._question, self._key)
             except EngineDeadError:
                 continue
-            asked.add_done_callback(self._pass_on)
-            self.answer.add_done_callback(partial(_withdraw, asked))
+            inner.add_done_callback(self._pass_on)
+            self.answer.add_done_callback(partial(_withdraw, inner))
             return
         _settle(self.answer, EngineDeadError("No engine is loaded."))
 
-    def _pass_on(self, asked: Future[Any]) -> None:
-        if asked.cancelled():
+    def _pass_on(self, inner: Future[Any]) -> None:
+        if inner.cancelled():
             self.answer.cancel()
-        elif isinstance(error := asked.exception(), EngineDeadError):
+        elif isinstance(error := inner.exception(), EngineDeadError):
             self.ask_next()
         else:
-            _settle(self.answer, asked.result() if error is None else error)
+            _settle(self.answer, inner.result() if error is None else error)
 
 
-def _withdraw(asked: Future[Any], answer: Future[Any]) -> None:
+def _withdraw(inner: Future[Any], answer: Future[Any]) -> None:
     if answer.cancelled():
-        asked.cancel()
+        inner.cancel()
 
 
 def _settle(answer: Future[Any], value: Any) -> None:

@@ -91,17 +91,17 @@ def test_no_engine_answers_if_all_are_dead(ask: SharedAsk, engines: list[FakeEng
 
 def test_a_refusal_is_the_answer(ask: SharedAsk, engines: list[FakeEngine]) -> None:
     answer = ask(ignore)
-    [(_, asked)] = [pending for engine in engines for pending in engine.pending]
-    asked.set_exception(InvalidRequestError("no grammar"))
+    [(_, inner)] = [pending for engine in engines for pending in engine.pending]
+    inner.set_exception(InvalidRequestError("no grammar"))
     with pytest.raises(InvalidRequestError, match="no grammar"):
         answer.result(0)
 
 
 def test_a_cancelled_question_is_withdrawn(ask: SharedAsk, engines: list[FakeEngine]) -> None:
     answer = ask(ignore)
-    [(_, asked)] = [pending for engine in engines for pending in engine.pending]
+    [(_, inner)] = [pending for engine in engines for pending in engine.pending]
     assert answer.cancel()
-    assert asked.cancelled()
+    assert inner.cancelled()
 
 
 def test_an_engine_that_dies_late_asks_nobody_for_a_cancelled_question(
@@ -109,8 +109,8 @@ def test_an_engine_that_dies_late_asks_nobody_for_a_cancelled_question(
 ) -> None:
     answer = ask(ignore)
     # The engine has begun, so that the question cannot be withdrawn.
-    [(engine, asked)] = [(each, pending[1]) for each in engines for pending in each.pending]
-    asked.set_running_or_notify_cancel()
+    [(engine, inner)] = [(each, pending[1]) for each in engines for pending in each.pending]
+    inner.set_running_or_notify_cancel()
     assert answer.cancel()
     engine.die()
     assert not any(other.pending for other in engines)

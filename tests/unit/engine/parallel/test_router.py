@@ -100,7 +100,7 @@ def groups_in_one_request(fleet: SimFleet, *, gap: int, length: int, divides: bo
 
 @pytest.mark.parametrize("num_engines", NUM_ENGINES)
 def test_samples_that_one_engine_cannot_run_together_are_divided(num_engines: int) -> None:
-    """An engine has places for one group and half of another, which would wait as a whole.
+    """Divide groups where an engine has places for one, and for half of another one.
 
     A group takes some 60 steps, so that the groups need all places of all engines.
     """
