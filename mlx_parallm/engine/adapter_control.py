@@ -41,6 +41,7 @@ class AdapterControl:
 
     Attributes:
         names: finds adapters by name, as the engine thread had them after the latest change.
+        versions: of the models' weights, by first names.
         sleep_level: of the latest ``sleep``; 0 while awake.
     """
 
@@ -50,7 +51,7 @@ class AdapterControl:
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
         self.names = AdapterNames(thread, self._folders)
-        self._versions: Mapping[str, WeightsVersion] = {}
+        self.versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
         # Number the loads: the commands of one load name its number.
@@ -70,7 +71,7 @@ class AdapterControl:
         self._note_loaded(await self._thread.call(ListVersions()))
 
     def _note_loaded(self, loaded: LoadedVersions) -> None:
-        infos, self._versions = loaded
+        infos, self.versions = loaded
         self.names.known = {info.name: info for info in infos}
 
     async def ensure_loaded(self, name: str, base: str) -> None:

@@ -84,7 +84,7 @@ class EngineControl(AdapterControl):
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """Return the version of a model's weights; default: the first model."""
-        return self._versions.get(self._base(model), WeightsVersion())
+        return self.versions.get(self._base(model), WeightsVersion())
 
     def check_open(self) -> None:
         """Raise PausedError if no requests are admitted for a pause."""
@@ -94,7 +94,7 @@ class EngineControl(AdapterControl):
     def forget(self) -> None:
         """Forget all adapters, versions and pauses: the engine thread was started anew."""
         # They are replaced, not emptied: the event loop may be iterating over them.
-        self.names.known, self._versions = {}, {}
+        self.names.known, self.versions = {}, {}
         self._pause = None
         self.sleep_level = 0
 

@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import (
     CheckRoom,
     CountSequences,
+    EngineState,
     MetricsText,
     ReadCacheBytes,
     ReadMetrics,
@@ -375,6 +377,18 @@ class EngineCore:
         """End a request between two steps and notify its reader; unknown ids are ignored."""
         if request_id in self._streams:
             self.mailbox.send(Abort(request_id=request_id, is_notified=True))
+
+    def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """Ask any of the engines that serve; see ``Ask``.
+
+        Raises:
+            EngineDeadError: no engines are there.
+        """
+        return self._life.ask(question, key=key)
+
+    async def refresh(self) -> None:
+        """Bring the names of adapters up to date."""
+        await self.control.refresh()
 
     async def call(self, action: HostCommand[T]) -> T:
         """Carry out a command between two steps; return its result, or raise its error."""

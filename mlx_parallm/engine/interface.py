@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.turns import TurnTaker
-from mlx_parallm.types.errors import InvalidRequestError, ParallmError
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.types.work import Ends, RequestWork
 
@@ -391,6 +391,38 @@ class ModelStatus:
         """Return the error for a request of another kind, which calls the model ``name``."""
         traits: KindTraits = self.model.traits
         return InvalidRequestError(f"{name} {traits.refuses_other}", param="model")
+
+
+class RequestDoor(Protocol):
+    """Where requests of every kind of model enter, on the event loop."""
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return all models that requests may name, and those that are being loaded."""
+        ...
+
+    def find(self, name: str) -> ModelStatus | None:
+        """Return the model, or the adapter of one, of this name."""
+        ...
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """Return the error for a name that nothing has; it lists what is served."""
+        ...
+
+    async def wait(self, name: str) -> None:
+        """Return once a model or adapter is loaded; see ``EngineCore.wait``."""
+        ...
+
+    async def open_reader(self, request: Any) -> Any:
+        """Admit a request; return the reader of its events; see ``EngineCore.open_reader``."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        ...
+
+    async def refresh(self) -> None:
+        """Bring the names of adapters up to date."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import queue
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
@@ -51,6 +52,14 @@ class EngineLife(Protocol):
         Raises:
             EngineDeadError: no engines are there.
             ParallmError: what ``ask`` raises.
+        """
+        ...
+
+    def ask(self, question: Callable[[EngineState], Any], /, key: Hashable = None) -> Future[Any]:
+        """Ask any of the engines something from any thread; see ``Ask``.
+
+        Raises:
+            EngineDeadError: no engines are there.
         """
         ...
 
@@ -101,9 +110,19 @@ class LocalLife:
 
     async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
-        return self.ask(ask)
+        return self.ask_now(ask)
 
-    def ask(self, ask: Callable[[EngineState], T]) -> T:
+    def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """See ``EngineLife.ask``."""
+        del key
+        answer: Any = self.ask_now(question)
+        if isinstance(answer, Future):
+            return cast("Future[Any]", answer)
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
+
+    def ask_now(self, ask: Callable[[EngineState], T]) -> T:
         """``query`` from any thread."""
         if self._state is None:
             raise EngineDeadError("No engine is loaded.")

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from mlx_parallm.engine.answer_reader import AnswerReader
-from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.engine.interface import ModelStatus, RequestDoor
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
@@ -18,7 +17,7 @@ from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 class AsyncPooling:
     """The pooling models of an engine. Implements ``PoolingClient``."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: RequestDoor) -> None:
         self._core = core
         self._numbers = count()
 
@@ -69,7 +68,7 @@ class AsyncPooling:
             reader: AnswerReader[PoolingResults] = await self._core.open_reader(unique)
         except ModelLoadingError:
             # The adapter was replaced: refresh the names, so that a retry sees the new one.
-            await self._core.control.refresh()
+            await self._core.refresh()
             raise ModelLoadingError(request.model) from None
         try:
             return await reader.results()

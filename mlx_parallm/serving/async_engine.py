@@ -9,14 +9,14 @@ from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.life import EngineLife, LocalLife
 from mlx_parallm.generation.event_stream import EventStream
-from mlx_parallm.generation.model import GenerationModel, RequestHandle
+from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.serving.generators import Generators
 from mlx_parallm.serving.kinds import KINDS, build_engines, ignore_progress
-from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 
-class AsyncEngine(EngineCore):
+class AsyncEngine(EngineCore, Generators):
     """Serves every model of a configuration to one event loop. Implements ``EngineClient``."""
 
     def __init__(
@@ -29,27 +29,6 @@ class AsyncEngine(EngineCore):
         """``life``: where the engines live; a thread of this process if it is not given."""
         super().__init__(config, KINDS, life or LocalLife(config, on_progress, build_engines))
         self.pooling = AsyncPooling(self)
-
-    def models(self) -> Sequence[GenerationModel]:
-        """See ``EngineClient``."""
-        models = (status.model for status in self.statuses())
-        return [model for model in models if isinstance(model, GenerationModel)]
-
-    def first_model(self) -> GenerationModel:
-        """See ``EngineClient``."""
-        models = self.models()
-        if not models:
-            raise InvalidRequestError("No model that generates is served here.", param="model")
-        return models[0]
-
-    def get_model(self, name: str) -> GenerationModel:
-        """See ``EngineClient``."""
-        status = self.find(name)
-        if status is None:
-            raise self.not_found(name)
-        if not isinstance(status.model, GenerationModel):
-            raise status.wrong_kind(name)
-        return status.model
 
     async def check_room(self, model: str, client: str, n: int) -> None:
         """See ``EngineClient``."""

@@ -8,11 +8,13 @@ from typing import Protocol
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.weights import WeightsVersion
 
 #: ``TokenizingModel`` reads texts as tokens, whatever it makes of them.
 TokenizingModel = GenerationModel | PoolingModel
@@ -63,12 +65,24 @@ class PoolingClient(PoolingCalls, Protocol):
         ...
 
 
-class EngineClient(Protocol):
-    """The engine, seen from the event loop."""
+class Versions(Protocol):
+    """The adapters and the versions of weights, as requests are told of them."""
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """Return the loaded adapters of all models, as of the latest change of one."""
+        ...
+
+    def version(self, model: str | None = None) -> WeightsVersion:
+        """Return the version of a model's weights; default: the first model."""
+        ...
+
+
+class RequestClient(Protocol):
+    """The engine as routes see it that only send requests, in whichever process they run."""
 
     @property
-    def control(self) -> EngineControl:
-        """Return the commands of an operator."""
+    def control(self) -> Versions:
+        """Return what tells adapters and versions."""
         ...
 
     @property
@@ -86,26 +100,6 @@ class EngineClient(Protocol):
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
-        ...
-
-    async def load_model(self, load: ModelLoad, /) -> ModelStatus:
-        """Serve one more model; return once it is loaded.
-
-        Raises:
-            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
-            NotFoundError: there is no such folder.
-        """
-        ...
-
-    async def unload_model(self, name: str) -> ModelStatus:
-        """Admit no more requests of a model, and free its memory once those have ended.
-
-        Its adapters go with it.
-
-        Raises:
-            ModelNotFoundError: none has the name.
-            InvalidRequestError: it is an adapter, or cannot be unloaded.
-        """
         ...
 
     def models(self) -> Sequence[GenerationModel]:
@@ -154,16 +148,45 @@ class EngineClient(Protocol):
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         ...
 
-    def open_requests(self) -> Sequence[GenerateRequest]:
-        """Return the requests that were submitted and have not ended."""
-        ...
-
     async def cancel(self, request_id: str) -> None:
         """End a request as ``abort`` does, and tell its reader.
 
         Every sample gets a last event with the ``finish_reason`` "abort" and the text that was
         held back.
         """
+        ...
+
+
+class EngineClient(RequestClient, Protocol):
+    """The engine as routes see it that change it, or tell its state."""
+
+    @property
+    def control(self) -> EngineControl:
+        """Return the commands of an operator."""
+        ...
+
+    async def load_model(self, load: ModelLoad, /) -> ModelStatus:
+        """Serve one more model; return once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        ...
+
+    async def unload_model(self, name: str) -> ModelStatus:
+        """Admit no more requests of a model, and free its memory once those have ended.
+
+        Its adapters go with it.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
+        ...
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """Return the requests that were submitted and have not ended."""
         ...
 
     async def load(self) -> EngineLoad:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
 from mlx_parallm.api.http.internal import caller_of
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient, RequestClient
 
 
 async def get_config(request: Request) -> ServerConfig:
@@ -27,12 +27,21 @@ async def get_client(request: Request) -> str:
     return caller_of(request).client
 
 
-async def get_engine(request: Request) -> EngineClient:
-    """Return the engine behind this application, as the caller may use it."""
+async def get_requests(request: Request) -> RequestClient:
+    """Return the engine behind this application, as the caller's requests see it."""
     state = request.app.state
     return engine_for(caller_of(request), state.engine, state.config)
 
 
+async def get_engine(request: Request) -> EngineClient:
+    """Return the engine behind this application, as the caller may use it.
+
+    Only applications with all routes have it; see ``api.app.REQUEST_SLICES``.
+    """
+    return cast("EngineClient", await get_requests(request))
+
+
+RequestsDep = Annotated[RequestClient, Depends(get_requests)]
 EngineDep = Annotated[EngineClient, Depends(get_engine)]
 ConfigDep = Annotated[ServerConfig, Depends(get_config)]
 ClientDep = Annotated[str, Depends(get_client)]

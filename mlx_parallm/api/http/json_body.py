@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.api.http.ignored import forms_of, ignored_names, tell_ignored
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES, TOO_MANY, may_have_too_many
 
@@ -42,7 +42,7 @@ class JsonRoute(APIRoute):
             except ModelLoadingError as problem:
                 if not self.repeats:
                     raise
-                engine: EngineClient = request.app.state.engine
+                engine: RequestClient = request.app.state.engine
                 await engine.pooling.wait(problem.name)
                 # So far only the body was read, which the request keeps.
                 response = await handle(request)

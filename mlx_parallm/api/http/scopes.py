@@ -8,7 +8,7 @@ from typing import Any, cast
 from mlx_parallm.api.http.internal import Caller
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.serving.interface import EngineClient, PoolingClient
+from mlx_parallm.serving.interface import PoolingClient, RequestClient
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest
 from mlx_parallm.types.request import GenerateRequest
@@ -17,14 +17,14 @@ from mlx_parallm.types.request import GenerateRequest
 BACKGROUND_PRIORITY = 2**64
 
 
-def engine_for(caller: Caller, engine: EngineClient, config: ServerConfig) -> EngineClient:
+def engine_for(caller: Caller, engine: RequestClient, config: ServerConfig) -> RequestClient:
     """Return the engine as a caller sees it.
 
     Its requests find and cache only results of their scope; those of the background wait behind
     all others.
     """
     scope = CacheScope(caller.client) if config.separates_keys else EVERYBODY
-    return cast(EngineClient, _CallersEngine(engine, scope, caller))
+    return cast(RequestClient, _CallersEngine(engine, scope, caller))
 
 
 class _View:
@@ -39,7 +39,7 @@ class _View:
 
 
 class _CallersEngine(_View):
-    def __init__(self, engine: EngineClient, scope: CacheScope, caller: Caller) -> None:
+    def __init__(self, engine: RequestClient, scope: CacheScope, caller: Caller) -> None:
         super().__init__(engine, scope)
         self._caller = caller
 

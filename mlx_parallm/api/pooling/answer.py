@@ -12,7 +12,7 @@ import numpy as np
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.pooling.encoded import ModelCall, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
@@ -64,7 +64,7 @@ class PoolingPrelude:
         )
 
 
-async def get_pooling_prelude(request: Request, engine: EngineDep) -> PoolingPrelude:
+async def get_pooling_prelude(request: Request, engine: RequestsDep) -> PoolingPrelude:
     """Return a request before its body is worked on."""
     return PoolingPrelude(request, engine.pooling)
 

@@ -21,7 +21,7 @@ from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(CHAT, body_limit=INPUT)
@@ -58,7 +58,7 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
     return await respond(prelude, generation, answer, stream=body.stream)
 
 
-def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
+def _model(engine: RequestClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
     return generator(engine, body.model, item.lora_path, field="lora_path")[1]
 
 

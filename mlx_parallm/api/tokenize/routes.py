@@ -11,7 +11,7 @@ from starlette.responses import Response
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.declared import TOKENIZE
-from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
@@ -20,7 +20,7 @@ from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import tokenizing_model
-from mlx_parallm.serving.interface import EngineClient, TokenizingModel
+from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
@@ -35,7 +35,7 @@ PART_ENTRIES = 1024
 
 
 @routes.post("/tokenize")
-async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
+async def tokenize(body: TokenizeRequest, engine: RequestsDep) -> Response:
     """Return the tokens of a text or a conversation; for TEI's ``inputs``, a list for each text."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
@@ -44,7 +44,7 @@ async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
 
 
 @routes.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
+async def detokenize(body: DetokenizeRequest, engine: RequestsDep) -> dict[str, Any]:
     """Return the text of tokens, special ones included."""
     tokenizer = tokenizing_model(engine, body.model).tokenizer
 
@@ -57,7 +57,7 @@ async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, An
 
 
 async def _text_tokens(
-    body: TokenizeRequest, engine: EngineClient, texts: Sequence[str]
+    body: TokenizeRequest, engine: RequestClient, texts: Sequence[str]
 ) -> Response:
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")

@@ -7,12 +7,12 @@ import json
 
 from mlx_parallm import __version__
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 
 LENGTH = 12
 
 
-def system_fingerprint(engine: EngineClient, model: GenerationModel) -> str:
+def system_fingerprint(engine: RequestClient, model: GenerationModel) -> str:
     """Return a short digest of a model's weights as they are now, and of how it is served.
 
     It stays the same over restarts. It changes with an update of the weights or of the adapter, or

@@ -14,7 +14,7 @@ from mlx_parallm.api.http.errors import CLIENT_CLOSED
 from mlx_parallm.api.http.sse import wait_for_disconnect
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
@@ -36,7 +36,7 @@ class Generation:
         handles: one per request, in their order.
     """
 
-    def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
+    def __init__(self, engine: RequestClient, handles: Sequence[RequestHandle]) -> None:
         self._engine = engine
         self.handles = handles
         # Bounded: what a slow reader leaves must pile up where it is counted, in the engine.
@@ -49,7 +49,7 @@ class Generation:
     @classmethod
     async def start(
         cls,
-        engine: EngineClient,
+        engine: RequestClient,
         requests: Sequence[GenerateRequest],
         *,
         fields: Fields,
@@ -175,7 +175,7 @@ def named_by(fields: Fields) -> Generator[None]:
         raise
 
 
-async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:
+async def _take_back(engine: RequestClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:
     """Abort what has been admitted; refused requests are left alone: their ids may be others'."""
     for task in tasks:
         task.cancel()

@@ -10,13 +10,13 @@ from typing import get_args
 
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient, TokenizingModel
+from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import Task
 
 
 def generator(
-    engine: EngineClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
+    engine: RequestClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
 ) -> tuple[str, GenerationModel]:
     """Return the name that the answer tells, and the model or adapter that generates.
 
@@ -43,7 +43,7 @@ def generator(
         raise
 
 
-def tokenizing_model(engine: EngineClient, name: str | None) -> TokenizingModel:
+def tokenizing_model(engine: RequestClient, name: str | None) -> TokenizingModel:
     """Return the model of this name, else the first that generates, else the first encoder.
 
     Raises:
@@ -53,7 +53,7 @@ def tokenizing_model(engine: EngineClient, name: str | None) -> TokenizingModel:
     return encoder_meant(engine, name, *get_args(Task)) or generator(engine, name)[1]
 
 
-def encoder_meant(engine: EngineClient, name: str | None, *tasks: Task) -> PoolingModel | None:
+def encoder_meant(engine: RequestClient, name: str | None, *tasks: Task) -> PoolingModel | None:
     """Return the encoder that a request is for; None if it is for a model that generates.
 
     Without a name, models that generate come first.

@@ -8,14 +8,14 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, MaxWaitingDep, RequestsDep
 from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Prelude:
     """
 
     request: Request
-    engine: EngineClient
+    engine: RequestClient
     config: ServerConfig
     client: str
     max_waiting: int | None
@@ -126,7 +126,7 @@ class Prelude:
 
 async def get_prelude(
     request: Request,
-    engine: EngineDep,
+    engine: RequestsDep,
     config: ConfigDep,
     client: ClientDep,
     max_waiting: MaxWaitingDep,

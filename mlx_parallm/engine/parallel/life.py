@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
+from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.state import StateQuery
+from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.types.errors import ParallmError
 
 T = TypeVar("T")
@@ -41,6 +43,8 @@ class ParallelLife:
         self._seed = seed
         self._lives = lives
         self._make_router = make_router
+        self._ask = SharedAsk()
+        self._ask.engines = [life.ask for life in lives]
 
     def run(
         self,
@@ -77,6 +81,10 @@ class ParallelLife:
                 raise answer
             known.append(answer)
         return ask.together(known)
+
+    def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """See ``EngineLife.ask``."""
+        return self._ask(question, key=key)
 
     def give_up_load(self) -> None:
         """See ``EngineLife.give_up_load``."""

@@ -106,7 +106,7 @@ class _Host:
             return
         match message:
             case Query(ask):
-                self._answer(number, partial(self._life.ask, ask))
+                self._answer(number, partial(self._life.ask_now, ask))
             case Withdraw():
                 future = self._futures.pop(number, None)
                 if future is not None:

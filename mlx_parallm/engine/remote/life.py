@@ -118,7 +118,7 @@ class RemoteLife:
         """See ``EngineLife.end``."""
 
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """``query`` from any thread; see ``Ask``."""
+        """See ``EngineLife.ask``."""
         del key
         query = PendingQuery(question)
         with self._lock:

@@ -11,7 +11,7 @@ from mlx_parallm.api.turns.generation import WHOLE, Generation
 from mlx_parallm.api.turns.lazy import LazySequence
 from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent
 from mlx_parallm.types.request import GenerateRequest
@@ -75,7 +75,7 @@ class Groups:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: RequestClient,
         requests: Sequence[GenerateRequest],
         generation: Generation,
         *,

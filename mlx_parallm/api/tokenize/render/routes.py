@@ -9,7 +9,7 @@ from mlx_parallm.api.chat.schema import ChatRequest, turns_of
 from mlx_parallm.api.completions.request import completion_requests
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
@@ -47,7 +47,7 @@ async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> lis
 
 
 @routes.post("/apply-template", short=False)
-async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
+async def apply_template(body: TemplateRequest, engine: RequestsDep) -> AppliedTemplate:
     """Return a conversation as the chat template renders it."""
     _, model = generator(engine, body.model)
 

@@ -1,0 +1,215 @@
+"""``RequestClient`` in an HTTP process: what it serves, and its requests to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.adapter_names import AdapterNames, with_adapter
+from mlx_parallm.engine.commands import Abort
+from mlx_parallm.engine.interface import ModelStatus, ServedModel
+from mlx_parallm.engine.open_streams import OpenStreams
+from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.remote.events import unpack_events
+from mlx_parallm.engine.state import EngineState
+from mlx_parallm.generation.event_stream import EventStream
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.serving.generators import Generators
+from mlx_parallm.serving.remote.messages import (
+    Answer,
+    AskEngine,
+    Catalog,
+    CheckRoom,
+    Events,
+    Known,
+    Open,
+    Start,
+    Wait,
+)
+from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.weights import WeightsVersion
+
+logger = logging.getLogger(__name__)
+
+
+class KnownVersions:
+    """The adapters and versions of the latest catalog. Implements ``Versions``."""
+
+    def __init__(self, names: AdapterNames, first: Callable[[], str]) -> None:
+        self._names = names
+        self._first = first
+        self.known: Mapping[str, WeightsVersion] = {}
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """See ``Versions``."""
+        return self._names.listed()
+
+    def version(self, model: str | None = None) -> WeightsVersion:
+        """See ``Versions``."""
+        return self.known.get(model or self._first(), WeightsVersion())
+
+
+class RemoteEngine(Generators):
+    """Implements ``RequestClient`` by messages to the process that chooses among the engines."""
+
+    def __init__(
+        self, start: Start, wire: Wire, on_shared: Callable[[Any], None] = lambda shared: None
+    ) -> None:
+        """Prepare; the first catalog is to be taken before any request.
+
+        Args:
+            start: how it is set up.
+            wire: to the other process.
+            on_shared: is told what applications share.
+        """
+        self.config: EngineConfig = start.engine_config
+        self._start = start
+        self._wire = wire
+        self._on_shared = on_shared
+        self._streams = OpenStreams()
+        self._numbers = count(1)
+        self._answers: dict[int, asyncio.Future[Any] | Future[Any]] = {}
+        self._models: dict[int, ServedModel] = {}
+        self._statuses: list[ModelStatus] = []
+        self._by_name: dict[str, ModelStatus] = {}
+        self._names = AdapterNames(self, AdapterFolders(start.engine_config.adapters))
+        self.control = KnownVersions(self._names, self._names.first_base)
+        self.pooling = AsyncPooling(self)
+
+    def take(self, message: Any, number: int) -> bool:
+        """Take a message of the other process; False if it is not about requests."""
+        match message:
+            case Events(packed):
+                for request_id in self._streams.dispatch(unpack_events(packed)):
+                    self._wire.send(Abort(request_id=request_id))
+            case Answer(value):
+                self._settle(number, value)
+            case Catalog():
+                self._note(message)
+            case Known():
+                self._wire.send(Known(), number)
+            case _:
+                return False
+        return True
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """See ``RequestClient``."""
+        return self._statuses
+
+    def find(self, name: str) -> ModelStatus | None:
+        """See ``RequestClient``."""
+        status = self._by_name.get(name)
+        adapter = self._names.named(name) if status is None else None
+        if adapter is None:
+            return status
+        base = self._by_name.get(adapter.base)
+        return None if base is None else with_adapter(base, adapter)
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """See ``RequestClient``."""
+        return self._names.not_found(name)
+
+    async def check_room(self, model: str, client: str, n: int) -> None:
+        """See ``RequestClient``."""
+        served = self.get_model(model)
+        limit = self.config.scheduler.max_waiting
+        # The other HTTP processes have about as many samples open as this one.
+        if limit and self._streams.num_samples * self._start.num_processes + n > limit:
+            await self._ask(CheckRoom(served.parent or served.names[0], client, n))
+
+    async def wait(self, name: str) -> None:
+        """See ``PoolingClient.wait``."""
+        await self._ask(Wait(name))
+
+    async def refresh(self) -> None:
+        """Know the adapters as they are now: every answer comes after the latest catalog."""
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``RequestClient``."""
+        self.get_model(request.model)
+        stream: EventStream = await self.open_reader(request)
+        return RequestHandle(request_id=request.request_id, events=stream, gather=stream.gather)
+
+    async def open_reader(self, request: Any) -> Any:
+        """See ``EngineCore.open_reader``."""
+        status = self.find(request.model)
+        if status is None:
+            raise self.not_found(request.model)
+        model: ServedModel = status.model
+        reader = model.reader(request)
+        self._streams.open(request, reader)
+        try:
+            await self._ask(Open(request, reader.num_samples))
+        except ParallmError:
+            self._streams.close(request.request_id)
+            raise
+        except asyncio.CancelledError:
+            await self.abort(request.request_id)
+            raise
+        return reader
+
+    async def abort(self, request_id: str) -> None:
+        """See ``RequestClient``."""
+        if self._streams.close(request_id):
+            self._wire.send(Abort(request_id=request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """See ``RequestClient``."""
+        if request_id in self._streams:
+            self._wire.send(Abort(request_id=request_id, is_notified=True))
+
+    async def _ask(self, question: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        number = self._send(question, answer)
+        try:
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    def _ask_engine(
+        self, question: Callable[[EngineState], Any], key: Hashable = None
+    ) -> Future[Any]:
+        """See ``Ask``; called on any thread, like the one that compiles grammars."""
+        answer: Future[Any] = Future()
+        self._loop.call_soon_threadsafe(self._send, AskEngine(question, key), answer)
+        return answer
+
+    def _send(self, question: Any, answer: asyncio.Future[Any] | Future[Any]) -> int:
+        number = next(self._numbers)
+        self._answers[number] = answer
+        self._wire.send(question, number)
+        return number
+
+    def _settle(self, number: int, value: Any) -> None:
+        answer = self._answers.pop(number, None)
+        if answer is None or answer.done():
+            return
+        if isinstance(value, ParallmError):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+
+    def _note(self, catalog: Catalog) -> None:
+        self._loop = asyncio.get_running_loop()
+        for number, packed in catalog.models.items():
+            self._models[number] = packed.unpack(self._ask_engine)
+        self._statuses = [
+            status if number is None else replace(status, model=self._models[number])
+            for status, number in catalog.statuses
+        ]
+        kept = {number for _, number in catalog.statuses}
+        self._models = {key: model for key, model in self._models.items() if key in kept}
+        self._by_name = {name: status for status in self._statuses for name in status.names}
+        self._names.known = catalog.adapters
+        self.control.known = catalog.versions
+        self._on_shared(catalog.shared)

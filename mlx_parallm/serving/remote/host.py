@@ -1,0 +1,236 @@
+"""One HTTP process's requests, where the engines are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Hashable
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol
+
+from mlx_parallm.engine.commands import Abort
+from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.interface import Event, PackedModel, ServedModel
+from mlx_parallm.engine.remote.events import pack_events
+from mlx_parallm.engine.state import EngineState
+from mlx_parallm.serving.remote.messages import (
+    Answer,
+    AskEngine,
+    Catalog,
+    CheckRoom,
+    Events,
+    Known,
+    Open,
+    Wait,
+)
+from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.types.errors import EngineDeadError, ParallmError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.work import Ends
+
+logger = logging.getLogger(__name__)
+
+
+class Shared(Protocol):
+    """What the applications of several processes share, kept by the one that changes it."""
+
+    @property
+    def number(self) -> int:
+        """Grows with every change."""
+        ...
+
+    def value(self) -> Any:
+        """Return it in a form that can be pickled."""
+        ...
+
+
+class EngineHost:
+    """Carries out the requests of one HTTP process. Lives on the event loop."""
+
+    def __init__(self, core: EngineCore, wire: Wire, shared: Shared) -> None:
+        """Begin without requests.
+
+        Args:
+            core: the engines.
+            wire: to the HTTP process.
+            shared: what applications share.
+        """
+        self._core = core
+        self._wire = wire
+        self._shared = shared
+        self._open: dict[str, ForwardingReader] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()
+        self._events: list[Event] = []
+        self._models: dict[int, ServedModel] = {}
+        self._numbers = count(1)
+        self._sent: tuple[Any, ...] = ()
+        self._acknowledged: dict[int, asyncio.Future[None]] = {}
+        self._is_gone = False
+
+    def take(self, message: Any, number: int) -> bool:
+        """Take a message of the HTTP process; False if it is not about requests."""
+        match message:
+            case Open(request):
+                task = self._begin(number, self._admit(message))
+                self._tasks[request.request_id] = task
+                task.add_done_callback(lambda _: self._tasks.pop(request.request_id, None))
+            case Abort(request_id=request_id):
+                self._abort(message, request_id)
+            case CheckRoom(model, client, n):
+                self._begin(number, self._core.check_queue(model, client, n))
+            case Wait(name):
+                self._begin(number, self._core.wait(name))
+            case AskEngine(question, key):
+                self._begin(number, self._ask(question, key))
+            case Known():
+                if (known := self._acknowledged.pop(number, None)) is not None:
+                    known.set_result(None)
+            case _:
+                return False
+        return True
+
+    def show(self) -> None:
+        """Send the catalog if it has changed."""
+        statuses = self._core.statuses()
+        names, control = self._core.control.names, self._core.control
+        seen = (statuses, names.known, control.versions, self._shared.number)
+        if seen == self._sent or self._is_gone:
+            return
+        self._sent = seen
+        known = {id(model): number for number, model in self._models.items()}
+        fresh: dict[int, PackedModel] = {}
+        rows: list[tuple[Any, int | None]] = []
+        for status in statuses:
+            number = None
+            if status.model is not None:
+                number = known.get(id(status.model)) or next(self._numbers)
+                if number not in self._models:
+                    self._models[number] = status.model
+                    fresh[number] = status.model.packed()
+            rows.append((replace(status, model=None), number))
+        kept = {number for _, number in rows}
+        self._models = {key: model for key, model in self._models.items() if key in kept}
+        self._wire.send(Catalog(rows, fresh, names.known, control.versions, self._shared.value()))
+
+    async def settle(self) -> None:
+        """Return once the HTTP process has the catalog as it is now, or is gone."""
+        self.show()
+        number = next(self._numbers)
+        known = asyncio.get_running_loop().create_future()
+        self._acknowledged[number] = known
+        if self._is_gone:
+            known.set_result(None)
+        self._wire.send(Known(), number)
+        await known
+
+    async def leave(self) -> None:
+        """End every request of the HTTP process, which is gone."""
+        self._is_gone = True
+        for known in self._acknowledged.values():
+            known.set_result(None)
+        self._acknowledged.clear()
+        for task in [*self._tasks.values(), *self._others]:
+            task.cancel()
+        for request_id in list(self._open):
+            await self._core.abort(request_id)
+        self._open.clear()
+
+    async def _ask(self, question: Callable[[EngineState], Any], key: Hashable) -> Any:
+        return await asyncio.wrap_future(self._core.ask(question, key=key))
+
+    async def _admit(self, message: Open) -> None:
+        request = message.request
+        reader = ForwardingReader(request.request_id, message.num_samples, self._forward)
+        self._open[request.request_id] = reader
+        try:
+            await self._core.open_reader(request, reader)
+        except BaseException:
+            self._open.pop(request.request_id, None)
+            raise
+
+    def _abort(self, message: Abort, request_id: str) -> None:
+        if request_id in self._tasks:
+            # It waits for its model or adapter, or for its admission.
+            self._tasks[request_id].cancel()
+        elif message.is_notified:
+            self._start(self._core.cancel(request_id))
+        else:
+            self._open.pop(request_id, None)
+            self._start(self._core.abort(request_id))
+
+    def _begin(self, number: int, work: Any) -> asyncio.Task[None]:
+        return self._start(self._answer(number, work))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        return task
+
+    async def _answer(self, number: int, work: Any) -> None:
+        """Send the result of ``work``, or its error."""
+        try:
+            value = await work
+        except ParallmError as refusal:
+            value = refusal
+        except asyncio.CancelledError:
+            return
+        except Exception:
+            logger.exception("a question of an HTTP process failed")
+            value = EngineDeadError("The server failed to answer.")
+        self.show()
+        self._wire.send(Answer(value), number)
+
+    def _forward(self, reader: ForwardingReader, event: Event) -> None:
+        if not self._events:
+            # All events of a step go out together.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._events.append(event)
+        if reader.is_complete:
+            self._open.pop(reader.request_id, None)
+
+    def _flush(self) -> None:
+        events, self._events = self._events, []
+        self.show()
+        self._wire.send(Events(pack_events(events)))
+
+
+class ForwardingReader:
+    """Sends the events of one request on. Implements ``EventReader``.
+
+    Attributes:
+        request_id: the request.
+        num_samples: see ``EventReader``.
+        is_complete: likewise.
+        is_overfull: False, since the reader of another process says when a client does not read.
+    """
+
+    is_overfull = False
+
+    def __init__(
+        self,
+        request_id: str,
+        num_samples: int,
+        send: Callable[[ForwardingReader, Event], None],
+    ) -> None:
+        self.request_id = request_id
+        self.num_samples = num_samples
+        self.is_complete = False
+        self._num_open = num_samples
+        self._send = send
+
+    def put(self, event: Event) -> None:
+        """See ``EventReader``."""
+        if self.is_complete:
+            return
+        self._num_open -= event.ends is Ends.SAMPLE
+        self.is_complete = event.ends is Ends.REQUEST or (
+            event.ends is Ends.SAMPLE and self._num_open == 0
+        )
+        self._send(self, event)
+
+    def fail(self, error: ParallmError) -> None:
+        """See ``EventReader``."""
+        self.put(ErrorEvent(request_id=self.request_id, error=error))
