@@ -304,6 +304,7 @@ class ServerConfig:
         data_parallel_size: engine processes that serve the same models; 1: there is one engine.
         data_parallel_devices: the NVIDIA GPU of each engine, by its index; those of one index share
             it. Empty: one GPU for each engine.
+        api_server_count: processes that speak HTTP; 1: the server's own.
         shutdown_timeout_s: time that running requests get to finish after SIGTERM.
         log_format: "console" or "json".
     """
@@ -338,6 +339,7 @@ class ServerConfig:
     engine_process: bool = False
     data_parallel_size: int = 1
     data_parallel_devices: tuple[str, ...] = ()
+    api_server_count: int = 1
     shutdown_timeout_s: float = 30.0
     root_path: str = ""
     log_level: str = "info"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.resources import files
@@ -32,12 +32,12 @@ from mlx_parallm.api.http.middleware import (
     refuse_keys,
     refuse_origins,
 )
-from mlx_parallm.api.http.routing import DeclaredRoute, declared_routes
+from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient, RequestClient
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (
@@ -75,6 +75,29 @@ SLICES = (
     "page.docs",
     "pooling.hf.routes",
     "page.routes",
+)
+#: Those whose routes only send requests to the engine: every HTTP process has them.
+REQUEST_SLICES = (
+    "chat.routes",
+    "completions.routes",
+    "anthropic.routes",
+    "decisions.routes",
+    "pooling.embeddings.routes",
+    "pooling.moderations.routes",
+    "pooling.rerank.routes",
+    "pooling.score.routes",
+    "pooling.classify.routes",
+    "pooling.vectors.routes",
+    "pooling.rewards.routes",
+    "pooling.mlm.routes",
+    "tokenize.render.routes",
+    "rl.logprobs.routes",
+    "rl.rollout.routes",
+    "tokenize.routes",
+    "pooling.tei.routes",
+    "sglang.routes",
+    "vllm.routes",
+    "pooling.hf.routes",
 )
 #: Those of applications with a data folder.
 STORING_SLICES = ("files.routes", "files.batches.routes")
@@ -145,6 +168,40 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
         if service is not None:
             await service.stop()
         await app.state.responses.stop()
+
+
+def create_request_app(
+    engine: RequestClient,
+    config: ServerConfig,
+    *,
+    max_waiting: int,
+    bound_to: str,
+    policies: Policies,
+) -> FastAPI:
+    """Return an application with the routes that only send requests, for an HTTP process.
+
+    Args:
+        engine: see ``create_app``, as for the arguments that are not named here.
+        config: how.
+        max_waiting: the size of the engine's queue.
+        bound_to: the IP address.
+        policies: those of the server's first process.
+    """
+    app = Application(openapi_url=None, routes=[*routes_of(REQUEST_SLICES)])
+    app.state.engine = engine
+    app.state.config = config
+    app.state.max_waiting = max_waiting
+    app.state.policies = policies
+    install_error_handlers(app)
+    _add_middleware(app, config, checked_hosts(config, bound_to))
+    return app
+
+
+def answers_in_any_process(app: FastAPI) -> Callable[[str, str], bool]:
+    """Return what tells methods and paths of routes that every HTTP process has."""
+    names = {f"mlx_parallm.api.{name}" for name in REQUEST_SLICES}
+    routes = [route for route in declared_routes(app) if route.endpoint.__module__ in names]
+    return RouteIndex.of(routes).has
 
 
 def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:

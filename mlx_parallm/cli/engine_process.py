@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
-from mlx_parallm.engine.remote.life import IGNORED_SIGNALS
+from mlx_parallm.engine.remote.life import ignore_signals
 from mlx_parallm.serving.kinds import build_engines
 
 #: ``SWITCH_INTERVAL_S``: with Python's default of 5 ms the engine would wait as long for the GIL
@@ -36,10 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     configure_logging(args.log_level, args.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The parent blocked these signals before it started this process.
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    ignore_signals()
     return serve_engines(Channel(socket.socket(fileno=args.fd)), build_engines)
 
 

@@ -11,19 +11,28 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import uvicorn
 import uvloop
+from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from mlx_parallm.api.app import create_app
+from mlx_parallm.api.app import answers_in_any_process, create_app
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.api.http.hosts import is_loopback
 from mlx_parallm.api.http.listener import bind, inherit
 from mlx_parallm.cli import engine_process
+from mlx_parallm.cli.api_servers import process
+from mlx_parallm.cli.api_servers.connections import (
+    FLUSH_TIMEOUT_S,
+    ConnectionServer,
+    UvicornServer,
+    uvicorn_config,
+)
+from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.parallel_engines import parallel_life
@@ -31,12 +40,15 @@ from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.remote.messages import Start
 
 logger = logging.getLogger(__name__)
 
+# BACKLOG: connections that wait to be accepted.
+BACKLOG = 2048
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: ``FLUSH_TIMEOUT_S``: time that connections get to read pending data before they are closed.
-FLUSH_TIMEOUT_S = 5
+# STOP_TIMEOUT_S: time that HTTP processes get to end: connections may be flushed until then.
+STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +106,7 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
     if server_config.data_parallel_size > 1:
         life = parallel_life(engine_config, server_config, on_progress)
         return AsyncEngine(engine_config, life=life)
-    if not server_config.engine_process:
+    if not server_config.engine_process and server_config.api_server_count == 1:
         return AsyncEngine(engine_config, on_progress=on_progress)
     life = RemoteLife(engine_config, engine_process.command(server_config), on_progress)
     return AsyncEngine(engine_config, life=life)
@@ -122,15 +134,6 @@ def is_exposed(config: ServerConfig, host: str) -> bool:
     return not config.api_keys and not is_loopback(host)
 
 
-class UvicornServer(uvicorn.Server):
-    """A server that leaves signals to its owner, because uvicorn would raise them again."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
-        yield
-
-
 class EngineServer:
     """An HTTP server and the engine behind it, which end together."""
 
@@ -140,18 +143,10 @@ class EngineServer:
         self._engine = engine
         self._config = config
         self._ending: asyncio.Task[None] | None = None
-        self._server = UvicornServer(
-            uvicorn.Config(
-                create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to),
-                http=partial(BoundedProtocol, timeout_s=config.client_timeout_s),  # type: ignore[arg-type]
-                log_config=None,
-                # The application logs requests itself.
-                access_log=False,
-                root_path=config.root_path,
-                server_header=False,
-                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
-            )
-        )
+        app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
+        self._http = _OwnHttp(app, config)
+        if config.api_server_count > 1:
+            self._http = _SharedHttp(app, engine, config, max_waiting, bound_to)
 
     async def run(self, listener: socket.socket) -> int:
         """Serve until a signal, and return 0, or until the engine's death, and return 1."""
@@ -159,7 +154,7 @@ class EngineServer:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
-        await self._server.serve(sockets=[listener])
+        await self._http.run(listener)
         if self._ending is not None:
             await asyncio.wait([self._ending])
         has_died = self._engine.ended.is_set()
@@ -176,11 +171,11 @@ class EngineServer:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._ending.cancel()
-            self._server.should_exit = self._server.force_exit = True
+            self._http.uvicorn.should_exit = self._http.uvicorn.force_exit = True
 
     async def _drain(self) -> None:
         await self._engine.drain(self._config.shutdown_timeout_s)
-        self._server.should_exit = True
+        self._http.uvicorn.should_exit = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait for the engine's end on a thread of its own, then notify the event loop."""
@@ -191,4 +186,76 @@ class EngineServer:
 
     def _on_engine_end(self) -> None:
         logger.critical("the engine has ended; the server ends too")
-        self._server.should_exit = True
+        self._http.uvicorn.should_exit = True
+
+
+class _OwnHttp:
+    """HTTP in this process."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        protocol = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
+        self.uvicorn = UvicornServer(uvicorn_config(app, config, protocol))
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until ``uvicorn.should_exit``."""
+        await self.uvicorn.serve(sockets=[listener])
+
+
+class _SharedHttp(_OwnHttp):
+    """HTTP in processes of ``--api-server-count``, and in this one what they do not answer."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        max_waiting: int,
+        bound_to: str,
+    ) -> None:
+        count = config.api_server_count
+        # A client's bodies are bounded in each process.
+        share = replace(config, max_client_body_bytes=config.max_client_body_bytes // count)
+        self._processes = HttpProcesses(
+            engine,
+            Start(engine.config, share, max_waiting, bound_to, count),
+            process.command(config),
+            shared=app.state.policies,
+            adopt=self._adopt,
+        )
+        answers = answers_in_any_process(app)
+        self._connections = ConnectionServer(
+            SettledMiddleware(app, self._processes),
+            config,
+            serves=lambda method, path: not (self._processes.are_serving and answers(method, path)),
+            hand_over=self._processes.give,
+        )
+        self.uvicorn = self._connections.uvicorn
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until ``uvicorn.should_exit``."""
+        loop = asyncio.get_running_loop()
+        serving = loop.create_task(self._connections.run())
+        await self._processes.start()
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        loop.add_reader(listener, self._accept, listener)
+        await serving
+        loop.remove_reader(listener)
+        listener.close()
+        await self._processes.stop(0 if self.uvicorn.force_exit else STOP_TIMEOUT_S)
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(BACKLOG):
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as problem:
+                # Too many open files, or a client that is gone already.
+                logger.warning("a connection cannot be accepted: %s", problem.strerror)
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._processes.give(connection, b"")
+
+    def _adopt(self, connection: socket.socket, head: bytes) -> None:
+        self._connections.adopt(connection, head)

@@ -158,20 +158,30 @@ class RouteIndex:
 
         An unknown path below a route's path gets the dialect of that route.
         """
-        fitting = [
+        fitting = self._fitting(path)
+        if fitting:
+            return next((each for each in fitting if _fits(each, method)), fitting[0]).facts
+        above = path.rpartition("/")[0]
+        return RouteFacts(dialect=self.find(method, above).dialect) if above else UNDECLARED
+
+    def has(self, method: str, path: str) -> bool:
+        """True if a route has this path and this method."""
+        return any(_fits(route, method) for route in self._fitting(path))
+
+    def _fitting(self, path: str) -> Sequence[DeclaredRoute]:
+        return [
             *self._literal.get(path, ()),
             *(route for route in self._patterns if route.path_regex.match(path)),
         ]
-        method = "GET" if method == "HEAD" else method
-        if fitting:
-            return next((each for each in fitting if method in each.methods), fitting[0]).facts
-        above = path.rpartition("/")[0]
-        return RouteFacts(dialect=self.find(method, above).dialect) if above else UNDECLARED
 
 
 def declared_routes(app: FastAPI) -> Iterable[DeclaredRoute]:
     """Return the routes of an application that declare facts."""
     return [route for route in app.router.routes if isinstance(route, DeclaredRoute)]
+
+
+def _fits(route: DeclaredRoute, method: str) -> bool:
+    return ("GET" if method == "HEAD" else method) in route.methods
 
 
 def _errors(dialect: Dialect) -> dict[int | str, dict[str, Any]]:

@@ -185,20 +185,8 @@ def _spawned(
 ) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
     """Start a process, and yield it and the channel to it; it has ended when the block has."""
     ours, theirs = socket.socketpair()
-    # Modules are found where this process finds them, and nowhere else first.
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    # The signals are blocked until the process ignores them; it inherits the mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     with theirs:
-        try:
-            process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **environment, "PYTHONPATH": path},
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process = start_process(command, [theirs], environment)
     channel = Channel(ours)
     patience_s = DEATH_TIMEOUT_S
     try:
@@ -207,6 +195,41 @@ def _spawned(
     finally:
         channel.close()
         _end(process, patience_s)
+
+
+def start_process(
+    command: Sequence[str],
+    ends: Sequence[socket.socket],
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[bytes]:
+    """Start a process of this server, which ignores signals to the process group.
+
+    Args:
+        command: the arguments before the descriptors.
+        ends: sockets whose descriptors it gets.
+        environment: variables besides those of this process.
+    """
+    # Modules are found where this process finds them, and nowhere else first.
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    descriptors = [end.fileno() for end in ends]
+    # The signals are blocked until the process ignores them; it inherits the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [*command, *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            env={**os.environ, **environment, "PYTHONPATH": path},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore signals to the process group, in a process from ``start_process``."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 
 def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:

@@ -80,9 +80,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """From the HTTP process: so many of its connections have been closed by their clients."""
-
-    count: int
+    """From the HTTP process: one of its connections is no longer there."""
 
 
 @dataclass(frozen=True, slots=True)

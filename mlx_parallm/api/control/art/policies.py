@@ -54,6 +54,20 @@ class Policies:
         default_factory=OrderedDict[str, tuple[Mapping[str, Any], Any]]
     )
     _num_updates: int = 0
+    _num_changes: int = 0
+
+    @property
+    def number(self) -> int:
+        """See ``serving.remote.host.Shared``."""
+        return self._num_changes
+
+    def value(self) -> Mapping[tuple[str, str], Policy]:
+        """Return the known generations, for ``replace`` in another process."""
+        return dict(self._known)
+
+    def replace(self, known: Mapping[tuple[str, str], Policy]) -> None:
+        """Know the generations that another process knows."""
+        self._known = OrderedDict(known)
 
     def find(self, slot: str, label: str) -> Policy | None:
         """Return the generation whose weights have this label, if an update of ART's brought it."""
@@ -81,12 +95,14 @@ class Policies:
             lora_slot=slot,
             update_seq=self._num_updates,
         )
+        self._num_changes += 1
         self._known[slot, generation_id] = policy
         _trim(self._known)
         return policy
 
     def forget(self, policy: Policy) -> None:
         """Forget a generation that was not loaded."""
+        self._num_changes += 1
         self._known.pop((policy.lora_slot, policy.generation_id), None)
 
     def result_of(self, operation_id: str, request: Mapping[str, Any]) -> Any:

@@ -1,0 +1,271 @@
+"""Connections that several processes of one server serve in turn.
+
+A process that accepts a connection, or has answered a request on it, may not be the one that serves
+its next request. The connection then goes on to another process, by its descriptor (SCM_RIGHTS,
+unix(7)), with the bytes of that request that have been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from mlx_parallm.api.http.connection import MAX_HEAD_BYTES, BoundedProtocol
+
+# The number of bytes that come with a descriptor, little-endian.
+_SIZE = struct.Struct("<I")
+# READ_BYTES: bytes that are read at once.
+READ_BYTES = 1 << 18
+
+#: Called with a method and a path; True if this process answers such requests.
+Serves = Callable[[str, str], bool]
+#: Takes over a connection, with the bytes that have been read of it.
+Handover = Callable[[socket.socket, bytes], None]
+
+
+class HandoverProtocol(BoundedProtocol):
+    """Serves a connection as long as its requests are for this process.
+
+    Requests that are sent before the one before them has been answered stay here.
+    """
+
+    def __init__(
+        self,
+        *,
+        serves: Serves,
+        hand_over: Handover,
+        head: bytes = b"",
+        on_closed: Callable[[], None] = lambda: None,
+        **arguments: Any,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            serves: tells requests of this process.
+            hand_over: takes over a connection whose next request is for another process.
+            head: what another process has read of the connection.
+            on_closed: called once the connection is no longer here.
+            arguments: of ``BoundedProtocol``.
+        """
+        super().__init__(**arguments)
+        self._serves = serves
+        self._hand_over = hand_over
+        self._read_before = head
+        self._on_closed = on_closed
+        # The first bytes of a request whose line is not complete; None while it is served here.
+        self._unrouted: bytearray | None = bytearray()
+        self._is_in_message = False
+        # True once a request has come that must be sent again.
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        if self._read_before:
+            self.data_received(self._read_before)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        super().connection_lost(exc)
+        self._on_closed()
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self._unrouted is None:
+            super().data_received(data)
+            return
+        self._unrouted += data
+        line = request_line(self._unrouted)
+        if line is None and len(self._unrouted) <= MAX_HEAD_BYTES:
+            return
+        head = bytes(self._unrouted)
+        if line is not None and not self._serves(*line):
+            self._leave(head)
+        else:
+            self._unrouted = None
+            super().data_received(head)
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._is_in_message = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Refuse a request for another process that comes before the one before it is answered.
+
+        The connection is closed after that answer, and the client sends the request again
+        (RFC 9112, section 9.3.2).
+        """
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        assert self.parser is not None, "it calls this"
+        line = self.parser.get_method().decode(), _path(self.url)
+        if cycle is not None and not cycle.response_complete and not self._serves(*line):
+            self._is_refused = True
+            cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        self._is_in_message = False
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Look at the next request before it is read, if none has begun to come."""
+        has_more = bool(self.pipeline)
+        super().on_response_complete()
+        if not has_more and not self._is_in_message and not self.transport.is_closing():
+            self._unrouted = bytearray()
+
+    def _leave(self, head: bytes) -> None:
+        """Give the connection away: this process closes its own descriptor only."""
+        connection = socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
+        self._unset_keepalive_if_required()
+        self.transport.abort()
+        self._hand_over(connection, head)
+
+
+def request_line(head: bytes | bytearray) -> tuple[str, str] | None:
+    """Return the method and the path of a request; None if its line is not complete.
+
+    What is no request line gives what no route has; the parser refuses it.
+    """
+    line, end, _ = bytes(head[:MAX_HEAD_BYTES]).lstrip(b"\r\n").partition(b"\n")
+    if not end:
+        return None
+    method, _, rest = line.partition(b" ")
+    return method.decode("latin-1"), _path(rest.partition(b" ")[0])
+
+
+def _path(target: bytes) -> str:
+    """Return the path of a request's target; empty if it is malformed."""
+    text = target.decode("latin-1")
+    try:
+        path = text.partition("?")[0] if text.startswith("/") else urlsplit(text).path
+    except ValueError:
+        return ""
+    return unquote(path)
+
+
+class ConnectionPipe:
+    """One end of a pair of Unix sockets that carries connections, on an event loop."""
+
+    def __init__(self, end: socket.socket, take: Handover, on_lost: Callable[[], None]) -> None:
+        """Begin to read.
+
+        Args:
+            end: a stream socket; it belongs to the pipe from now on.
+            take: called with each connection that comes.
+            on_lost: called once the other end is gone.
+        """
+        end.setblocking(False)
+        self._end = end
+        self._take = take
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        # What is still to be sent: the descriptor goes with the first byte.
+        self._unsent: deque[tuple[socket.socket | None, memoryview]] = deque()
+        self._head = b""
+        self._arriving: socket.socket | None = None
+        self._body = bytearray()
+        self._size: int | None = None
+        self._is_closed = False
+        self._loop.add_reader(end, self._read)
+
+    def send(self, connection: socket.socket, head: bytes) -> None:
+        """Give a connection to the other end; it is closed if that is gone."""
+        if self._is_closed:
+            connection.close()
+            return
+        self._unsent.append((connection, memoryview(_SIZE.pack(len(head)) + head)))
+        if len(self._unsent) == 1:
+            self._flush()
+
+    def close(self) -> None:
+        """Close the pair, and the connections that have not been sent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._end)
+        self._loop.remove_writer(self._end)
+        self._end.close()
+        for connection, _ in self._unsent:
+            if connection is not None:
+                connection.close()
+        self._unsent.clear()
+        if self._arriving is not None:
+            self._arriving.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                connection, data = self._unsent[0]
+                if connection is None:
+                    sent = self._end.send(data)
+                else:
+                    sent = socket.send_fds(self._end, [data], [connection.fileno()])
+                    connection.close()
+                if sent < len(data):
+                    self._unsent[0] = None, data[sent:]
+                else:
+                    self._unsent.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._end, self._flush)
+            return
+        except OSError:
+            self._lose()
+            return
+        self._loop.remove_writer(self._end)
+
+    def _read(self) -> None:
+        try:
+            while self._read_some():
+                pass
+        except BlockingIOError:
+            pass
+        except (EOFError, OSError):
+            self._lose()
+
+    def _read_some(self) -> bool:
+        """Read the rest of a size or of what comes with it; False once the pipe is closed."""
+        if self._size is None:
+            data, descriptors, _, _ = socket.recv_fds(self._end, _SIZE.size - len(self._head), 1)
+            if descriptors:
+                self._arriving = socket.socket(fileno=descriptors[0])
+            self._head += _some(data)
+            if len(self._head) == _SIZE.size:
+                self._size = _SIZE.unpack(self._head)[0]
+        elif len(self._body) < self._size:
+            self._body += _some(self._end.recv(min(self._size - len(self._body), READ_BYTES)))
+        if self._size == len(self._body) and self._arriving is not None:
+            connection, body = self._arriving, bytes(self._body)
+            self._head, self._size, self._arriving = b"", None, None
+            self._body = bytearray()
+            self._take(connection, body)
+        return not self._is_closed
+
+    def _lose(self) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_lost()
+
+
+def _some(data: bytes) -> bytes:
+    if not data:
+        raise EOFError("The other process is gone.")
+    return data

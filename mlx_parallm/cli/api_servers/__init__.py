@@ -1,0 +1,1 @@
+"""``--api-server-count``: processes that speak HTTP for one server."""

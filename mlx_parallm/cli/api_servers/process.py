@@ -1,0 +1,130 @@
+"""One HTTP process, ``python -m mlx_parallm.cli.api_servers.process``: it has no engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+
+from mlx_parallm.api.app import answers_in_any_process, create_request_app
+from mlx_parallm.api.control.art.policies import Policies
+from mlx_parallm.api.http.handover import ConnectionPipe
+from mlx_parallm.cli.api_servers.connections import ConnectionServer
+from mlx_parallm.cli.engine_process import SWITCH_INTERVAL_S
+from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.life import spare_garbage_collection
+from mlx_parallm.engine.remote.life import ignore_signals
+from mlx_parallm.engine.remote.remote_code import find_remote_code
+from mlx_parallm.serving.remote.client import RemoteEngine
+from mlx_parallm.serving.remote.messages import Catalog, Closed, Ready, Start, Stop
+from mlx_parallm.serving.remote.wire import Wire
+
+# ORPHANED: exit code of a process whose server is gone.
+ORPHANED = 3
+
+
+def command(config: ServerConfig) -> list[str]:
+    """Return the command line of the process; the caller appends the descriptors."""
+    # -P keeps the working directory off the import path.
+    module = [sys.executable, "-P", "-m", "mlx_parallm.cli.api_servers.process"]
+    return [*module, "--log-level", config.log_level, "--log-format", config.log_format]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Answer HTTP requests until the server sends stop, or is gone."""
+    parser = argparse.ArgumentParser(description="A part of a server; not to be run by hand.")
+    parser.add_argument("--log-level", required=True)
+    parser.add_argument("--log-format", required=True)
+    parser.add_argument("wire", type=int)
+    parser.add_argument("pipe", type=int)
+    args = parser.parse_args(arguments)
+    configure_logging(args.log_level, args.log_format)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    ignore_signals()
+    ends = [socket.socket(fileno=descriptor) for descriptor in (args.wire, args.pipe)]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(HttpProcess(*ends).run())
+    return 0
+
+
+class HttpProcess:
+    """Serves the connections that come from the server's first process."""
+
+    def __init__(self, wire_end: socket.socket, pipe_end: socket.socket) -> None:
+        """``wire_end`` carries messages, ``pipe_end`` connections."""
+        self._wire_end = wire_end
+        self._pipe_end = pipe_end
+        self._wire = Wire(self._take, on_lost=_end_at_once)
+        self._engine: RemoteEngine | None = None
+        self._connections: ConnectionServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until the server sends stop."""
+        await self._wire.connect(self._wire_end)
+        await self._stopped.wait()
+        if self._connections is not None and self._serving is not None:
+            self._connections.uvicorn.should_exit = True
+            await self._serving
+
+    def _take(self, message: Any, number: int) -> None:
+        match message:
+            case Start():
+                self._set_up(message)
+            case Stop():
+                self._stopped.set()
+            case _:
+                assert self._engine is not None, "the first message starts"
+                known = self._engine.take(message, number)
+                assert known, message
+                if isinstance(message, Catalog) and self._serving is None:
+                    self._serving = asyncio.get_running_loop().create_task(self._serve())
+
+    def _set_up(self, start: Start) -> None:
+        find_remote_code(start.engine_config)
+        pipe = ConnectionPipe(self._pipe_end, self._adopt, on_lost=_end_at_once)
+        policies = Policies()
+        self._engine = RemoteEngine(start, self._wire, policies.replace)
+        app = create_request_app(
+            self._engine,
+            start.server_config,
+            max_waiting=start.max_waiting,
+            bound_to=start.bound_to,
+            policies=policies,
+        )
+        self._connections = ConnectionServer(
+            app,
+            start.server_config,
+            serves=answers_in_any_process(app),
+            hand_over=pipe.send,
+            on_closed=lambda: self._wire.send(Closed()),
+        )
+
+    async def _serve(self) -> None:
+        assert self._connections is not None
+        serving = asyncio.get_running_loop().create_task(self._connections.run())
+        await self._connections.uvicorn.is_up.wait()
+        spare_garbage_collection()
+        self._wire.send(Ready())
+        await serving
+
+    def _adopt(self, connection: socket.socket, head: bytes) -> None:
+        assert self._connections is not None, "connections come once it is ready"
+        self._connections.adopt(connection, head)
+
+
+def _end_at_once() -> None:
+    """End without the server, whose process is gone."""
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

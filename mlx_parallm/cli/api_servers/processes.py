@@ -1,0 +1,225 @@
+"""The HTTP processes of a server: their lives, and which of them gets a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.api.http.handover import ConnectionPipe, Handover
+from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.remote.life import start_process
+from mlx_parallm.serving.remote.host import EngineHost, Shared
+from mlx_parallm.serving.remote.messages import Closed, Ready, Start, Stop
+from mlx_parallm.serving.remote.wire import Wire
+
+logger = logging.getLogger(__name__)
+
+# SETTLE_TIMEOUT_S: an HTTP process that does not take messages for this long is killed.
+SETTLE_TIMEOUT_S = 10.0
+# MAX_RESTART_DELAY_S: most seconds until a process that dies again and again is started anew.
+MAX_RESTART_DELAY_S = 60.0
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """One HTTP process.
+
+    Attributes:
+        child: the process.
+        wire: messages.
+        pipe: connections.
+        host: its requests.
+        num_connections: those that it was given and that are there.
+        ended: set once it is gone.
+        ready: set once it takes connections, or is gone.
+    """
+
+    child: subprocess.Popen[bytes]
+    wire: Wire
+    pipe: ConnectionPipe
+    host: EngineHost
+    num_connections: int = 0
+    is_ready: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class HttpProcesses:
+    """Starts the HTTP processes, and starts those that die anew. Lives on the event loop.
+
+    Connections go to the process that has the fewest. While none is there, this process serves
+    them itself.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        start: Start,
+        command: Sequence[str],
+        *,
+        shared: Shared,
+        adopt: Handover,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            core: the engines.
+            start: how the processes are set up.
+            command: starts one; its last two arguments are descriptors.
+            shared: what applications share.
+            adopt: serves a connection in this process.
+        """
+        self._core = core
+        self._start = start
+        self._command = command
+        self._shared = shared
+        self._adopt = adopt
+        self._processes: list[_Process] = []
+        self._lives: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self._turn = 0
+
+    @property
+    def are_serving(self) -> bool:
+        """True if one of them takes connections."""
+        return any(process.is_ready for process in self._processes)
+
+    async def start(self) -> None:
+        """Start all of them, and return once each takes connections or has failed to."""
+        loop = asyncio.get_running_loop()
+        first = [asyncio.Event() for _ in range(self._start.num_processes)]
+        self._lives = [loop.create_task(self._live(event)) for event in first]
+        for event in first:
+            await event.wait()
+
+    def give(self, connection: socket.socket, head: bytes) -> None:
+        """Let a process serve a connection, of which ``head`` has been read."""
+        ready = [process for process in self._processes if process.is_ready]
+        if not ready:
+            self._adopt(connection, head)
+            return
+        self._turn += 1
+        # Those with as many connections take turns.
+        order = ready[self._turn % len(ready) :] + ready[: self._turn % len(ready)]
+        process = min(order, key=lambda each: each.num_connections)
+        process.num_connections += 1
+        process.pipe.send(connection, head)
+
+    async def settle(self) -> None:
+        """Return once every process knows the models and adapters as they are now."""
+        await asyncio.gather(*(self._settle(process) for process in self._processes))
+
+    async def stop(self, timeout_s: float) -> None:
+        """End all of them: they get some time to write what has been answered."""
+        self._is_stopping = True
+        for process in self._processes:
+            process.wire.send(Stop())
+        for process in list(self._processes):
+            try:
+                await asyncio.wait_for(process.ended.wait(), timeout_s)
+            except TimeoutError:
+                process.child.kill()
+        await asyncio.gather(*self._lives)
+
+    async def _settle(self, process: _Process) -> None:
+        try:
+            await asyncio.wait_for(process.host.settle(), SETTLE_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("HTTP process %d does not answer; it is killed", process.child.pid)
+            process.child.kill()
+
+    async def _live(self, is_up: asyncio.Event) -> None:
+        """Run one process after another, until the server stops."""
+        num_deaths = 0
+        while not self._is_stopping:
+            process = await self._spawn()
+            try:
+                await process.ready.wait()
+                is_up.set()
+                num_deaths = 0 if process.is_ready else num_deaths
+                await process.ended.wait()
+            finally:
+                await self._bury(process)
+            if not self._is_stopping:
+                logger.error(
+                    "HTTP process %d ended with %s; another is started",
+                    process.child.pid,
+                    process.child.returncode,
+                )
+                await asyncio.sleep(min(2.0**num_deaths - 1, MAX_RESTART_DELAY_S))
+                num_deaths += 1
+
+    async def _spawn(self) -> _Process:
+        wire_end, their_wire = socket.socketpair()
+        pipe_end, their_pipe = socket.socketpair()
+        with their_wire, their_pipe:
+            child = await asyncio.to_thread(start_process, self._command, [their_wire, their_pipe])
+        box: list[_Process] = []
+
+        def take(message: Any, number: int) -> None:
+            self._take(box[0], message, number)
+
+        def end() -> None:
+            box[0].ended.set()
+            box[0].ready.set()
+
+        wire = Wire(take, end)
+        pipe = ConnectionPipe(pipe_end, self._adopt, on_lost=lambda: None)
+        box.append(_Process(child, wire, pipe, EngineHost(self._core, wire, self._shared)))
+        self._processes.append(box[0])
+        await wire.connect(wire_end)
+        wire.send(self._start)
+        box[0].host.show()
+        return box[0]
+
+    def _take(self, process: _Process, message: Any, number: int) -> None:
+        match message:
+            case Ready():
+                process.is_ready = True
+                process.ready.set()
+            case Closed():
+                process.num_connections -= 1
+            case _:
+                known = process.host.take(message, number)
+                assert known, message
+
+    async def _bury(self, process: _Process) -> None:
+        process.is_ready = False
+        self._processes.remove(process)
+        process.pipe.close()
+        process.wire.close()
+        await process.host.leave()
+        process.child.kill()
+        await asyncio.to_thread(process.child.wait)
+
+
+class SettledMiddleware:
+    """Answers a change once every HTTP process knows it.
+
+    A client may name a new adapter on another connection, which another process serves.
+    """
+
+    def __init__(self, app: ASGIApp, processes: HttpProcesses) -> None:
+        self._app = app
+        self._processes = processes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] in SAFE_METHODS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_settled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._processes.settle()
+            await send(message)
+
+        await self._app(scope, receive, send_settled)
