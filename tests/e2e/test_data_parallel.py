@@ -40,7 +40,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 def engines_of(server: ServerProcess) -> list[int]:
     """Return the ids of the processes that a server has started, in their order."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
     rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
     engines = [row for row in rows if "engine_process" in row[2]]
