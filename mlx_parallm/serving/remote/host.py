@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Shared(Protocol):
-    """What the applications of several processes share, kept by the one that changes it."""
+    """State that the applications of several processes share; one of them changes it."""
 
     @property
     def number(self) -> int:
