@@ -36,11 +36,13 @@ from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
-from mlx_parallm.types.errors import InvalidRequestError, ParallmError
+from mlx_parallm.types.errors import ControlError, InvalidRequestError, ParallmError
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import MAX_RANK, FakeStore
 
+#: Adapters that an engine keeps.
+MAX_LOADED = 4
 #: How long a test waits for what must come; no test depends on how fast it comes.
 PATIENCE_S = 60.0
 
@@ -74,9 +76,14 @@ class FakeModel(ServedModel):
 
 
 class FakeUsers:
-    """Implements ``AdapterUsers``: no request uses an adapter, and there is no slot."""
+    """Implements ``AdapterUsers``: there is no slot.
+
+    Attributes:
+        used: the contents of adapters that requests use.
+    """
 
     def __init__(self) -> None:
+        self.used: set[str] = set()
         self.adapters = SimpleNamespace(
             num_slots=8,
             resident=(),
@@ -86,7 +93,7 @@ class FakeUsers:
         )
 
     def uses(self, content: str) -> bool:
-        return False
+        return content in self.used
 
     def num_running(self, content: str) -> int:
         return 0
@@ -131,6 +138,9 @@ class FakeLife:
         self.requests: dict[str, Request] = {}
         # What the next request is refused with, if it is.
         self.refusal: ParallmError | None = None
+        # The commands of this type fail; None: none do.
+        self.fails: type[Any] | None = None
+        self.num_failures = 0
 
     def run(
         self,
@@ -141,8 +151,9 @@ class FakeLife:
         self.num_lives += 1
         self.requests = {}
         self.weights = FakeWeights()
-        users = cast(Any, FakeUsers())
-        policies = Policies("m", users, FakeStore(), max_loaded=4, max_rank=MAX_RANK)
+        self.users = FakeUsers()
+        users = cast(Any, self.users)
+        policies = Policies("m", users, FakeStore(), max_loaded=MAX_LOADED, max_rank=MAX_RANK)
         self.live = LiveWeights(policies, cast(Any, self.weights), cast(Any, None))
         engine = SimpleNamespace(live=self.live, policies=policies, settle=tuple, is_paused=False)
         self.host = cast(
@@ -160,18 +171,15 @@ class FakeLife:
             case Die():
                 raise Death
             case Submit(request=request, reply=reply):
-                self.requests[request.request_id] = request
-                refusal, self.refusal = self.refusal, None
-                if refusal is not None:
-                    del self.requests[request.request_id]
-                reply(refusal)
+                assert command.upload is None, "only this engine would have the adapter"
+                reply(_guarded(lambda: self._admit(request)))
             case Abort(request_id=request_id, is_notified=is_notified):
                 request = self.requests.pop(request_id, None)
                 if request is not None and is_notified:
                     indices = range(request.work().num_samples)
                     deliver([_token(request_id, index, True) for index in indices])
             case Call(action=action, reply=reply):
-                reply(_guarded(lambda: action(self.host)))
+                reply(_guarded(lambda: self._carry_out(action)))
             case Answer(is_last=is_last):
                 deliver(
                     [
@@ -183,6 +191,22 @@ class FakeLife:
                 self.requests = {} if is_last else self.requests
             case _:
                 raise AssertionError(command)
+
+    def _carry_out(self, action: HostCommand[Any]) -> Any:
+        if self.fails is not None and isinstance(action, self.fails):
+            self.fails = None
+            self.num_failures += 1
+            raise ControlError("The device has failed.")
+        return action(self.host)
+
+    def _admit(self, request: Request) -> None:
+        """Use the request's adapter; raise as an engine does."""
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
+        if request.adapter is not None:
+            self.live.policies.weights_of(request.adapter)
+        self.requests[request.request_id] = request
 
     def give_up_load(self) -> None:
         pass
@@ -247,17 +271,30 @@ class FakeFleet:
         """Wait until every engine has carried out what it was given."""
         self.call(ListVersions())
 
-    def submit(self, request_id: str, num_samples: int = 1) -> ParallmError | None:
-        """Return what an engine replies to a request."""
+    def submit(self, request_id: str, num_samples: int = 1, **details: Any) -> ParallmError | None:
+        """Return what an engine replies to a request; ``details`` are those of ``begin``."""
+        return self.begin(request_id, num_samples, **details).result(PATIENCE_S)
+
+    def begin(
+        self,
+        request_id: str,
+        num_samples: int = 1,
+        *,
+        adapter: str | None = None,
+        upload: AdapterUpload | None = None,
+    ) -> Future[ParallmError | None]:
+        """Submit a request, perhaps of an adapter, which may come with it; return the reply."""
         request = GenerateRequest(
             request_id=request_id,
             model="m",
             prompt_ids=(1, 2, 3),
             params=SamplingParams(n=num_samples),
+            adapter=adapter,
         )
         future: Future[ParallmError | None] = Future()
-        self.fleet.submit(Submit(request=request, arrival_s=0.0, reply=future.set_result))
-        return future.result(PATIENCE_S)
+        reply = future.set_result
+        self.fleet.submit(Submit(request=request, arrival_s=0.0, upload=upload, reply=reply))
+        return future
 
     def cancel(self, request_id: str) -> None:
         """End a request and have its reader told; the engines may not have done that yet."""
@@ -280,7 +317,11 @@ class FakeFleet:
         self.order(rank, Die())
         first()
         # Commands wait for an engine that is being started.
-        while self.lives[rank].num_lives == before or not self.fleet._members[rank].is_serving:
+        self.await_life(rank, before + 1)
+
+    def await_life(self, rank: int, number: int) -> None:
+        """Wait until an engine serves in its life of this number, or a later one."""
+        while self.lives[rank].num_lives < number or not self.fleet._members[rank].is_serving:
             self.settle()
         self.settle()
 

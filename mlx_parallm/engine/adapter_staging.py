@@ -35,9 +35,9 @@ class AdapterStaging:
             return False
         return self.policies.store.stage(self._slot, self.upload.content)
 
-    def commit(self) -> AdapterInfo:
-        """Let requests use the adapter; raise as ``Policies.load`` does."""
-        return self.policies.load(self.upload)
+    def commit(self, evicted: str | None = None) -> AdapterInfo:
+        """Let requests use the adapter; see ``Policies.load``."""
+        return self.policies.load(self.upload, evicted)
 
     def drop(self) -> None:
         """Give back the slot; the adapter is forgotten unless it was committed."""

@@ -75,6 +75,31 @@ class JoinsResults(Protocol):
         ...
 
 
+class Change:
+    """A command after which the engines differ that have carried it out, and that have not.
+
+    Engines that fail where others have carried it out are started anew.
+    """
+
+    __slots__ = ()
+
+
+@runtime_checkable
+class NeedsDecision(Protocol):
+    """A command that does what is best for one engine's requests, such as evict an adapter.
+
+    Several engines answer its inquiry first, and all carry out what is decided from the answers.
+    """
+
+    def inquiry(self) -> HostCommand[Any]:
+        """Return what to ask the engines; its ``together`` decides, or raises the refusal."""
+        ...
+
+    def decided(self, decision: Any, /) -> HostCommand[Any]:
+        """Return the command that carries out the decision."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Carry out a command between two steps; ``reply`` is called with its result or its error."""

@@ -8,15 +8,15 @@ requests see and whose error is the verdict; the other commits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.commands import HostCommand
+from mlx_parallm.engine.commands import Change, HostCommand
 from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
-from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
 
 #: All adapters, and the versions of the models themselves by their first names.
@@ -84,20 +84,85 @@ class StageAdapterPart(HostCommand[bool]):
         return any(results)
 
 
+#: The adapters that can be evicted for another one, by their last use; None if there is room.
+Evictable = Sequence[str] | None
+
+
+def _choose_evicted(results: Sequence[Evictable]) -> str | None:
+    """Return which adapter all engines are to evict; None if there is room.
+
+    Raises:
+        OverloadedError: each adapter has requests at some engine.
+    """
+    lists = [names for names in results if names is not None]
+    if not lists:
+        return None
+    common = set(lists[0]).intersection(*lists[1:])
+    if not common:
+        raise OverloadedError("Requests use every adapter that could be evicted for another.")
+    # An adapter counts as used as recently as at the engine that used it last.
+    return min(sorted(common), key=lambda name: max(names.index(name) for names in lists))
+
+
 @dataclass(frozen=True, slots=True)
-class CommitAdapter(HostCommand[tuple[AdapterInfo, LoadedVersions]]):
+class FindRoom(HostCommand[Evictable]):
+    """Return what can be evicted for an adapter of a model; raise as ``Policies.load`` does."""
+
+    name: str
+    model: str
+
+    def __call__(self, host: EngineLoop) -> Evictable:
+        """Apply the command."""
+        return policies_of(host, self.model).evictable_for(self.name)
+
+    def together(self, results: Sequence[Evictable]) -> str | None:
+        """See ``JoinsResults``."""
+        return _choose_evicted(results)
+
+
+@dataclass(frozen=True, slots=True)
+class FindRoomForStaged(HostCommand[Evictable]):
+    """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does."""
+
+    number: int
+
+    def __call__(self, host: EngineLoop) -> Evictable:
+        """Apply the command."""
+        staging = host.stagings[self.number]
+        return staging.policies.evictable_for(staging.upload.name)
+
+    def together(self, results: Sequence[Evictable]) -> str | None:
+        """See ``JoinsResults``."""
+        return _choose_evicted(results)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]]):
     """Let requests use a prepared adapter; return it, and all that is loaded.
 
     Raises as ``Policies.load`` does.
+
+    Attributes:
+        number: of its ``BeginAdapter``.
+        evicted: the adapter to evict for it, if there is no room; None lets the engine choose.
     """
 
     number: int
+    evicted: str | None = None
+
+    def inquiry(self) -> FindRoomForStaged:
+        """See ``NeedsDecision``."""
+        return FindRoomForStaged(self.number)
+
+    def decided(self, decision: str | None) -> CommitAdapter:
+        """See ``NeedsDecision``."""
+        return replace(self, evicted=decision)
 
     def __call__(self, host: EngineLoop) -> tuple[AdapterInfo, LoadedVersions]:
         """Apply the command."""
         staging = host.stagings[self.number]
         check_owner(host, staging.upload.name, staging.policies.model)
-        info = staging.commit()
+        info = staging.commit(self.evicted)
         DropStagedAdapter(self.number)(host)
         return info, ListVersions()(host)
 
@@ -116,20 +181,35 @@ class DropStagedAdapter(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class EnsureAdapter(HostCommand[AdapterInfo]):
-    """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``."""
+class EnsureAdapter(Change, HostCommand[AdapterInfo]):
+    """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``.
+
+    Attributes:
+        upload: the adapter.
+        model: the first name of its model.
+        evicted: see ``CommitAdapter``.
+    """
 
     upload: AdapterUpload
     model: str
+    evicted: str | None = None
+
+    def inquiry(self) -> FindRoom:
+        """See ``NeedsDecision``."""
+        return FindRoom(self.upload.name, self.model)
+
+    def decided(self, decision: str | None) -> EnsureAdapter:
+        """See ``NeedsDecision``."""
+        return replace(self, evicted=decision)
 
     def __call__(self, host: EngineLoop) -> AdapterInfo:
         """Apply the command."""
         check_owner(host, self.upload.name, self.model)
-        return policies_of(host, self.model).ensure(self.upload)
+        return policies_of(host, self.model).ensure(self.upload, self.evicted)
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadAdapter(HostCommand[AdapterInfo]):
+class UnloadAdapter(Change, HostCommand[AdapterInfo]):
     """Admit no more requests of an adapter of a model; see ``Policies.unload``."""
 
     name: str
@@ -141,7 +221,7 @@ class UnloadAdapter(HostCommand[AdapterInfo]):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(HostCommand[int]):
+class Pause(Change, HostCommand[int]):
     """Run nothing more; return how many requests are kept."""
 
     def __call__(self, host: EngineLoop) -> int:
@@ -158,7 +238,7 @@ class Pause(HostCommand[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class Resume(HostCommand[None]):
+class Resume(Change, HostCommand[None]):
     """Run again."""
 
     def __call__(self, host: EngineLoop) -> None:
@@ -168,7 +248,7 @@ class Resume(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetCaches(HostCommand[None]):
+class ResetCaches(Change, HostCommand[None]):
     """Forget what every model computed before; see ``ServedEngine.reset_cache``."""
 
     reset_running: bool
@@ -193,7 +273,7 @@ class PrepareUpdate(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitUpdate(HostCommand[WeightsVersion]):
+class CommitUpdate(Change, HostCommand[WeightsVersion]):
     """Compute with the weights that were prepared; see ``LiveWeights.commit``."""
 
     model: str
@@ -231,7 +311,7 @@ class ReadChecksums(HostCommand[Mapping[str, str]]):
 
 
 @dataclass(frozen=True, slots=True)
-class RelabelWeights(HostCommand[WeightsVersion]):
+class RelabelWeights(Change, HostCommand[WeightsVersion]):
     """Give the version of a model's weights another label; see ``LiveWeights.relabel``."""
 
     model: str
@@ -256,7 +336,7 @@ class RestoreVersion(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class SleepModels(HostCommand[None]):
+class SleepModels(Change, HostCommand[None]):
     """Free memory of every model that can do without; see ``LiveWeights.sleep``."""
 
     level: int
@@ -268,7 +348,7 @@ class SleepModels(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class WakeModels(HostCommand[list[str]]):
+class WakeModels(Change, HostCommand[list[str]]):
     """Have memory again; return which of ``SLEEP_TAGS`` still sleep."""
 
     tags: Sequence[str]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import demo_folder
 from mlx_parallm.engine.build import fetch_model, kind_of
-from mlx_parallm.engine.commands import Call, HostCommand
+from mlx_parallm.engine.commands import Call, Change, HostCommand
 from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.sources import MODEL
@@ -156,7 +156,7 @@ class DropLoad(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitLoad(HostCommand[ServedModel]):
+class CommitLoad(Change, HostCommand[ServedModel]):
     """Let requests run on a model, which is in memory."""
 
     number: int
@@ -176,7 +176,7 @@ class CommitLoad(HostCommand[ServedModel]):
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetAdapters(HostCommand[None]):
+class ForgetAdapters(Change, HostCommand[None]):
     """Drop the adapters of a model."""
 
     name: str
@@ -187,7 +187,7 @@ class ForgetAdapters(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadModel(HostCommand[None]):
+class UnloadModel(Change, HostCommand[None]):
     """Free the memory of a model, if it is there, that no request runs on."""
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -244,8 +245,11 @@ class Policies:
         """Return the loaded adapters, by when they were first loaded."""
         return [self._info(policy) for policy in self._policies.values()]
 
-    def load(self, upload: AdapterUpload) -> AdapterInfo:
+    def load(self, upload: AdapterUpload, evicted: str | None = None) -> AdapterInfo:
         """Serve an adapter; a version that it replaces serves up to the next step.
+
+        ``evicted`` is evicted if there is no room, even if requests use it: those that were
+        admitted go on. None evicts the adapter that was used least recently and is idle.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
@@ -257,7 +261,7 @@ class Policies:
         is_pinned = upload.is_pinned
         if is_pinned is None:
             is_pinned = known is not None and known.info.is_pinned
-        replaced = self._find_room() if known is None else None
+        replaced = self._find_room(evicted) if known is None else None
         head = self.store.add(upload.content, upload.weights)
         policy = self._put(upload, known, is_pinned, head)
         # It is evicted only now that nothing can fail; the tensors may be the same.
@@ -287,10 +291,20 @@ class Policies:
         self._leaving.add(content)
         self.forget_unused()
 
-    def ensure(self, upload: AdapterUpload) -> AdapterInfo:
-        """Return the adapter of this name, and load it if there is none; raise as ``load`` does."""
+    def ensure(self, upload: AdapterUpload, evicted: str | None = None) -> AdapterInfo:
+        """Return the adapter of this name, and load it if there is none; see ``load``."""
         known = self._policies.get(upload.name)
-        return self.load(upload) if known is None else self._info(known)
+        return self.load(upload, evicted) if known is None else self._info(known)
+
+    def evictable_for(self, name: str) -> Sequence[str] | None:
+        """Return what can be evicted for an adapter, the least recently used first.
+
+        None: there is room, or an adapter of this name. Raises as ``load`` does.
+        """
+        if name in self._policies or len(self._policies) < self.max_loaded:
+            return None
+        idle = sorted(self._idle(), key=lambda policy: policy.used)
+        return [policy.info.name for policy in idle]
 
     def unload(self, name: str) -> AdapterInfo:
         """Admit no more requests of an adapter; those that were admitted go on.
@@ -398,10 +412,16 @@ class Policies:
                 param="adapter",
             )
 
-    def _find_room(self) -> str | None:
-        """Return the adapter to evict for one more: the least recently used that can come back."""
+    def _find_room(self, evicted: str | None) -> str | None:
+        """Return the adapter to evict for one more; None if there is room."""
         if len(self._policies) < self.max_loaded:
             return None
+        if evicted in self._policies:
+            return evicted
+        return min(self._idle(), key=lambda policy: policy.used).info.name
+
+    def _idle(self) -> list[_Policy]:
+        """Return the adapters that no request uses and that can come back; at least one."""
         movable = [
             policy
             for policy in self._policies.values()
@@ -416,7 +436,7 @@ class Policies:
                 "(--max-cpu-loras); unload one first.",
                 param="name",
             )
-        return min(idle, key=lambda policy: policy.used).info.name
+        return idle
 
     def _pin(self) -> None:
         policies = self._policies.values()

@@ -12,13 +12,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
+from mlx_parallm.engine.commands import (
+    Abort,
+    Call,
+    Command,
+    HostCommand,
+    NeedsDecision,
+    Stop,
+    Submit,
+)
+from mlx_parallm.engine.host_commands import EnsureAdapter
 from mlx_parallm.engine.interface import Event, StartedModel
 from mlx_parallm.engine.life import Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Ends
@@ -91,8 +101,13 @@ class Fleet:
         self._nonce = secrets.token_hex(8)
         self._journal = StateJournal()
         self._gatherings: list[Gathering] = []
-        # Commands that wait until an engine that was started anew has caught up.
+        # Commands that wait until an engine that was started anew has caught up, or until the
+        # engines have carried out what is being decided.
         self._held: list[Call] = []
+        self._is_deciding = False
+        # Requests that wait for their adapter, by their ids, and those cancelled meanwhile.
+        self._entering: dict[str, Submit] = {}
+        self._leaving: set[str] = set()
         self._models: Sequence[StartedModel] = ()
         self._is_started = False
         self._cause: BaseException | None = None
@@ -146,14 +161,44 @@ class Fleet:
             if self._cause is not None:
                 # The event loop ends all requests once it has been notified.
                 return
+            if command.upload is not None:
+                self._load_adapter_of(command, command.upload)
+                return
             request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
             self._open[request.request_id] = request
             for part_id, rank in self._place(request).items():
                 self._send(part_id, rank)
 
+    def _load_adapter_of(self, command: Submit, upload: AdapterUpload) -> None:
+        """Submit a request once all engines have its adapter, not only the one that gets it."""
+        request = command.request
+        self._entering[request.request_id] = command
+        action = EnsureAdapter(upload, request.model)
+        self.call(Call(action=action, reply=partial(self._enter, request.request_id)))
+
+    def _enter(self, request_id: str, result: Any) -> None:
+        command = self._entering.pop(request_id, None)
+        is_cancelled = request_id in self._leaving
+        self._leaving.discard(request_id)
+        if command is None:
+            # It was aborted meanwhile.
+            return
+        if isinstance(result, ParallmError):
+            command.reply(result)
+            return
+        self.submit(replace(command, upload=None))
+        if is_cancelled:
+            self.abort(Abort(request_id=request_id, is_notified=True))
+
     def abort(self, command: Abort) -> None:
         """End a request where it is."""
         with self._lock:
+            if command.request_id in self._entering:
+                if command.is_notified:
+                    self._leaving.add(command.request_id)
+                else:
+                    del self._entering[command.request_id]
+                return
             request = self._open.get(command.request_id)
             if request is None:
                 return
@@ -167,15 +212,31 @@ class Fleet:
     def call(self, command: Call) -> None:
         """Have every engine carry out a command."""
         with self._lock:
-            if any(member.has_loaded and not member.is_serving for member in self._members):
+            waiting = any(member.has_loaded and not member.is_serving for member in self._members)
+            if waiting or self._is_deciding:
                 self._held.append(command)
-                return
-            ranks = [rank for rank, member in enumerate(self._members) if member.is_serving]
-            gathering = Gathering(command, ranks)
-            self._gatherings.append(gathering)
-            for rank in ranks:
-                reply = partial(self._replied, gathering, rank)
-                self._members[rank].inbox.put(Call(action=command.action, reply=reply))
+            elif isinstance(command.action, NeedsDecision):
+                self._is_deciding = True
+                reply = partial(self._decided, command, command.action)
+                self._carry_out(Call(action=command.action.inquiry(), reply=reply))
+            else:
+                self._carry_out(command)
+
+    def _carry_out(self, command: Call) -> None:
+        ranks = [rank for rank, member in enumerate(self._members) if member.is_serving]
+        gathering = Gathering(command, ranks)
+        self._gatherings.append(gathering)
+        for rank in ranks:
+            reply = partial(self._replied, gathering, rank)
+            self._members[rank].inbox.put(Call(action=command.action, reply=reply))
+
+    def _decided(self, command: Call, action: NeedsDecision, decision: Any) -> None:
+        """Carry out what was decided, before any command that came meanwhile."""
+        self._is_deciding = False
+        if isinstance(decision, ParallmError):
+            command.reply(decision)
+        else:
+            self._carry_out(replace(command, action=action.decided(decision)))
 
     def _run(self, rank: int) -> None:
         """Live one engine's lives, on a thread of its own."""
@@ -220,9 +281,23 @@ class Fleet:
 
     def _caught_up(self, rank: int, action: HostCommand[Any], result: Any) -> None:
         if isinstance(result, ParallmError):
-            # It would answer with other weights than the others do.
-            logger.error("engine %d cannot catch up: %s: %s", rank, type(action).__name__, result)
-            self._members[rank].inbox.put(Stop())
+            with self._lock:
+                self._depose(rank, action, result)
+            self._flush()
+
+    def _depose(self, rank: int, action: HostCommand[Any], error: ParallmError) -> None:
+        """Let an engine end that would answer with other weights than the others do.
+
+        It is started anew. What it still answers is not read.
+        """
+        member = self._members[rank]
+        if not member.is_serving:
+            return
+        logger.error("engine %d has failed: %s: %s", rank, type(action).__name__, error)
+        member.inbox.put(Stop())
+        if any(other.is_serving for other in self._members if other is not member):
+            member.is_serving = member.has_loaded = False
+            self._hand_over(rank)
 
     def _goes_on_after(self, rank: int, cause: BaseException) -> bool:
         """Note the death of an engine; return True if it is to be started anew."""
@@ -330,14 +405,17 @@ class Fleet:
         with self._lock:
             gathering.add(rank, result)
             self._end_if_complete(gathering)
+        self._flush()
 
     def _end_if_complete(self, gathering: Gathering) -> None:
         if not gathering.is_complete or gathering not in self._gatherings:
             return
         self._gatherings.remove(gathering)
-        result = gathering.result()
+        action, result = gathering.command.action, gathering.result()
         if not isinstance(result, ParallmError):
-            self._journal.note(gathering.command.action, result)
+            self._journal.note(action, result)
+        for rank, error in gathering.failed().items():
+            self._depose(rank, action, error)
         gathering.command.reply(result)
         self._join_if_settled()
 

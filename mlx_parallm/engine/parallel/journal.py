@@ -145,7 +145,9 @@ class StateJournal:
     def _note_change(self, action: HostCommand[Any], result: Any) -> None:
         """Note adapters, labels and sleep; other commands change nothing that stays."""
         match action:
-            case EnsureAdapter(upload, model):
+            case EnsureAdapter(upload, model, evicted):
+                if evicted is not None:
+                    self._adapters.pop((model, evicted), None)
                 if (model, upload.name) not in self._adapters:
                     self._note_adapter(upload, result)
             case UnloadAdapter(name, model):

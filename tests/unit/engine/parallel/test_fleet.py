@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.engine.host_commands import RelabelWeights, UnloadAdapter
+from mlx_parallm.engine.host_commands import (
+    CommitUpdate,
+    EnsureAdapter,
+    RelabelWeights,
+    UnloadAdapter,
+)
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
-from tests.fleet_harness import Answer, Death, Die, FakeFleet
+from tests.fleet_harness import MAX_LOADED, Answer, Death, Die, FakeFleet
 from tests.version_harness import BAD_DIGEST, adapter
 
 NUM_HISTORIES = 200
@@ -55,6 +61,8 @@ class History:
                 self._load_adapter,
                 self._load_adapter,
                 self._unload_adapter,
+                self._fail_update,
+                self._evict,
                 self._kill,
             ]
         )()
@@ -103,8 +111,46 @@ class History:
         if self._chance.random() < 0.2:
             assert not self._fleet.load_adapter(adapter(name, BAD_DIGEST, None))
             return
-        assert self._fleet.load_adapter(adapter(name, digest, digest))
+        before = set(self.adapters)
+        if not self._fleet.load_adapter(adapter(name, digest, digest)):
+            # Requests use all that can be evicted.
+            assert len(self.adapters) == MAX_LOADED
+            assert name not in before
+            return
         self.adapters[name] = digest, digest
+        if len(self.adapters) > MAX_LOADED:
+            loaded = {name for name, *_ in self._fleet.lives[0].state[1]}
+            assert len(before - loaded) == 1
+            self.adapters = {name: self.adapters[name] for name in loaded}
+
+    def _fail_update(self) -> None:
+        """Let the commit fail at one engine, which is started anew with what the others have."""
+        rank = self._rank()
+        life = self._fleet.lives[rank]
+        number = life.num_lives + 1
+        value = f"update {self._chance.random()}"
+        assert self._fleet.prepare(WeightsUpdate(tensors=cast(Any, {"a": value}), version=value))
+        life.fails = CommitUpdate
+        self._fleet.commit()
+        self._num_updates += 1
+        self.weights, self.label = self.weights | {"a": value}, value
+        self._fleet.await_life(rank, number)
+
+    def _evict(self) -> None:
+        """Load adapters that can come back until one is evicted, while engines use others."""
+        names = [f"folder {number}" for number in range(MAX_LOADED)]
+        for life in self._fleet.lives:
+            life.users.used = {f"digest {self._chance.choice(names)}"}
+        for name in names:
+            upload = replace(adapter(name, f"digest {name}", "1"), source=f"/{name}")
+            before = self._fleet.lives[0].state[1]
+            result = self._fleet.call(EnsureAdapter(upload, "m"))
+            if isinstance(result, ParallmError):
+                assert self._fleet.lives[0].state[1] == before
+        self._fleet.settle()
+        self.adapters = {
+            name: (digest, version) for name, digest, version in self._fleet.lives[0].state[1]
+        }
 
     def _unload_adapter(self) -> None:
         if self.adapters:
