@@ -1,0 +1,150 @@
+"""Requests of an HTTP process, over a pair of sockets, to engines behind a scripted runner."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.remote.client import RemoteEngine
+from mlx_parallm.serving.remote.host import EngineHost
+from mlx_parallm.serving.remote.messages import Start
+from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.types.errors import ModelNotFoundError, ShuttingDownError
+from mlx_parallm.types.events import FinishReason, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+from tests.fakes import FakeRunner, spell
+from tests.scripted_engine import engine_of, make_request
+from tests.scripted_process import builder
+
+
+class Counted:
+    """Implements ``Shared``."""
+
+    number = 0
+
+    def value(self) -> str:
+        return f"change {self.number}"
+
+
+class Pair:
+    """An HTTP process and the process with the engines, on one event loop."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        start = Start(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
+        self.shared = Counted()
+        self.seen: list[Any] = []
+        self.here = Wire(self._take_here, lambda: None)
+        self.there = Wire(self._take_there, lambda: None)
+        self.host = EngineHost(engine, self.there, self.shared)
+        self.remote = RemoteEngine(start, self.here, self.seen.append)
+
+    def _take_here(self, message: Any, number: int) -> None:
+        assert self.remote.take(message, number)
+
+    def _take_there(self, message: Any, number: int) -> None:
+        assert self.host.take(message, number)
+
+    async def connect(self) -> None:
+        here, there = socket.socketpair()
+        await self.here.connect(here)
+        await self.there.connect(there)
+        await self.host.settle()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    engine = engine_of(builder(FakeRunner(spell("hello"))))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+async def pair(engine: AsyncEngine) -> AsyncIterator[Pair]:
+    pair = Pair(engine)
+    await pair.connect()
+    yield pair
+    pair.here.close()
+    pair.there.close()
+
+
+async def events_of(remote: RemoteEngine, request: GenerateRequest) -> list[TokenEvent]:
+    handle = await remote.submit(request)
+    return [event async for event in handle.events if isinstance(event, TokenEvent)]
+
+
+async def test_a_request_is_answered_as_where_the_engines_are(
+    pair: Pair, engine: AsyncEngine
+) -> None:
+    local = await engine.submit(make_request("local"))
+    expected = [event.text async for event in local.events if isinstance(event, TokenEvent)]
+    requests = [make_request(f"r{number}") for number in range(5)]
+    answers = await asyncio.gather(*(events_of(pair.remote, request) for request in requests))
+    for events in answers:
+        assert "".join(event.text for event in events) == "".join(expected)
+    assert engine.all_requests() == []
+
+
+async def test_the_models_are_those_of_the_engines(pair: Pair, engine: AsyncEngine) -> None:
+    (model,), (known,) = engine.models(), pair.remote.models()
+    assert (model.names, model.info) == (known.names, known.info)
+    assert pair.remote.first_model().names == pair.remote.get_model(model.names[0]).names
+    with pytest.raises(ModelNotFoundError, match=model.names[0]):
+        pair.remote.get_model("nobody")
+    with pytest.raises(ModelNotFoundError):
+        await pair.remote.submit(replace(make_request("a"), model="nobody"))
+    await pair.remote.check_room(model.names[0], "", 60)
+
+
+async def test_refusals_come_back_and_leave_nothing(pair: Pair, engine: AsyncEngine) -> None:
+    engine._draining = True
+    with pytest.raises(ShuttingDownError):
+        await pair.remote.submit(make_request("a"))
+    engine._draining = False
+    assert len(await events_of(pair.remote, make_request("a"))) > 0
+
+
+async def test_an_abort_ends_the_request_where_the_engines_are(
+    pair: Pair, engine: AsyncEngine
+) -> None:
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await pair.remote.submit(make_request("a"))
+    assert [each.request_id for each in engine.open_requests()] == ["a"]
+    await pair.remote.abort(handle.request_id)
+    await engine.wait_until_idle()
+    told = await pair.remote.submit(make_request("b"))
+    await pair.remote.cancel("b")
+    reasons = [event.finish_reason async for event in told.events if isinstance(event, TokenEvent)]
+    assert reasons[-1] is FinishReason.ABORT
+
+
+async def test_requests_of_a_process_that_is_gone_are_aborted(
+    pair: Pair, engine: AsyncEngine
+) -> None:
+    await engine.control.pause(PauseMode.KEEP)
+    for name in "abc":
+        await pair.remote.submit(make_request(name))
+    own = await engine.submit(make_request("own"))
+    await pair.host.leave()
+    assert [each.request_id for each in engine.open_requests()] == ["own"]
+    await engine.control.resume()
+    assert "".join([e.text async for e in own.events if isinstance(e, TokenEvent)]) == "hello"
+    await engine.wait_until_idle()
+    await pair.host.settle()
+
+
+async def test_what_applications_share_is_known_before_the_next_answer(pair: Pair) -> None:
+    assert pair.seen == ["change 0"]
+    pair.shared.number = 1
+    await events_of(pair.remote, make_request("a"))
+    assert pair.seen == ["change 0", "change 1"]
+    await pair.host.settle()
+    assert len(pair.seen) == 2
