@@ -108,16 +108,6 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     )
 
 
-def is_encoder(folder: Path) -> bool:
-    """Return True if a folder's config names an architecture of this package."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # The load will say what is wrong.
-        return False
-    return isinstance(config, dict) and config.get("model_type") in ARCHITECTURES
-
-
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
     """Prefix the messages of errors that architectures raise with the folder."""

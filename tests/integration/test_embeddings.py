@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec, read_vector_spec
-from mlx_parallm.models.loading import is_encoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import PoolingInput

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
@@ -153,12 +154,12 @@ def merged(arrays: dict[str, mx.array], adapter: AdapterWeights) -> dict[str, mx
     made = dict(arrays)
     for path, change in adapter.modules.items():
         name = full_name(f"{path}.weight")
-        weight = arrays[name] + change.scale * (change.b.to_mlx() @ change.a.to_mlx())
+        weight = arrays[name] + change.scale * (to_mlx(change.b) @ to_mlx(change.a))
         if change.magnitude is not None:
             norm = mx.linalg.norm(weight, axis=1, keepdims=True)
-            weight = change.magnitude.to_mlx()[:, None] * weight / norm
+            weight = to_mlx(change.magnitude)[:, None] * weight / norm
         made[name] = weight
-    return made | {full_name(name): tensor.to_mlx() for name, tensor in adapter.saved.items()}
+    return made | {full_name(name): to_mlx(tensor) for name, tensor in adapter.saved.items()}
 
 
 def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
@@ -341,7 +342,7 @@ def test_what_belongs_to_no_input_is_changed_in_a_forward_of_its_own(tmp_path: P
     together = served.run(*inputs)
     arrays = golden_arrays(read_base(golden))
     change = shared.modules[path]
-    arrays[f"{path}.weight"] += (change.b.to_mlx() @ change.a.to_mlx()).T
+    arrays[f"{path}.weight"] += (to_mlx(change.b) @ to_mlx(change.a)).T
     by_hand = runner_of(tmp_path / "merged", golden, arrays)
     for item, actual in zip(inputs, together, strict=True):
         expected = by_hand.run([replace(item, adapter=None)])[0]

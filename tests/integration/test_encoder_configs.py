@@ -7,9 +7,14 @@ from dataclasses import fields
 import pytest
 from transformers import CONFIG_MAPPING
 
+from mlx_parallm.models.checkpoints.encoders import ENCODER_TYPES
 from mlx_parallm.models.loading import ARCHITECTURES
 
 FAMILY = ("bert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta")
+
+
+def test_the_names_that_are_known_without_mlx_are_those_of_the_modules() -> None:
+    assert ARCHITECTURES.keys() == ENCODER_TYPES
 
 
 @pytest.mark.parametrize("model_type", FAMILY)

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.worker.layers.row_layers import part_of, use_row_layers
@@ -67,9 +68,9 @@ def adapted(
 
 
 def wanted(layer: Any, change: LowRank, x: mx.array) -> mx.array:
-    weight = layer.weight + change.scale * (change.b.to_mlx() @ change.a.to_mlx())
+    weight = layer.weight + change.scale * (to_mlx(change.b) @ to_mlx(change.a))
     if change.magnitude is not None:
-        weight = weight * (change.magnitude.to_mlx() / mx.linalg.norm(weight, axis=1))[:, None]
+        weight = weight * (to_mlx(change.magnitude) / mx.linalg.norm(weight, axis=1))[:, None]
     return x @ weight.T + (layer.bias if "bias" in layer else 0)
 
 

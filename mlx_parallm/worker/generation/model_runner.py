@@ -10,6 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
@@ -233,7 +234,7 @@ class ModelRunner:
 
     def compute_input(self, slot: int, rows: HostTensor) -> None:
         """Keep an input's rows, ``[rows, input_width]``; steps name them by their slot."""
-        self.features.put(slot, rows.to_mlx().astype(self._dtype))
+        self.features.put(slot, to_mlx(rows).astype(self._dtype))
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.tensors import to_mlx
+from mlx_parallm.adapters.arrays import all_to_mlx
 from mlx_parallm.adapters.weights import Kind, LowRank
 from mlx_parallm.worker.lora.rows import AdapterRows, FrequentAdapters
 
@@ -364,9 +364,9 @@ def expert_slots(indices: mx.array, slots: mx.array, num_slots: int) -> mx.array
 
 def factors_of(changes: Sequence[LowRank], dtype: mx.Dtype) -> list[tuple[mx.array, mx.array]]:
     """Return ``a`` and ``scale * b`` of each change, in the dtype of products."""
-    firsts = to_mlx([change.a for change in changes], dtype)
+    firsts = all_to_mlx([change.a for change in changes], dtype)
     scales = [change.scale for change in changes]
-    seconds = to_mlx([change.b for change in changes], dtype, scales)
+    seconds = all_to_mlx([change.b for change in changes], dtype, scales)
     return list(zip(firsts, seconds, strict=True))
 
 
@@ -381,7 +381,7 @@ def dora_gain(weight: mx.array, change: LowRank) -> mx.array | None:
     """
     if change.magnitude is None:
         return None
-    a, b, magnitude = to_mlx([*change.tensors()], mx.float32)
+    a, b, magnitude = all_to_mlx([*change.tensors()], mx.float32)
     delta = change.scale * ((b @ a).T if change.kind == "embedding" else b @ a)
     norm = mx.linalg.norm(weight.astype(mx.float32) + delta, axis=1)
     return magnitude / norm

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.models.checkpoints.decoders import reads_both_ways
+from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.model_task import decoder_plan
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     VectorSpec,
@@ -18,7 +19,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
     transformer_folder,
 )
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.models.loading import is_encoder, open_encoder
+from mlx_parallm.models.loading import open_encoder
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.lora.adapter_store import AdapterStore

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.encoder_args import HEADS, Head
 from mlx_parallm.types.pooling import Task
@@ -100,7 +101,7 @@ class LayerHeads:
         for name, tensor in saved.items():
             path, _, leaf = name.rpartition(".")
             module_path = find_module(modules, path, param=param)
-            layers[module_path][leaf] = tensor.to_mlx().astype(self._dtype)
+            layers[module_path][leaf] = to_mlx(tensor).astype(self._dtype)
         # In sorted order, a layer comes before the layers within it.
         return {
             path: layer_like(path, modules[path], layers[path], param) for path in sorted(layers)

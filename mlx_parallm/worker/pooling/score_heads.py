@@ -7,6 +7,7 @@ import re
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.worker.lora.adapted_layers import unfit_error
@@ -30,7 +31,7 @@ class ScoreHeads:
 
     def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
         """See ``HeadMaker``."""
-        arrays = {name: tensor.to_mlx().astype(self._dtype) for name, tensor in saved.items()}
+        arrays = {name: to_mlx(tensor).astype(self._dtype) for name, tensor in saved.items()}
         others, head = split_head(arrays)
         if others:
             name = sorted(others)[0]

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 
+from mlx_parallm.adapters.arrays import to_host, to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.numerics.finite import named, not_finite, scale_modes
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
@@ -70,7 +71,7 @@ class ModelWeights:
                 param=PARAM,
             )
         current = parameters_of(self._model)
-        arrays = {name: tensor.to_mlx() for name, tensor in tensors.items()}
+        arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
         # Packing would hide numbers that are not finite.
         _check_finite(arrays)
         arrays = self._renamed(arrays, current)
@@ -100,7 +101,7 @@ class ModelWeights:
         if self._is_away or (keeps and not has_own_memory()):
             return
         current = parameters_of(self._model)
-        self._kept = {n: HostTensor.of(array) for n, array in current.items()} if keeps else None
+        self._kept = {n: to_host(array) for n, array in current.items()} if keeps else None
         release_products(self._model)
         # Placeholders keep the shapes, without the memory, so that new weights can be checked.
         empty = {n: mx.broadcast_to(mx.zeros((), a.dtype), a.shape) for n, a in current.items()}
@@ -115,7 +116,7 @@ class ModelWeights:
         if self._kept is None:
             self.put(self.read_folder(self.path), self.path)
             return True
-        arrays = {name: tensor.to_mlx() for name, tensor in self._kept.items()}
+        arrays = {name: to_mlx(tensor) for name, tensor in self._kept.items()}
         mx.eval(list(arrays.values()))
         self.put(arrays)
         return False
@@ -124,7 +125,7 @@ class ModelWeights:
         """SHA-256 of each weight's dtype, shape and numbers, in hex by name."""
         sums = {}
         for name, array in parameters_of(self._model).items():
-            tensor = HostTensor.of(array)
+            tensor = to_host(array)
             total = hashlib.sha256(f"{tensor.dtype}{tensor.shape}\0".encode())
             total.update(tensor.stored()[0])
             sums[name] = total.hexdigest()

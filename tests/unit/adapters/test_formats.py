@@ -19,6 +19,7 @@ from mlx_lm.models import qwen3
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
@@ -56,7 +57,7 @@ def test_what_mlx_saves_is_read(dtype: mx.Dtype) -> None:
     tensors_read = read_safetensors(saved(tensors), param="file")
     assert set(tensors_read) == {"a", "b"}
     for name, array in tensors.items():
-        read = tensors_read[name].to_mlx()
+        read = to_mlx(tensors_read[name])
         assert read.dtype == dtype
         assert mx.array_equal(read, array)
         assert tensors_read[name].dtype == str(dtype).removeprefix("mlx.core.")
@@ -71,14 +72,14 @@ def test_tensors_of_packed_models_are_read_where_they_are_asked_for() -> None:
     }
     tensors_read = read_safetensors(saved(tensors), param="file", dtypes=MODEL_DTYPES)
     for name, array in tensors.items():
-        assert tensors_read[name].to_mlx().dtype == array.dtype
-        assert tensors_read[name].to_mlx().tolist() == array.tolist()
+        assert to_mlx(tensors_read[name]).dtype == array.dtype
+        assert to_mlx(tensors_read[name]).tolist() == array.tolist()
         assert tensors_read[name].is_finite()
     with pytest.raises(InvalidRequestError, match="U32, not of BF16, F16, F32"):
         read_safetensors(saved({"packed": tensors["packed"]}), param="file")
     data = forged({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\x38\x7f")
     (eighth,) = read_safetensors(data, param="file", dtypes=MODEL_DTYPES).values()
-    assert eighth.to_mlx().tolist() == [0x38, 0x7F]
+    assert to_mlx(eighth).tolist() == [0x38, 0x7F]
 
 
 def test_tensors_that_begin_at_odd_bytes_are_read() -> None:
@@ -86,7 +87,7 @@ def test_tensors_that_begin_at_odd_bytes_are_read() -> None:
     for spaces in range(4):
         data = forged(header + b" " * spaces, np.array([1.5, -2], "<f4").tobytes())
         (tensor,) = read_safetensors(data, param="file").values()
-        assert tensor.to_mlx().tolist() == [1.5, -2]
+        assert to_mlx(tensor).tolist() == [1.5, -2]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -107,7 +108,7 @@ def test_transposing_copies_nothing_and_tells_the_order() -> None:
     turned = tensor.transposed()
     assert np.shares_memory(tensor.array, turned.array)
     assert (turned.shape, turned.dtype) == ((5, 3), "bfloat16")
-    assert mx.array_equal(turned.to_mlx(), tensor.to_mlx().T)
+    assert mx.array_equal(to_mlx(turned), to_mlx(tensor).T)
     assert bytes(tensor.stored()[0]) == bytes(turned.stored()[0])
     assert tensor.stored()[1] != turned.stored()[1]
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.client.tensors import encode_safetensors
 
@@ -45,7 +46,7 @@ def test_mlx_arrays_are_read_back(dtype: mx.Dtype) -> None:
     decoded = read_safetensors(encode_safetensors(tensors), param="file")
     assert set(decoded) == set(tensors)
     for name, expected in tensors.items():
-        read = decoded[name].to_mlx()
+        read = to_mlx(decoded[name])
         assert read.dtype == dtype
         assert read.shape == expected.shape
         assert mx.array_equal(read, expected)
