@@ -29,7 +29,7 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mlx_parallm.serving.kinds import LoadedGenerator, build_model
+from mlx_parallm.serving.build import LoadedGenerator, build_model
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.pooling import Task

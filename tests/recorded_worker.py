@@ -10,10 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.engine.interface import Kind
-from mlx_parallm.generation.build import GenerationKind
-from mlx_parallm.pooling.build import PoolingKind
-from mlx_parallm.serving.kinds import KINDS
+from mlx_parallm.engine.interface import KindBuilder
+from mlx_parallm.generation.build import GenerationBuilder
+from mlx_parallm.pooling.build import PoolingBuilder
+from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.worker.attention import backend_choice
 from mlx_parallm.worker.attention.backend_choice import BackendChoice
 from mlx_parallm.worker.generation import path_choice
@@ -106,15 +106,15 @@ class RecordedOp:
         return result
 
 
-class AheadKind(GenerationKind):
+class AheadKind(GenerationBuilder):
     """Models whose steps run ahead, and whose decode steps are compiled."""
 
     def install(self, worker: Worker) -> None:
         worker.install(GenerationSpec, GenerationLoader(compiled_attention))
 
 
-def kinds_of(*, ahead: bool) -> tuple[Kind, ...]:
-    return (PoolingKind(), AheadKind()) if ahead else KINDS
+def kinds_of(*, ahead: bool) -> tuple[KindBuilder, ...]:
+    return (PoolingBuilder(), AheadKind()) if ahead else BUILDERS
 
 
 def compiled_attention(cache: CacheConfig, *_: Any, **__: Any) -> BackendChoice:

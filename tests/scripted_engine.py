@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.life import Build, LocalLife
+from mlx_parallm.engine.local_life import Build, LocalLife
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.interface import BuiltModel
-from mlx_parallm.engine.life import Build
+from mlx_parallm.engine.local_life import Build
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel

@@ -14,7 +14,7 @@ from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.interface import (
     BuildContext,
     BuiltModel,
-    Kind,
+    KindBuilder,
     KindTraits,
     MemoryLimit,
     ModelFolder,
@@ -140,7 +140,7 @@ class PendingSum:
         pass
 
 
-class SumKind(Kind):
+class SumKind(KindBuilder):
     traits = TRAITS
 
     def declare(self, families: MetricFamilies) -> None:

@@ -17,7 +17,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.serving.kinds import LoadedGenerator
+    from mlx_parallm.serving.build import LoadedGenerator
 
 # PREFILL_TOKENS: least prompt tokens of a prefill step, which bounds the tokens that the first
 # request decodes before the last one is prefilled.
@@ -92,7 +92,7 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
         scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
     )
     # MLX takes long to import, and ``bench serve`` does not need it.
-    kinds = importlib.import_module("mlx_parallm.serving.kinds")
+    kinds = importlib.import_module("mlx_parallm.serving.build")
     loaded = kinds.build_model(config, MetricFamilies(), tracer=recorder)
     if not isinstance(loaded, kinds.LoadedGenerator):
         raise ConfigError(f"{loaded.model.names[0]} is an encoder: it generates nothing.")

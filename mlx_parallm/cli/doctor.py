@@ -144,7 +144,7 @@ def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
     """Return what fits into each model's KV, by name, or the error that prevents it."""
     try:
         # The import is here, so that the rest of the report works even if this fails.
-        from mlx_parallm.serving.kinds import planned_kv  # noqa: PLC0415
+        from mlx_parallm.serving.build import planned_kv  # noqa: PLC0415
 
         shares = planned_kv(config)
     except (ParallmError, ImportError) as problem:

@@ -7,23 +7,12 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.engine.remote.life import ignore_signals
-from mlx_parallm.serving.kinds import build_engines
-
-#: ``SWITCH_INTERVAL_S``: with Python's default of 5 ms the engine would wait as long for the GIL
-#: after every step.
-SWITCH_INTERVAL_S = 0.0005
-
-
-def command(config: ServerConfig) -> list[str]:
-    """Return the command line of the process; the caller appends the descriptor."""
-    # -P keeps the working directory off the import path.
-    module = [sys.executable, "-P", "-m", "mlx_parallm.cli.engine_process"]
-    return [*module, "--log-level", config.log_level, "--log-format", config.log_format]
+from mlx_parallm.serving.build import build_engines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

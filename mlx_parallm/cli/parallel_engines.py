@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.art.config import count_cuda_devices
-from mlx_parallm.cli import engine_process
+from mlx_parallm.cli.engine_command import engine_command
 from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
@@ -33,7 +33,7 @@ def parallel_life(
     count = server_config.data_parallel_size
     devices = _devices(server_config)
     shared = [devices.count(device) for device in devices] or [count] * count
-    command = engine_process.command(server_config)
+    command = engine_command(server_config)
     ask = SharedAsk()
     lives = [
         RemoteLife(

@@ -24,7 +24,6 @@ from mlx_parallm.api.app import answers_in_any_process, create_app
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.api.http.hosts import is_loopback
 from mlx_parallm.api.http.listener import bind, inherit
-from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.api_servers import process
 from mlx_parallm.cli.api_servers.connections import (
     FLUSH_TIMEOUT_S,
@@ -34,6 +33,7 @@ from mlx_parallm.cli.api_servers.connections import (
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S, engine_command
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.parallel_engines import parallel_life
 from mlx_parallm.cli.progress import progress_shown
@@ -81,7 +81,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
-    sys.setswitchinterval(engine_process.SWITCH_INTERVAL_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The port is bound before the models load, so that a port in use is reported at once.
     with open_listener(server_config) as listener:
         host, port = listener.getsockname()[:2]
@@ -108,7 +108,7 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
         return AsyncEngine(engine_config, life=life)
     if not server_config.engine_process and server_config.api_server_count == 1:
         return AsyncEngine(engine_config, on_progress=on_progress)
-    life = RemoteLife(engine_config, engine_process.command(server_config), on_progress)
+    life = RemoteLife(engine_config, engine_command(server_config), on_progress)
     return AsyncEngine(engine_config, life=life)
 
 

@@ -8,28 +8,31 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Gauge
+
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
 from mlx_parallm.engine.interface import (
     BuildContext,
     BuiltModel,
-    Kind,
+    KindBuilder,
     MemoryLimit,
     ModelFolder,
     TellProgress,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.model_files import fetch_model, kind_of
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
-from mlx_parallm.worker.weights.hub import resolve_model
+from mlx_parallm.worker.device.properties import active_memory_bytes
 from mlx_parallm.worker.worker import Worker
 
 
 def build_models(
-    kinds: Sequence[Kind],
+    kinds: Sequence[KindBuilder],
     config: EngineConfig,
     families: MetricFamilies,
     worker: Worker,
@@ -52,6 +55,7 @@ def build_models(
         ConfigError: two models have the same name, or the memory is too small.
         ModelLoadError: a model could not be fetched or loaded.
     """
+    families.of(_memory_in_use)
     for kind in kinds:
         kind.declare(families)
         kind.install(worker)
@@ -65,7 +69,20 @@ def build_models(
         ]
 
 
-def _build(kind: Kind, folders: Sequence[ModelFolder], context: BuildContext) -> list[BuiltModel]:
+def _memory_in_use(registry: CollectorRegistry) -> Gauge:
+    """Declare the memory of arrays, which is read at each scrape."""
+    gauge = Gauge(
+        "mlx_parallm:active_memory_bytes",
+        "Memory of the arrays that MLX holds, in the engine's process.",
+        registry=registry,
+    )
+    gauge.set_function(active_memory_bytes)
+    return gauge
+
+
+def _build(
+    kind: KindBuilder, folders: Sequence[ModelFolder], context: BuildContext
+) -> list[BuiltModel]:
     """Load the models of a kind; those that can come back are evicted if all take too much."""
     if not kind.traits.loads_later:
         return kind.build(folders, context)
@@ -113,7 +130,7 @@ def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[Engine
 
 
 def sort_by_kind(
-    kinds: Sequence[Kind], config: EngineConfig, on_progress: TellProgress
+    kinds: Sequence[KindBuilder], config: EngineConfig, on_progress: TellProgress
 ) -> list[list[ModelFolder]]:
     """Fetch every model; return those of each kind, in the order they were given."""
     folders = [_folder(model, on_progress) for model in config.models]
@@ -121,19 +138,6 @@ def sort_by_kind(
     for folder in folders:
         by_kind[kinds.index(kind_of(kinds, folder.config, folder.path))].append(folder)
     return by_kind
-
-
-def kind_of(kinds: Sequence[Kind], config: ModelConfig, path: Path) -> Kind:
-    """Return the first kind that serves a folder's model.
-
-    Raises:
-        ModelLoadError: a file of it cannot be read.
-        ConfigError: none does.
-    """
-    for kind in kinds:
-        if kind.serves(config, path):
-            return kind
-    raise ConfigError(f"{config.path} is a kind of model that this server does not know.")
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:
@@ -178,13 +182,3 @@ def _folder(model: ModelConfig, on_progress: TellProgress) -> ModelFolder:
     source = model.path or DEMO_NAME
     path = demo_folder(source) or fetch_model(model, source, on_progress)
     return ModelFolder(replace(model, served_names=model_names(model)), path)
-
-
-def fetch_model(model: ModelConfig, source: str, on_progress: TellProgress) -> Path:
-    """Return the folder of a hub id or path, fetched first where need be."""
-    return resolve_model(
-        source,
-        model.revision,
-        on_progress=on_progress,
-        trust_remote_code=model.trust_remote_code,
-    )

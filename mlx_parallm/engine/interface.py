@@ -1,8 +1,8 @@
 """The core's view of the models that it serves, whatever they do.
 
-A kind of model is one package: it implements ``Kind``, which makes a ``ServedEngine`` and a
-``ServedModel`` of a folder. The engine lives on the engine thread; the model is what the event loop
-knows of it, and can be pickled.
+A kind of model is one package: it implements ``Kind``, and ``KindBuilder``, which makes a
+``ServedEngine`` and a ``ServedModel`` of a folder. The engine lives on the engine thread; the model
+is what the event loop knows of it, and can be pickled.
 """
 
 from __future__ import annotations
@@ -535,20 +535,15 @@ OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 
 
 class Kind(Protocol):
-    """One kind of model. Kinds inherit from this class: methods with a body are those of most.
+    """One kind of model as the event loop knows it; its process may be without MLX.
+
+    Kinds inherit from this class: methods with a body are those of most.
 
     Attributes:
         traits: facts that its models have in common.
     """
 
     traits: KindTraits
-
-    def declare(self, families: MetricFamilies) -> None:
-        """Have its metric families there before any model adds values."""
-        ...
-
-    def install(self, worker: Worker) -> None:
-        """Give a worker what loads its models."""
 
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
         """Return what its models may take together if they are loaded later; None for no limit."""
@@ -559,6 +554,27 @@ class Kind(Protocol):
         """True if a folder's model is of this kind; raise ModelLoadError if it is unreadable."""
         ...
 
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """Read what needs no MLX of a model to be loaded later; any thread may call this.
+
+        It is called only if such models are loaded later. The result can be pickled.
+
+        Raises:
+            ModelLoadError: it cannot be read.
+        """
+        raise AssertionError(f"{path} is of a kind that is not loaded later")
+
+
+class KindBuilder(Kind, Protocol):
+    """A kind as the engine's process knows it: it loads the models."""
+
+    def declare(self, families: MetricFamilies) -> None:
+        """Have its metric families there before any model adds values."""
+        ...
+
+    def install(self, worker: Worker) -> None:
+        """Give a worker what loads its models."""
+
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models on the calling thread, which is the engine thread.
 
@@ -567,13 +583,3 @@ class Kind(Protocol):
             ModelLoadError: one cannot be loaded.
         """
         ...
-
-    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
-        """Read what needs no MLX of a model to be loaded later; any thread may call this.
-
-        It is called only if such models are loaded later.
-
-        Raises:
-            ModelLoadError: it cannot be read.
-        """
-        raise AssertionError(f"{path} is of a kind that is not loaded later")

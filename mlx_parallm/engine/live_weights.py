@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.engine.device import DeviceWeights
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.weights import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.device import DeviceWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import demo_folder
-from mlx_parallm.engine.build import fetch_model, kind_of
 from mlx_parallm.engine.commands import Call, Change, HostCommand
 from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.model_files import fetch_model, kind_of
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.types.errors import InvalidRequestError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
@@ -13,7 +13,9 @@ from mlx_parallm.engine.interface import Event, EventReader, PendingModel, Serve
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import Turns, TurnTaker
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
-from mlx_parallm.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class EngineLoop:
         deliver: Callable[[Sequence[Event]], None],
         *,
         families: MetricFamilies,
-        worker: Worker | None = None,
+        worker: Worker,
         max_stall_s: float | None = None,
     ) -> None:
         """Prepare.
@@ -48,14 +50,14 @@ class EngineLoop:
             inbox: where commands come from.
             deliver: sends events to the event loop.
             families: see the class.
-            worker: see the class; None for a new one.
+            worker: see the class.
             max_stall_s: how long a decode step and a batch may take together, in seconds, if that
                 is bounded.
         """
         self.engines = engines
         self.policies = {name: engine.policies for name, engine in engines.items()}
         self.families = families
-        self.worker = worker or Worker()
+        self.worker = worker
         self.pending: dict[int, PendingModel] = {}
         self.stagings: dict[int, AdapterStaging] = {}
         self.beside: list[TurnTaker] = []

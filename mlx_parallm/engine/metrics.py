@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from prometheus_client import CollectorRegistry, Gauge
-
-from mlx_parallm.worker.device.properties import active_memory_bytes
+from prometheus_client import CollectorRegistry
 
 F = TypeVar("F")
 
@@ -22,12 +20,6 @@ class MetricFamilies:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._made: dict[object, Any] = {}
-        # Asked at each scrape.
-        Gauge(
-            "mlx_parallm:active_memory_bytes",
-            "Memory of the arrays that MLX holds, in the engine's process.",
-            registry=self.registry,
-        ).set_function(active_memory_bytes)
 
     def of(self, make: Callable[[CollectorRegistry], F]) -> F:
         """Return the families that ``make`` declares in the registry; it is called once."""

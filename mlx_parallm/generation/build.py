@@ -18,18 +18,19 @@ from mlx_parallm.config import (
     SpeculativeConfig,
 )
 from mlx_parallm.demo_models.folders import DEMO_NAME
-from mlx_parallm.engine.build import fetch_model
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, Kind, ModelFolder
+from mlx_parallm.engine.interface import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.model_files import fetch_model
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.formats import reasoning_format_of, tool_format_of
+from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
-from mlx_parallm.generation.model import GENERATION_TRAITS, GenerationModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
@@ -152,26 +153,19 @@ def _host_tensor(array: HostArray) -> HostTensor:
     return HostTensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
 
-class GenerationKind(Kind):
-    """Models that continue tokens. Implements ``Kind``; it shares out the memory that is left."""
-
-    traits = GENERATION_TRAITS
+class GenerationBuilder(GenerationKind, KindBuilder):
+    """Loads models that continue tokens. It shares out the memory that is left."""
 
     def declare(self, families: MetricFamilies) -> None:
-        """See ``Kind``."""
+        """See ``KindBuilder``."""
         families.of(GenerationFamilies)
 
     def install(self, worker: Worker) -> None:
-        """See ``Kind``."""
+        """See ``KindBuilder``."""
         worker.install(GenerationSpec, GenerationLoader())
 
-    def serves(self, config: ModelConfig, path: Path) -> bool:
-        """See ``Kind``: mlx_lm says at load what it cannot run."""
-        del config, path
-        return True
-
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
-        """Load models and share one byte budget of KV among them; see ``Kind``."""
+        """Load models and share one byte budget of KV among them; see ``KindBuilder``."""
         shared = _load_all(models, context)
         for _, share in shared:
             logger.info("%s: %s", share.name, share)
@@ -181,7 +175,7 @@ class GenerationKind(Kind):
 def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:
     """Load models and return what KV each would get, on the calling thread.
 
-    Raises as ``Kind.build`` does.
+    Raises as ``KindBuilder.build`` does.
     """
     return [share for _, share in _load_all(models, context)]
 

@@ -26,8 +26,8 @@ from mlx_parallm.offline.outputs import (
 )
 from mlx_parallm.offline.serving import serve
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.build import LoadedPooling
 from mlx_parallm.serving.interface import PoolingCalls
-from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
 

@@ -16,8 +16,8 @@ from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.build import LoadedPooling
 from mlx_parallm.serving.interface import PoolingCalls
-from mlx_parallm.serving.kinds import LoadedPooling
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.pooling import PoolingEvent, PoolingResults, PoolRequest, Task

@@ -2,99 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
-from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.interface import (
-    BuildContext,
-    BuiltModel,
-    Kind,
-    MemoryLimit,
-    ModelFolder,
-    OpenModel,
-)
+from mlx_parallm.engine.interface import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.policies import Policies
-from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
-from mlx_parallm.models.checkpoints.labels import names_reward
-from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
-from mlx_parallm.models.checkpoints.model_task import tasks_for
-from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.models.loading import is_encoder
-from mlx_parallm.pooling.adapters import EncoderAdapterSet
-from mlx_parallm.pooling.decoder_build import (
-    chosen_tokens,
-    read_decoder_tokenizer,
-    reads_on,
-    task_of,
-)
-from mlx_parallm.pooling.engine import PoolingEngine
-from mlx_parallm.pooling.late_interaction import with_late_interaction
-from mlx_parallm.pooling.metrics import PoolingFamilies, PoolingMetrics
-from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
-from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
-from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
-from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
-from mlx_parallm.worker.ops import Load, Pending, PoolBatch, Unload
+from mlx_parallm.pooling.kind import PoolingKind
+from mlx_parallm.pooling.metrics import PoolingFamilies
 from mlx_parallm.worker.pooling.loading import PoolingLoader
-from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
-from mlx_parallm.worker.worker import PendingLoad, Worker
-
-if TYPE_CHECKING:
-    import numpy as np
-
-# Most tokens of a batch, padding included. A GPU is saturated by so many. A CPU slows down beyond
-# its figure, because a layer's activations no longer fit its caches.
-GPU_MAX_TOKENS = 8192
-CPU_MAX_TOKENS = 512
-# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
-ADVANCE_S = 0.01
-# MAX_WAITING: distinct inputs that may wait; a request with more of them runs alone.
-MAX_WAITING = 20_000
+from mlx_parallm.worker.pooling.plan import PoolingSpec
+from mlx_parallm.worker.worker import Worker
 
 
-def is_read(config: ModelConfig, path: Path) -> bool:
-    """True if a folder has a pooling model.
-
-    Raises:
-        ModelLoadError: a file of it cannot be read.
-    """
-    with load_failures(path):
-        return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
-
-
-class PoolingKind(Kind):
-    """The kind of pooling models. Implements ``Kind``."""
-
-    traits = POOLING_TRAITS
+class PoolingBuilder(PoolingKind, KindBuilder):
+    """Loads pooling models."""
 
     def declare(self, families: MetricFamilies) -> None:
-        """See ``Kind``."""
+        """See ``KindBuilder``."""
         families.of(PoolingFamilies)
 
     def install(self, worker: Worker) -> None:
-        """See ``Kind``."""
+        """See ``KindBuilder``."""
         worker.install(PoolingSpec, PoolingLoader())
 
-    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
-        """See ``Kind``."""
-        max_bytes = settings.loading.max_encoder_bytes
-        return None if max_bytes is None else MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
-
-    def serves(self, config: ModelConfig, path: Path) -> bool:
-        """See ``Kind``."""
-        return is_read(config, path)
-
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
-        """See ``Kind``."""
+        """See ``KindBuilder``."""
         built: list[BuiltModel] = []
         for folder in models:
             text = f"Loading {folder.names[0]}"
@@ -104,185 +36,3 @@ class PoolingKind(Kind):
             built.append(opens(context.families, context.worker).finish())
             context.on_progress(text, 1.0)
         return built
-
-    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
-        """Read the tokenizer; see ``Kind``."""
-        folder = ModelFolder(config, path)
-        return partial(PendingPoolingModel, folder, settings, tokenizer_of(config, path))
-
-
-class DeviceEncoder:
-    """Runs the batches of one model as worker ops. Implements ``PoolingRunner``."""
-
-    def __init__(self, worker: Worker, model: str) -> None:
-        self._worker = worker
-        self._model = model
-
-    def begin(
-        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]
-    ) -> Pending[list[np.ndarray]]:
-        """See ``PoolingRunner``."""
-        return self._worker.begin(PoolBatch(model=self._model, inputs=inputs, slots=slots))
-
-    def release(self) -> None:
-        """See ``PoolingRunner``."""
-        self._worker.execute(Unload(model=self._model))
-
-
-class PendingPoolingModel:
-    """A pooling model that is being loaded. Implements ``PendingModel``.
-
-    Attributes:
-        num_bytes: size of its weights.
-    """
-
-    def __init__(
-        self,
-        folder: ModelFolder,
-        settings: EngineConfig,
-        tokenizer: EncoderTokenizer,
-        families: MetricFamilies,
-        worker: Worker,
-    ) -> None:
-        """Begin to load a folder for which ``is_read`` is true.
-
-        Raises:
-            ConfigError: the dtype is unknown.
-            ModelLoadError: the model cannot be loaded.
-        """
-        self._folder = folder
-        self._settings = settings
-        self._tokenizer = tokenizer
-        self._families = families
-        self._worker = worker
-        with load_failures(folder.path):
-            spec = pooling_spec(folder.config, folder.path, tokenizer)
-            opened: Any = worker.begin(Load(model=self.name, spec=spec))
-        self._pending: PendingLoad | None = opened
-        self.num_bytes: int = opened.num_bytes
-        self._num_stages = max(1, opened.num_stages - 1)
-
-    def advance(self) -> float:
-        """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
-        opened, end_s = self._opened, time.perf_counter() + ADVANCE_S
-        while opened.num_stages > 1:
-            opened.advance()
-            if time.perf_counter() >= end_s:
-                break
-        return 1.0 - (opened.num_stages - 1) / self._num_stages
-
-    def close(self) -> None:
-        """Drop the load, unless it was finished."""
-        self._pending = None
-
-    @property
-    def name(self) -> str:
-        """Return the first of its names."""
-        return self._folder.names[0]
-
-    @property
-    def _opened(self) -> PendingLoad:
-        assert self._pending is not None, "closed"
-        return self._pending
-
-    def finish(self, kept: Policies | None = None) -> BuiltModel:
-        """Return the model, ready to serve.
-
-        ``kept``: the policies that it had before it was evicted; None if it is new.
-
-        Raises:
-            ConfigError: ``max_model_len`` is more than the model takes.
-        """
-        config, path = self._folder.config, self._folder.path
-        with load_failures(path):
-            plan: PoolingPlan = self._opened.wait()
-            info = self._info(plan.info)
-        max_tokens = self._settings.scheduler.max_num_batched_tokens or (
-            CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS
-        )
-        model = PoolingModel(
-            names=self._folder.names,
-            root=config.path or str(path),
-            created=int(time.time()),
-            tokenizer=self._tokenizer,
-            info=info,
-            max_batch_tokens=max_tokens,
-            max_waiting=MAX_WAITING,
-        )
-        engine = PoolingEngine(
-            DeviceEncoder(self._worker, self.name),
-            max_tokens=max_tokens,
-            max_waiting=MAX_WAITING,
-            metrics=PoolingMetrics(self._families, self.name),
-            max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
-            cache_bytes=self._settings.encoders.cache_bytes,
-            # On a CPU, a launch costs no more than the padding that is always accepted.
-            joins_lengths=backend_name() == "cuda",
-            adapters=self._adapters(kept),
-        )
-        return BuiltModel(config, model, engine)
-
-    def _adapters(self, kept: Policies | None) -> EncoderAdapterSet:
-        if kept is not None and isinstance(kept.users, EncoderAdapterSet):
-            return kept.users
-        store = DeviceAdapters(self._worker, self.name)
-        return EncoderAdapterSet(self.name, store, self._settings)
-
-    def _info(self, info: PoolingInfo) -> PoolingInfo:
-        config, path = self._folder.config, self._folder.path
-        if config.task != "auto":
-            info = replace(info, tasks=tasks_for(config.task, info.tasks, self.name))
-        task = task_of(config, path)
-        # A config does not say that an encoder is a reward model; the names of its labels may.
-        is_reward_by_label = config.task == "auto" and names_reward(info.labels)
-        info = replace(info, is_reward=task == "reward" or is_reward_by_label)
-        if len(info.labels) == 1:
-            info = replace(info, scores_are_logits=scores_are_logits(path))
-        if info.tasks[0] == "token_embed":
-            info = self._with_late_interaction(info)
-        longest = self._settings.max_len_of(config, info.max_model_len)
-        if longest is None:
-            return info
-        if longest > info.max_model_len:
-            raise ConfigError(
-                f"--max-model-len is {longest}; {self.name} takes {info.max_model_len} tokens."
-            )
-        return replace(info, max_model_len=longest)
-
-    def _with_late_interaction(self, info: PoolingInfo) -> PoolingInfo:
-        """Return the facts of a model that compares token vectors."""
-        spec = read_late_spec(self._folder.path)
-        length = self._settings.max_len_of(self._folder.config, info.max_model_len)
-        if length is not None and length == self._folder.config.max_model_len:
-            # The limit that the user sets may be above the length of the training documents.
-            spec = replace(spec, settings=replace(spec.settings, document_length=None))
-        return with_late_interaction(
-            info, spec, self._tokenizer, reads_on=reads_on(self._folder.path)
-        )
-
-
-def tokenizer_of(config: ModelConfig, path: Path) -> EncoderTokenizer:
-    """Return the tokenizer of a folder for which ``is_read`` is true.
-
-    Raises:
-        ModelLoadError: the folder has none.
-    """
-    model_folder = transformer_folder(path)
-    if not is_encoder(model_folder):
-        return read_decoder_tokenizer(config, path)
-    return load_encoder_tokenizer(model_folder, trust_remote_code=config.trust_remote_code)
-
-
-def pooling_spec(config: ModelConfig, path: Path, tokenizer: EncoderTokenizer) -> PoolingSpec:
-    """Return the worker's spec of a folder for which ``is_read`` is true.
-
-    Raises:
-    ModelLoadError: a reranker scores by tokens that are not in its vocabulary.
-    """
-    task, chosen = config.task, ()
-    if not is_encoder(transformer_folder(path)):
-        task = task_of(config, path)
-        chosen = chosen_tokens(path, task, tokenizer)
-    return PoolingSpec(
-        config=config, path=path, task=task, chosen=chosen, free_bytes=free_memory_bytes()
-    )

@@ -5,39 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.models.checkpoints.decoders import reads_both_ways
-from mlx_parallm.models.checkpoints.model_task import decoder_task, has_head
+from mlx_parallm.models.checkpoints.model_task import has_head
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     module_kind,
-    module_kinds,
     read_fields,
     read_json,
-    transformer_folder,
 )
-from mlx_parallm.models.loading import ARCHITECTURES
+from mlx_parallm.pooling.decoder_task import task_of
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.json_values import is_object
-
-
-def task_of(config: ModelConfig, path: Path) -> ModelTask:
-    """Return the task of a folder with a decoder: the configured one, else the files' own.
-
-    Raises:
-    ModelLoadError: a file of it cannot be read.
-    """
-    if config.task != "auto":
-        return config.task
-    model_config = read_json(path / "config.json")
-    # A config that is no object is reported when the model is loaded.
-    return decoder_task(model_config, module_kinds(path)) if is_object(model_config) else "generate"
-
-
-def reads_on(path: Path) -> bool:
-    """True if tokens of a folder's model attend only to earlier tokens."""
-    model_config = read_fields(transformer_folder(path) / "config.json")
-    return model_config.get("model_type") not in ARCHITECTURES and not reads_both_ways(model_config)
 
 
 def chosen_tokens(path: Path, task: ModelTask, tokenizer: EncoderTokenizer) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import TellProgress
-from mlx_parallm.engine.life import EngineLife, LocalLife
+from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.serving.generators import Generators
-from mlx_parallm.serving.kinds import KINDS, build_engines, ignore_progress
+from mlx_parallm.serving.kinds import KINDS, ignore_progress
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -27,7 +27,7 @@ class AsyncEngine(EngineCore, Generators):
         life: EngineLife | None = None,
     ) -> None:
         """``life``: where the engines live; a thread of this process if it is not given."""
-        super().__init__(config, KINDS, life or LocalLife(config, on_progress, build_engines))
+        super().__init__(config, KINDS, life or _life_here(config, on_progress))
         self.pooling = AsyncPooling(self)
 
     async def check_room(self, model: str, client: str, n: int) -> None:
@@ -46,3 +46,10 @@ class AsyncEngine(EngineCore, Generators):
     def open_requests(self) -> Sequence[GenerateRequest]:
         """See ``EngineClient``."""
         return [each for each in self.all_requests() if isinstance(each, GenerateRequest)]
+
+
+def _life_here(config: EngineConfig, on_progress: TellProgress) -> EngineLife:
+    # The builders bring MLX: a process whose engines live elsewhere must not import them.
+    from mlx_parallm.serving.build import local_life  # noqa: PLC0415
+
+    return local_life(config, on_progress)

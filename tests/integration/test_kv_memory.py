@@ -14,7 +14,7 @@ from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, Scheduler
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GENERATION_TRAITS
-from mlx_parallm.serving.kinds import build_engines
+from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.worker import Worker
 

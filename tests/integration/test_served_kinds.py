@@ -18,11 +18,11 @@ from mlx_parallm.engine.commands import Submit
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import Event, KindTraits, ModelLoad, ModelState
-from mlx_parallm.engine.life import LocalLife
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.model import POOLING_TRAITS
-from mlx_parallm.serving.kinds import KINDS
+from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -36,7 +36,7 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests import sum_kind
 from tests.sum_kind import SumKind, SumRequest, write_sum_model
 
-SERVED = (SumKind(), *KINDS)
+SERVED = (SumKind(), *BUILDERS)
 SUM_BYTES = 1000
 
 

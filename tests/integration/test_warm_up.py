@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation import build
-from mlx_parallm.serving.kinds import build_engines
+from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.reference import ReferenceAttention

@@ -16,7 +16,7 @@ from mlx_parallm.api.app import answers_in_any_process, create_request_app
 from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.http.handover import ConnectionPipe
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
-from mlx_parallm.cli.engine_process import SWITCH_INTERVAL_S
+from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.life import spare_garbage_collection

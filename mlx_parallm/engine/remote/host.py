@@ -15,7 +15,7 @@ from typing import Any, cast
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.interface import Event, StartedModel
-from mlx_parallm.engine.life import Build, LocalLife
+from mlx_parallm.engine.local_life import Build, LocalLife
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (

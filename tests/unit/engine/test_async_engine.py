@@ -259,7 +259,7 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
     def build(*_: object) -> list[BuiltModel]:
         raise ConfigError("too little memory")
 
-    monkeypatch.setattr("mlx_parallm.engine.life.end_thread", end_thread)
+    monkeypatch.setattr("mlx_parallm.engine.local_life.end_thread", end_thread)
     engine = engine_of(build)
     with pytest.raises(ConfigError):
         engine.start()

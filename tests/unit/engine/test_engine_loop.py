@@ -22,6 +22,7 @@ from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.worker.worker import Worker
 from tests.sum_encoder import FakeClock, SumEncoder, SumJob, engine_of, request_of, seconds_of
 
 STEP_S = 0.010
@@ -119,6 +120,7 @@ class Trial:
             cast("Any", inbox),
             self.deliver,
             families=MetricFamilies(),
+            worker=Worker(),
             **self.more,
         )
         loop.run()

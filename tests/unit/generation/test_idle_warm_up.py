@@ -20,6 +20,7 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.generation.warm_up import WarmUp
+from mlx_parallm.worker.worker import Worker
 from tests.fakes import ByteTokenizer, FakeRunner, make_info
 
 NUM_SHAPES = 6
@@ -97,6 +98,7 @@ class Trial:
             cast("Any", Inbox(submit, after)),
             lambda events: None,
             families=MetricFamilies(),
+            worker=Worker(),
         ).run()
 
 

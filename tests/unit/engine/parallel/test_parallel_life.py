@@ -12,7 +12,7 @@ from mlx_parallm.cli.parallel_engines import parallel_life, share_of, thread_sha
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import BuiltModel
-from mlx_parallm.engine.life import Build, LocalLife
+from mlx_parallm.engine.local_life import Build, LocalLife
 from mlx_parallm.engine.metrics import labelled_by_engine
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router

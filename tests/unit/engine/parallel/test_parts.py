@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Submit
 from mlx_parallm.engine.interface import Event
-from mlx_parallm.engine.life import LocalLife
+from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.parallel.division import Candidate, divide
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.parts import OpenRequest

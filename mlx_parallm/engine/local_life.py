@@ -1,0 +1,89 @@
+"""Engines on a thread of this process, which therefore has MLX."""
+
+from __future__ import annotations
+
+import gc
+import queue
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.commands import Command
+from mlx_parallm.engine.interface import BuiltModel, StartedModel, TellProgress
+from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
+from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.types.errors import EngineDeadError
+from mlx_parallm.worker.device.properties import end_thread
+from mlx_parallm.worker.worker import Worker
+
+T = TypeVar("T")
+
+#: Loads every model of a configuration on the calling thread.
+Build = Callable[[EngineConfig, MetricFamilies, Worker, TellProgress], Sequence[BuiltModel]]
+
+
+class LocalLife:
+    """Implements ``EngineLife`` on the thread that runs it; metrics go on from life to life."""
+
+    def __init__(self, config: EngineConfig, on_progress: TellProgress, build: Build) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._build = build
+        self._families = MetricFamilies()
+        self._state: EngineState | None = None
+
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Deliver,
+        on_loaded: OnLoaded,
+    ) -> None:
+        """See ``EngineLife.run``."""
+        gc.unfreeze()
+        worker = Worker()
+        built = self._build(self._config, self._families, worker, self._on_progress)
+        spare_garbage_collection()
+        engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
+        self._state = EngineState(self._families, engines)
+        on_loaded(
+            [StartedModel(each.config, each.model, each.engine is not None) for each in built]
+        )
+        stall_ms = self._config.scheduler.max_decode_stall_ms
+        EngineLoop(
+            engines,
+            inbox,
+            deliver,
+            families=self._families,
+            worker=worker,
+            max_stall_s=None if stall_ms is None else stall_ms / 1e3,
+        ).run()
+
+    async def query(self, ask: StateQuery[T]) -> T:
+        """See ``EngineLife.query``."""
+        return self.ask_now(ask)
+
+    def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
+        """See ``EngineLife.ask``."""
+        del key
+        answer: Any = self.ask_now(question)
+        if isinstance(answer, Future):
+            return cast("Future[Any]", answer)
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
+
+    def ask_now(self, ask: Callable[[EngineState], T]) -> T:
+        """``query`` from any thread."""
+        if self._state is None:
+            raise EngineDeadError("No engine is loaded.")
+        return ask(self._state)
+
+    def give_up_load(self) -> None:
+        """See ``EngineLife.give_up_load``; nothing interrupts this thread."""
+
+    def end(self) -> None:
+        """See ``EngineLife.end``."""
+        end_thread()

@@ -1,0 +1,20 @@
+"""The kind of models that generate, as the event loop knows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.interface import Kind
+from mlx_parallm.generation.model import GENERATION_TRAITS
+
+
+class GenerationKind(Kind):
+    """Models that continue tokens. Implements ``Kind``."""
+
+    traits = GENERATION_TRAITS
+
+    def serves(self, config: ModelConfig, path: Path) -> bool:
+        """See ``Kind``: mlx_lm says at load what it cannot run."""
+        del config, path
+        return True

@@ -1,0 +1,70 @@
+"""The kind of pooling models, as the event loop knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.interface import Kind, MemoryLimit, ModelFolder, OpenModel
+from mlx_parallm.models.checkpoints.encoders import is_encoder
+from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
+from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.pooling.decoder_task import task_of
+from mlx_parallm.pooling.model import POOLING_TRAITS
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.metrics import MetricFamilies
+    from mlx_parallm.pooling.pending import PendingPoolingModel
+    from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
+    from mlx_parallm.worker.worker import Worker
+
+
+def is_read(config: ModelConfig, path: Path) -> bool:
+    """True if a folder has a pooling model.
+
+    Raises:
+        ModelLoadError: a file of it cannot be read.
+    """
+    with load_failures(path):
+        return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
+
+
+class PoolingKind(Kind):
+    """The kind of pooling models. Implements ``Kind``."""
+
+    traits = POOLING_TRAITS
+
+    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
+        """See ``Kind``."""
+        max_bytes = settings.loading.max_encoder_bytes
+        return None if max_bytes is None else MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
+
+    def serves(self, config: ModelConfig, path: Path) -> bool:
+        """See ``Kind``."""
+        return is_read(config, path)
+
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """Read the tokenizer; see ``Kind``."""
+        # Few tokenizers need a library that brings MLX, so those alone bring it into this process.
+        from mlx_parallm.pooling.tokenizers import tokenizer_of  # noqa: PLC0415
+
+        return OpenPooling(ModelFolder(config, path), settings, tokenizer_of(config, path))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPooling:
+    """Opens a model on the engine thread, perhaps in another process. Implements ``OpenModel``."""
+
+    folder: ModelFolder
+    settings: EngineConfig
+    tokenizer: EncoderTokenizer
+
+    def __call__(self, families: MetricFamilies, worker: Worker) -> PendingPoolingModel:
+        """Begin to load the folder; see ``PendingPoolingModel``."""
+        # The process that reads the folder may be without MLX, and only the one that opens it has
+        # the builder.
+        from mlx_parallm.pooling.pending import PendingPoolingModel  # noqa: PLC0415
+
+        return PendingPoolingModel(self.folder, self.settings, self.tokenizer, families, worker)

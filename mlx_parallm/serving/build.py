@@ -1,0 +1,80 @@
+"""Loads the models of a configuration: imported only where the engines live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.build import build_models, loading, sort_by_kind
+from mlx_parallm.engine.interface import BuildContext, KindBuilder, TellProgress
+from mlx_parallm.engine.local_life import LocalLife
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.build import GenerationBuilder, kv_shares
+from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.build import PoolingBuilder
+from mlx_parallm.pooling.engine import PoolingEngine
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.worker.worker import Worker
+
+#: Of the kinds in ``kinds.KINDS``, in the same order.
+BUILDERS: tuple[KindBuilder, ...] = (PoolingBuilder(), GenerationBuilder())
+
+#: ``build_engines`` loads every model of a configuration on the calling thread.
+build_engines = partial(build_models, BUILDERS)
+
+
+def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
+    """Return engines on a thread of this process; nothing is loaded yet."""
+    return LocalLife(config, on_progress, build_engines)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGenerator:
+    """A model that generates, ready to be stepped on the thread that loaded it."""
+
+    model: GenerationModel
+    engine: GenerationEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPooling:
+    """A pooling model, ready to be stepped on the thread that loaded it."""
+
+    model: PoolingModel
+    engine: PoolingEngine
+    worker: Worker
+
+
+def build_model(
+    config: EngineConfig, families: MetricFamilies, *, tracer: StepTracer | None = None
+) -> LoadedGenerator | LoadedPooling:
+    """Load the only model of a configuration; raise as ``build_engines`` does."""
+    worker = Worker(tracer)
+    (built,) = build_engines(config, families, worker, ignore_progress, tracer=tracer)
+    engine: Any = built.engine
+    if isinstance(built.model, GenerationModel):
+        return LoadedGenerator(built.model, engine)
+    return LoadedPooling(cast("PoolingModel", built.model), engine, worker)
+
+
+def planned_kv(config: EngineConfig) -> list[KVShare]:
+    """Load every model and return what KV each that generates would get, on the calling thread.
+
+    Raises as ``build_engines`` does.
+    """
+    worker = Worker()
+    for kind in BUILDERS:
+        kind.install(worker)
+    with loading(config, ignore_progress) as named:
+        others, generation = sort_by_kind(BUILDERS, named, ignore_progress)
+        context = BuildContext(named, MetricFamilies(), worker, ignore_progress)
+        pooling = PoolingBuilder().build(others, context)
+        shares = kv_shares(generation, context)
+        del pooling
+        return shares
