@@ -203,16 +203,16 @@ def chat_us(server: Server, num_requests: int) -> dict[str, float]:
 MEASURED: dict[str, tuple[Callable[[Server, int], dict[str, float]], float]] = {
     "embedding, base64": (partial(embedding_us, encoding="base64"), 1),
     "embedding, numbers": (partial(embedding_us, encoding="float"), 1),
-    "chat of 8 tokens": (chat_us, 1 / 4),
-    "streamed token": (token_us, 1 / 20),
+    "chat of 8 tokens": (chat_us, 1 / 2),
+    "streamed token": (token_us, 1 / 10),
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--other", type=Path, help="a checkout of another version")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--only", choices=MEASURED, help="measure this only")
     args = parser.parse_args()
     checkouts = {"this": HERE.parent} | ({"other": args.other.resolve()} if args.other else {})
