@@ -12,8 +12,8 @@ import numpy as np
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_parallm.api.http.dependencies import RequestsDep
-from mlx_parallm.api.pooling.encoded import ModelCall, num_numbers
+from mlx_parallm.api.http.dependencies import get_requests
+from mlx_parallm.api.pooling.encoded import ModelCall, are_few, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
@@ -64,9 +64,9 @@ class PoolingPrelude:
         )
 
 
-async def get_pooling_prelude(request: Request, engine: RequestsDep) -> PoolingPrelude:
+async def get_pooling_prelude(request: Request) -> PoolingPrelude:
     """Return a request before its body is worked on."""
-    return PoolingPrelude(request, engine.pooling)
+    return PoolingPrelude(request, (await get_requests(request)).pooling)
 
 
 PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]
@@ -98,8 +98,8 @@ class PoolingCall(ModelCall):
 
         Args:
             inputs: at least one, all of one task.
-            answer: makes the JSON of the answer, or the response itself. It runs on a thread,
-                because thousands of vectors take long to write.
+            answer: makes the JSON of the answer, or the response itself. It runs on a thread unless
+                ``are_few`` is true, because thousands of vectors take long to write.
             param: the field of the body that the inputs came from.
             reduce: makes something small of each result, as soon as some of them are computed.
 
@@ -114,7 +114,10 @@ class PoolingCall(ModelCall):
 
         async def work() -> Response:
             results, _ = await self.written(inputs, lambda _, result: reduced(result))
-            return await asyncio.to_thread(write, Encoded(self, inputs, results))
+            encoded = Encoded(self, inputs, results)
+            if are_few(inputs, self.model.info):
+                return write(encoded)
+            return await asyncio.to_thread(write, encoded)
 
         def write(encoded: Encoded) -> Response:
             content = answer(encoded)

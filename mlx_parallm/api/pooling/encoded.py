@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
-from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults, Task
 
 T = TypeVar("T")
 
 # PART_NUMBERS: most numbers in a part's results; a vocabulary has some 50,000.
 PART_NUMBERS = 16_000_000
+# FEW_NUMBERS, FEW_INPUTS: most numbers and inputs whose answer is written on the event loop: text
+# with so many numbers takes half a millisecond, and most answers have one vector.
+FEW_NUMBERS = 1024
+FEW_INPUTS = 8
+# WHOLE_TASKS: tasks with one short array for each input.
+WHOLE_TASKS: frozenset[Task] = frozenset({"embed", "classify"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +55,7 @@ class ModelCall:
 
         Args:
             inputs: encoded in parts if their results are large.
-            write: runs on a thread as soon as a part is computed.
+            write: runs as soon as a part is computed, on a thread unless ``are_few`` is true.
             part: distinguishes these inputs from others of the same call, in the ids of the work.
         """
         written: list[T] = []
@@ -56,9 +63,31 @@ class ModelCall:
         for number, some in enumerate(in_parts(inputs, self.model.info)):
             request = self.model.request(f"{self.work_id}-{part}{number}", some)
             results = await self.client.encode(request)
-            written += await asyncio.to_thread(list, map(write, some, results))
+            work = partial(_written, some, results, write)
+            written += work() if are_few(some, self.model.info) else await asyncio.to_thread(work)
             hits += results.cache_hits
         return written, hits
+
+
+def _written(
+    inputs: Sequence[PoolingInput],
+    results: Sequence[np.ndarray],
+    write: Callable[[PoolingInput, np.ndarray], T],
+) -> list[T]:
+    return list(map(write, inputs, results))
+
+
+def are_few(inputs: Sequence[PoolingInput], info: PoolingInfo) -> bool:
+    """True if the results are so small that they may be written on the event loop.
+
+    A thread would cost more than writing them: it takes the interpreter away from the loop, and
+    gives it back. Results for each token are always written on a thread.
+    """
+    return (
+        len(inputs) <= FEW_INPUTS
+        and all(each.task in WHOLE_TASKS and not each.places for each in inputs)
+        and sum(num_numbers(each, info) for each in inputs) <= FEW_NUMBERS
+    )
 
 
 def num_numbers(encoded: PoolingInput, info: PoolingInfo) -> int:
