@@ -41,6 +41,7 @@ async def get_engine(request: Request) -> EngineClient:
     return cast("EngineClient", await get_requests(request))
 
 
+# These take the request alone, so that routes may be called directly; see ``direct_call``.
 RequestsDep = Annotated[RequestClient, Depends(get_requests)]
 EngineDep = Annotated[EngineClient, Depends(get_engine)]
 ConfigDep = Annotated[ServerConfig, Depends(get_config)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi.routing import APIRoute
@@ -11,11 +12,15 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
+from mlx_parallm.api.http.direct_call import DirectCall
 from mlx_parallm.api.http.ignored import forms_of, ignored_names, tell_ignored
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES, TOO_MANY, may_have_too_many
+
+R = TypeVar("R", bound=Response | None)
 
 TOO_DEEP = "The body is nested too deeply."
 HALF_PAIR = "The body has half a surrogate pair in a text."
@@ -28,29 +33,54 @@ class JsonRoute(APIRoute):
 
     A request for a model that is being loaded waits for it. The answer names the fields of the body
     that were ignored.
+
+    Attributes:
+        general: FastAPI's application of the route, which answers what cannot be a ``DirectCall``.
     """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **more: Any) -> None:
+        super().__init__(path, endpoint, **more)
+        self._form = self.form
+        self.general = self.app
+        direct = DirectCall.of(self)
+        if direct is not None:
+            self.app = partial(self._answer, direct)
+
+    async def _answer(self, direct: DirectCall, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by a direct call if that can be, and by FastAPI's otherwise; see ASGI."""
+        request = JsonRequest(scope, receive)
+        response = await self._handle(request, direct.answer)
+        if response is None:
+            await self.general(scope, request.repeated(), send)
+            return
+        await response(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI: "Custom Request and APIRoute class"."""
         handle = super().get_route_handler()
-        form = self.form
 
         async def handle_json(plain_request: Request) -> Response:
-            request = JsonRequest(plain_request.scope, plain_request.receive)
-            try:
-                response = await handle(request)
-            except ModelLoadingError as problem:
-                if not self.repeats:
-                    raise
-                engine: RequestClient = request.app.state.engine
-                await engine.pooling.wait(problem.name)
-                # So far only the body was read, which the request keeps.
-                response = await handle(request)
-            if form is not None:
-                tell_ignored(response, ignored_names(form, request.value))
-            return response
+            return await self._handle(
+                JsonRequest(plain_request.scope, plain_request.receive), handle
+            )
 
         return handle_json
+
+    async def _handle(
+        self, request: JsonRequest, handle: Callable[[JsonRequest], Awaitable[R]]
+    ) -> R:
+        try:
+            response = await handle(request)
+        except ModelLoadingError as problem:
+            if not self.repeats:
+                raise
+            engine: RequestClient = request.app.state.engine
+            await engine.pooling.wait(problem.name)
+            # So far only the body was read, which the request keeps.
+            response = await handle(request)
+        if self._form is not None and response is not None:
+            tell_ignored(response, ignored_names(self._form, request.value))
+        return response
 
     @property
     def repeats(self) -> bool:
@@ -77,6 +107,18 @@ class JsonRequest(Request):
         if not hasattr(self, "_json"):
             self._json = self.value = parse_json(await self.body())
         return self._json
+
+    def repeated(self) -> Receive:
+        """Return a ``receive`` that begins with the body, if it was read; see ASGI."""
+        if not hasattr(self, "_body"):
+            return self.receive
+        messages = iter([{"type": "http.request", "body": self._body, "more_body": False}])
+
+        async def receive() -> Message:
+            message = next(messages, None)
+            return await self.receive() if message is None else message
+
+        return receive
 
 
 def parse_json(raw: bytes | bytearray) -> Any:

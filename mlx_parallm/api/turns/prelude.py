@@ -8,8 +8,9 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
-from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, MaxWaitingDep, RequestsDep
+from mlx_parallm.api.http.internal import caller_of
 from mlx_parallm.api.http.offload import on_body
+from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
@@ -124,15 +125,16 @@ class Prelude:
         return Admitted(self, name, model)
 
 
-async def get_prelude(
-    request: Request,
-    engine: RequestsDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
-) -> Prelude:
+async def get_prelude(request: Request) -> Prelude:
     """Return what is known of a request before its body is worked on."""
-    return Prelude(request, engine, config, client, max_waiting)
+    caller, state = caller_of(request), request.app.state
+    return Prelude(
+        request=request,
+        engine=engine_for(caller, state.engine, state.config),
+        config=state.config,
+        client=caller.client,
+        max_waiting=caller.max_waiting,
+    )
 
 
 PreludeDep = Annotated[Prelude, Depends(get_prelude)]
