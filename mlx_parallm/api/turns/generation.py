@@ -186,14 +186,29 @@ async def _take_back(engine: RequestClient, tasks: Sequence[asyncio.Task[Request
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
     """Return the result of ``work``, which is cancelled if the client disconnects first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    caller = asyncio.current_task()
+    assert caller is not None, "coroutines run in tasks"
+    watch = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    is_gone = False
+
+    def on_end(ended: asyncio.Future[None]) -> None:
+        nonlocal is_gone
+        # An error of ``receive`` means that the client is gone, too.
+        if not ended.cancelled():
+            ended.exception()
+            is_gone = True
+            caller.cancel()
+
+    watch.add_done_callback(on_end)
     try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=CLIENT_CLOSED)
+        return await work
+    except asyncio.CancelledError:
+        # Others may have cancelled the caller as well.
+        if is_gone and caller.cancelling() == 1:
+            return Response(status_code=CLIENT_CLOSED)
+        raise
     finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        watch.remove_done_callback(on_end)
+        watch.cancel()
+        if is_gone:
+            caller.uncancel()
