@@ -15,12 +15,15 @@ from mlx_parallm.types.request import TokenLimit
 GROUP_CHARS = 64 * 1024
 # FEW_CHARS: shorter texts are encoded one by one on the caller's thread.
 FEW_CHARS = 8 * 1024
+# SHORT_CHARS: a single text of at most so many is encoded with the GIL held, for some 50 µs: taking
+# it back from another thread costs more than that.
+SHORT_CHARS = 96
 # FEW_TOKENS: longer lists are decoded with the GIL released; a step decodes fewer.
 FEW_TOKENS = 256
 
 
 class ReleasedTokenizer:
-    """A tokenizer whose methods may be called from any thread and release the GIL.
+    """A tokenizer whose methods may be called from any thread and release the GIL for long texts.
 
     ``Tokenizer.encode`` and ``Tokenizer.decode`` hold the GIL throughout: a megabyte of text stops
     every stream for a second. The library's methods for batches release it.
@@ -41,6 +44,10 @@ class ReleasedTokenizer:
                 characters proves it, no text is encoded.
         """
         fitting = [self.fitting(text, limit, place) for place, text in enumerate(texts)]
+        if len(fitting) == 1 and len(fitting[0]) <= SHORT_CHARS:
+            encoding = self._backend.encode(fitting[0], add_special_tokens=add_special_tokens)
+            limit.check(len(encoding), 0)
+            return [tuple(encoding.ids)]
         encoded: list[tuple[int, ...]] = []
         for part in _groups(fitting):
             encodings = self._backend.encode_batch_fast(part, add_special_tokens=add_special_tokens)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
-from mlx_parallm.tokenizer.released import FEW_CHARS, GROUP_CHARS, ReleasedTokenizer
+from mlx_parallm.tokenizer.released import FEW_CHARS, GROUP_CHARS, SHORT_CHARS, ReleasedTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.types.errors import ContextLengthError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -26,7 +26,7 @@ ENCODER_FOLDER = next(folder for name, folder in DEMO_FOLDERS.items() if folder 
 
 
 class Spy:
-    """A tokenizer that records its calls, and fails in methods that hold the GIL."""
+    """A tokenizer that records its calls, and fails where a long text would hold the GIL."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -36,7 +36,7 @@ class Spy:
         return getattr(self._backend, name)
 
     def encode(self, text: str, **options: Any) -> Any:
-        assert len(text) == 1, "encode holds the interpreter"
+        assert len(text) <= SHORT_CHARS, "encode holds the interpreter"
         return self._backend.encode(text, **options)
 
     def encode_batch_fast(self, texts: Sequence[Any], **options: Any) -> Any:
@@ -77,9 +77,26 @@ def test_the_ids_of_a_long_text_are_those_of_transformers(demo: ParallmTokenizer
 
 
 def test_texts_are_encoded_without_holding_the_interpreter(spy: Spy) -> None:
-    ids = _released(spy).ids(["a word"], ANY_LENGTH, add_special_tokens=True)
-    assert spy.encoded == [["a word"]]
+    text = "a" * (SHORT_CHARS + 1)
+    ids = _released(spy).ids([text], ANY_LENGTH, add_special_tokens=True)
+    assert spy.encoded == [[text]]
     assert len(ids) == 1
+
+
+@given(text=st.text(max_size=SHORT_CHARS), special=st.booleans())
+@settings(deadline=None)
+def test_a_short_text_has_the_ids_that_it_has_among_others(
+    demo: ParallmTokenizer, text: str, special: bool
+) -> None:
+    released = ReleasedTokenizer(Tokenizer.from_str(demo.backend_json or ""))
+    (alone,) = released.ids([text], ANY_LENGTH, add_special_tokens=special)
+    among, _ = released.ids([text, text], ANY_LENGTH, add_special_tokens=special)
+    assert alone == among
+
+
+def test_a_short_text_that_is_too_long_is_refused_with_its_length(spy: Spy) -> None:
+    with pytest.raises(ContextLengthError, match="your prompt has 10 tokens"):
+        _released(spy).ids(["1 " * 5], TokenLimit(most=9), add_special_tokens=False)
 
 
 def test_short_texts_share_no_threads_with_others(spy: Spy) -> None:
