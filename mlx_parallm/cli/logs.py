@@ -16,14 +16,14 @@ STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "
 LOGGER = "mlx_parallm.cli"
 #: ``DROPPED``: fields in which uvicorn repeats its message with terminal colours.
 DROPPED = frozenset({"color_message"})
+SKIPPED = STANDARD | DROPPED
 #: ``TALKATIVE``: libraries that log each of their requests at level INFO.
 TALKATIVE = ("httpx2", "httpcore2", "huggingface_hub", "filelock", "asyncio")
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields that a call passed as ``extra``, such as ``request_id``."""
-    skipped = STANDARD | DROPPED
-    return {key: value for key, value in vars(record).items() if key not in skipped}
+    return {key: value for key, value in vars(record).items() if key not in SKIPPED}
 
 
 class JsonFormatter(logging.Formatter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
 from pydantic import AliasChoices, BaseModel
@@ -24,8 +24,10 @@ MAX_NAMES = 20
 MAX_NAME_CHARS = 64
 
 
-def tell_ignored(response: Response, names: Iterable[str]) -> None:
+def tell_ignored(response: Response, names: Collection[str]) -> None:
     """Name the fields in a header and in the log; names that no header can hold are left out."""
+    if not names:
+        return
     listed = ", ".join([name for name in sorted(names) if _is_plain(name)][:MAX_NAMES])
     if listed:
         response.headers[HEADER] = listed
@@ -39,11 +41,12 @@ def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
     """
     if not is_object(body):
         return set()
-    present = {name for name, value in body.items() if value is not None}
-    silent = form.without_effect if issubclass(form, NullIsAbsent) else frozenset[str]()
-    names = present - _known_names(form) - silent
+    read = _read_names(form)
+    names = {name for name, value in body.items() if name not in read and value is not None}
     for name, options in _option_forms(form):
         values = body.get(name)
+        if values is None:
+            continue
         for value in values if is_list(values) else [values]:
             names |= {f"{name}.{inner}" for inner in ignored_names(options, value)}
     return names
@@ -58,8 +61,11 @@ def forms_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 @functools.cache
-def _known_names(form: type[BaseModel]) -> frozenset[str]:
+def _read_names(form: type[BaseModel]) -> frozenset[str]:
+    """Return the names that are not reported: a form reads them, or they have no effect."""
     names = set(form.model_fields)
+    if issubclass(form, NullIsAbsent):
+        names |= form.without_effect
     for field in form.model_fields.values():
         alias = field.validation_alias
         choices = alias.choices if isinstance(alias, AliasChoices) else [alias]

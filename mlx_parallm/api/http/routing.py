@@ -158,6 +158,9 @@ class RouteIndex:
 
         An unknown path below a route's path gets the dialect of that route.
         """
+        for route in self._literal.get(path, ()):
+            if _fits(route, method):
+                return route.facts
         fitting = self._fitting(path)
         if fitting:
             return next((each for each in fitting if _fits(each, method)), fitting[0]).facts

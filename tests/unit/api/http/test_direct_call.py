@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx2
 import pytest
@@ -118,7 +119,7 @@ async def test_a_body_that_was_read_is_repeated_once() -> None:
         ]
     )
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> Any:
         return next(messages)
 
     request = JsonRequest({"type": "http", "headers": []}, receive)
