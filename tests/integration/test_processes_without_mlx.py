@@ -38,3 +38,25 @@ def test_the_servers_process_imports_no_large_library(module: str) -> None:
 
 def test_the_engines_process_imports_mlx() -> None:
     assert "mlx" in heavy_modules("mlx_parallm.cli.engine_process")
+
+
+# ENDS: a tokenizer that needs mlx_lm brings MLX to the thread that unpickles it.
+ENDS = """
+import threading
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.remote.life import RemoteLife
+
+def live():
+    import mlx_lm
+    RemoteLife(EngineConfig(), [], lambda *_: None).end()
+
+thread = threading.Thread(target=live)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_process_in_which_a_life_has_imported_mlx_exits() -> None:
+    # Without the end of the life, five of six such processes are aborted.
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", ENDS], check=True)

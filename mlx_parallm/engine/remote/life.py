@@ -116,6 +116,11 @@ class RemoteLife:
 
     def end(self) -> None:
         """See ``EngineLife.end``."""
+        # Unpickling a model may have imported MLX here. A process that exits after a thread with
+        # streams has ended is aborted, and MLX makes a stream when mlx_lm is imported.
+        mlx = sys.modules.get("mlx.core")
+        if mlx is not None:
+            mlx.clear_streams()
 
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
         """See ``EngineLife.ask``."""
