@@ -106,6 +106,7 @@ class PoolRequest:
         adapter: name of the adapter to apply; None: the base model.
         head: the adapter's own head when the inputs were made; it decides the results' shapes.
         scope: whose requests may reuse these results; set when the request enters the server.
+        rank: the number of the engine that the client chose; None if it chose none.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class PoolRequest:
     adapter: str | None = None
     head: OwnHead | None = None
     scope: CacheScope = EVERYBODY
+    rank: int | None = None
 
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
@@ -121,6 +123,7 @@ class PoolRequest:
             num_tokens=sum(len(each.token_ids) for each in self.inputs),
             inputs=[each.token_ids for each in self.inputs],
             cache_key=(self.model, self.adapter, self.scope),
+            rank=self.rank,
         )
 
     def with_scoped_inputs(self) -> PoolRequest:

@@ -247,6 +247,7 @@ class GenerateRequest:
         client: a digest of the API key; admission takes turns between clients.
         cache_salt: requests of different salts never share prefix-cache blocks.
         extra_key: SGLang's field; requests share such blocks only if salt and extra key are equal.
+        rank: the number of the engine that the client chose; None if it chose none.
         scope: whose requests may reuse its blocks; set when the request enters the server.
         group: the id that the client knows, if several requests make one answer.
     """
@@ -256,6 +257,7 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+    rank: int | None = None
     client: str = ""
     cache_salt: str | None = None
     extra_key: str | None = None
@@ -274,6 +276,7 @@ class GenerateRequest:
             cache_key=(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
             # Without samples there is nothing to divide, and inputs are computed for one engine.
             is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
+            rank=self.rank,
         )
 
     @property

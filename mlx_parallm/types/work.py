@@ -27,6 +27,7 @@ class RequestWork:
             none is kept.
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
+        rank: the number of the engine that the client chose; None if it chose none.
         is_divisible: True if several engines may answer some of the samples each.
     """
 
@@ -36,4 +37,5 @@ class RequestWork:
     prefix: Sequence[int] = ()
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()
+    rank: int | None = None
     is_divisible: bool = False

@@ -121,6 +121,32 @@ def test_samples_of_one_request_are_shared_out_and_are_those_of_one_engine(
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
 
 
+def test_a_client_may_choose_the_engine(server: ServerProcess) -> None:
+    with httpx2.Client(base_url=server.url) as http:
+        for rank in (1, 0):
+            before = tokens_by_engine(server)
+            body = {"model": MODEL, "prompt": "1, 2,", "max_tokens": 5, "ignore_eos": True, "n": 4}
+            headers = {"X-data-parallel-rank": str(rank)}
+            assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
+            sglang = {
+                "input_ids": [5, 6],
+                "sampling_params": {"max_new_tokens": 5, "ignore_eos": True},
+                "data_parallel_rank": rank,
+            }
+            assert http.post("/generate", json=sglang).status_code == 200
+            vectors = {"model": "demo:embed", "input": "a"}
+            assert http.post("/v1/embeddings", json=vectors, headers=headers).status_code == 200
+            before[rank] += 25
+            assert tokens_by_engine(server) == before
+        for wrong in ("2", "-1", "one", "99999999999"):
+            headers = {"X-data-parallel-rank": wrong}
+            refused = http.post("/v1/completions", json=body, headers=headers)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "X-data-parallel-rank"
+        refused = http.post("/generate", json={**sglang, "routed_dp_rank": 2})
+        assert (refused.status_code, "routed_dp_rank" in refused.text) == (400, True)
+
+
 def test_adapters_are_those_of_every_engine(server: ServerProcess, client: openai.OpenAI) -> None:
     query = {"name": "p", "config": json.dumps(CONFIG)}
     with httpx2.Client(base_url=server.url) as http:

@@ -30,29 +30,32 @@ def engine_for(caller: Caller, engine: RequestClient, config: ServerConfig) -> R
 class _View:
     """Stands for an object, whose attributes it has unless a subclass defines them."""
 
-    def __init__(self, viewed: Any, scope: CacheScope) -> None:
+    def __init__(self, viewed: Any, scope: CacheScope, caller: Caller) -> None:
         self._viewed = viewed
         self._scope = scope
+        self._caller = caller
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._viewed, name)
 
 
 class _CallersEngine(_View):
-    def __init__(self, engine: RequestClient, scope: CacheScope, caller: Caller) -> None:
-        super().__init__(engine, scope)
-        self._caller = caller
-
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         last = BACKGROUND_PRIORITY if self._caller.is_background else 0
-        request = replace(request, scope=self._scope, priority=last + request.priority)
+        request = replace(
+            request,
+            scope=self._scope,
+            priority=last + request.priority,
+            rank=self._caller.rank if request.rank is None else request.rank,
+        )
         return await self._viewed.submit(request)
 
     @property
     def pooling(self) -> PoolingClient:
-        return cast(PoolingClient, _CallersPooling(self._viewed.pooling, self._scope))
+        return cast(PoolingClient, _CallersPooling(self._viewed.pooling, self._scope, self._caller))
 
 
 class _CallersPooling(_View):
     async def encode(self, request: PoolRequest) -> PoolingResults:
-        return await self._viewed.encode(replace(request, scope=self._scope))
+        request = replace(request, scope=self._scope, rank=self._caller.rank)
+        return await self._viewed.encode(request)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.internal import read_rank
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
@@ -97,7 +98,13 @@ async def _request(
         cache_salt=item.cache_salt,
         extra_key=item.extra_key,
         group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
+        rank=_rank(body, prelude.config.data_parallel_size),
     )
+
+
+def _rank(body: GenerateBody, num_engines: int) -> int | None:
+    name = "data_parallel_rank" if body.routed_dp_rank is None else "routed_dp_rank"
+    return read_rank(getattr(body, name), num_engines, name)
 
 
 async def _generate_for_vllm(body: GenerateBody, prelude: Prelude) -> Response:

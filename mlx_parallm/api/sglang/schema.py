@@ -71,17 +71,21 @@ class GenerateBody(TokenSamplingParams):
             "background",
             "conversation_id",
             "custom_labels",
-            "data_parallel_rank",
             "log_metrics",
             "no_logs",
             "require_reasoning",
-            "routed_dp_rank",
             "routing_key",
             "session_id",
             *UNSUPPORTED,
         ]
     )
 
+    data_parallel_rank: StrictInt | None = Field(
+        None, description="The number of the engine that answers; null: the server chooses."
+    )
+    routed_dp_rank: StrictInt | None = Field(
+        None, description="A newer name of data_parallel_rank, which it replaces."
+    )
     prompt: VllmPrompt | None = Field(None, description="atropos': the prompt, by itself.")
     text: StrictStr | PromptTexts | None = Field(None, description="One text or several.")
     input_ids: Ids | PromptIds | None = Field(

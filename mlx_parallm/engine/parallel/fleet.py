@@ -29,7 +29,7 @@ from mlx_parallm.engine.parallel.journal import StateJournal
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.types.errors import EngineDeadError, ParallmError
+from mlx_parallm.types.errors import ConfigError, EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Ends
 from mlx_parallm.units import readable_bytes
@@ -71,6 +71,7 @@ class Fleet:
         deliver: Deliver,
         on_end: Callable[[], None],
         restart_delay_s: Callable[[int], float] | None = None,
+        read_free_bytes: Callable[[], int | None] = lambda: None,
         seed: int = 0,
     ) -> None:
         """Prepare; nothing is started yet.
@@ -80,10 +81,13 @@ class Fleet:
             router: chooses among as many engines.
             deliver: takes the events.
             on_end: called when an engine cannot load, or the last one has died.
+            read_free_bytes: returns how much memory engines may still take together; None if
+                they do not share memory, or it is not known.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
             seed: draws the seeds of requests without one.
         """
         self._restart_delay_s = restart_delay_s or _restart_delay_s
+        self._read_free_bytes = read_free_bytes
         self._members = [_Member(life, queue.SimpleQueue()) for life in lives]
         self._router = router
         self._deliver = deliver
@@ -117,17 +121,25 @@ class Fleet:
         self._starts: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Let every engine load."""
-        for rank in range(len(self._members)):
-            thread = threading.Thread(
-                target=self._run, args=(rank,), name=f"engine-{rank}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        """Let the first engine load; the others follow in ``wait_until_loaded``."""
+        self._start(0)
 
     def wait_until_loaded(self) -> Sequence[StartedModel]:
-        """Return the models once every engine has them; raise what one of them failed with."""
-        for _ in self._members:
+        """Return the models once every engine has them.
+
+        The others begin to load when the first has loaded: the memory of the weights is then known.
+
+        Raises:
+            ConfigError: the memory has no room for so many copies.
+            Exception: the error that an engine failed with.
+        """
+        self._starts.get()
+        self.check()
+        self._check_room()
+        others = range(1, len(self._members))
+        for rank in others:
+            self._start(rank)
+        for _ in others:
             self._starts.get()
             self.check()
         self._router.set_cache(sum(started.model.cache_tokens for started in self._models))
@@ -140,6 +152,25 @@ class Fleet:
             readable_bytes(weights * count),
         )
         return self._models
+
+    def _start(self, rank: int) -> None:
+        thread = threading.Thread(
+            target=self._run, args=(rank,), name=f"engine-{rank}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _check_room(self) -> None:
+        """Raise ConfigError if the weights of the other engines cannot fit."""
+        free = self._read_free_bytes()
+        others = len(self._members) - 1
+        weights = sum(started.model.memory.weights for started in self._models)
+        if free is not None and weights * others > free:
+            raise ConfigError(
+                f"--data-parallel-size {others + 1}: each engine has its own copy of the weights, "
+                f"{readable_bytes(weights)}, and only {readable_bytes(free)} of memory are free "
+                "beside the first one."
+            )
 
     def check(self) -> None:
         """Raise what the engines died of, if they did."""

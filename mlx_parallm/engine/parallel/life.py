@@ -31,7 +31,12 @@ class ParallelLife:
     """
 
     def __init__(
-        self, lives: Sequence[EngineLife], make_router: Callable[[], Router], *, seed: int = 0
+        self,
+        lives: Sequence[EngineLife],
+        make_router: Callable[[], Router],
+        *,
+        seed: int = 0,
+        read_free_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -39,7 +44,9 @@ class ParallelLife:
             lives: one for each engine; all load the same models.
             make_router: returns a router for that many engines, which have nothing to do.
             seed: draws the seeds of requests without one.
+            read_free_bytes: see ``Fleet``.
         """
+        self._read_free_bytes = read_free_bytes
         self._seed = seed
         self._lives = lives
         self._make_router = make_router
@@ -54,7 +61,14 @@ class ParallelLife:
     ) -> None:
         """See ``EngineLife.run``."""
         router, seed = self._make_router(), self._seed
-        fleet = Fleet(self._lives, router, deliver, lambda: inbox.put(Stop()), seed=seed)
+        fleet = Fleet(
+            self._lives,
+            router,
+            deliver,
+            lambda: inbox.put(Stop()),
+            seed=seed,
+            read_free_bytes=self._read_free_bytes,
+        )
         fleet.start()
         try:
             on_loaded(fleet.wait_until_loaded())

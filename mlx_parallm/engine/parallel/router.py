@@ -116,7 +116,7 @@ class Router:
             The engine's number. One of them must be alive.
         """
         keys = keys_of(work)
-        rank = self._choose(self._alive(), work, keys)
+        rank = self._choose(self._able(work), work, keys)
         self._put(request_id, work, rank, keys)
         return rank
 
@@ -126,8 +126,8 @@ class Router:
         One engine must be alive. See ``division.divide``.
         """
         keys = keys_of(work)
-        first = self._choose(self._alive(), work, keys)
-        if work.num_samples == 1 or not work.is_divisible:
+        first = self._choose(self._able(work), work, keys)
+        if work.num_samples == 1 or not work.is_divisible or work.rank is not None:
             return [Share(first, 0, work.num_samples)]
         whole = self._candidate(first, work, keys)
         others = [self._candidate(rank, work, keys) for rank in self._alive() if rank != first]
@@ -141,6 +141,12 @@ class Router:
 
     def _alive(self) -> list[int]:
         return [rank for rank, load in enumerate(self.loads) if load.is_alive]
+
+    def _able(self, work: RequestWork) -> list[int]:
+        """Return the engine that the client chose; the others too while that one is dead."""
+        if work.rank is not None and self.loads[work.rank].is_alive:
+            return [work.rank]
+        return self._alive()
 
     def _choose(self, alive: list[int], work: RequestWork, keys: WorkKeys) -> int:
         """Return the engine of least cost."""
@@ -210,7 +216,11 @@ class Router:
         if idle is None:
             return None
         for source, load in enumerate(self.loads):
-            waiting = [each for each in load.requests.items() if not each[1].is_computed]
+            waiting = [
+                each
+                for each in load.requests.items()
+                if not each[1].is_computed and each[1].work.rank is None
+            ]
             if not waiting or len(load.requests) == 1:
                 continue
             request_id, placed = waiting[-1]
