@@ -301,7 +301,8 @@ class ServerConfig:
         stream_interval: tokens of a sample that a stream sends together.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         engine_process: True if the models live in a process of their own.
-        data_parallel_size: engine processes that serve the same models; 1: there is one engine.
+        data_parallel_size: engine processes that serve the same models; 1: there is one engine; 0:
+            one for each NVIDIA GPU.
         data_parallel_devices: the NVIDIA GPU of each engine, by its index; those of one index share
             it. Empty: one GPU for each engine.
         api_server_count: processes that speak HTTP; 1: the server's own.

@@ -55,7 +55,8 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS
         group = parser.add_argument_group(name)
         for setting in SETTINGS:
             if setting.group == name:
-                flags = (f"--{name}" for name in setting.names)
+                flags = [f"--{name}" for name in setting.names]
+                flags += [f"-{setting.short}"] if setting.short is not None else []
                 group.add_argument(*flags, **_flag_options(setting))
     parser.epilog = f"{ORDER} A setting's variable is {ENVIRONMENT_PREFIX}NAME."
 

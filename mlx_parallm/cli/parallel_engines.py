@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.art.config import count_cuda_devices
 from mlx_parallm.cli.engine_command import engine_command
+from mlx_parallm.cli.setting_values import AUTO
 from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
@@ -16,8 +18,11 @@ from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.device.memory_limits import host_free_bytes
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+# LAUNCHED: the variable by which mlx.launch tells a process its rank.
+LAUNCHED = "MLX_RANK"
 # THREAD_COUNTS: variables that say how many threads a BLAS library uses.
 THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -28,9 +33,15 @@ def parallel_life(
     """Return the engines of ``--data-parallel-size``; nothing is loaded yet.
 
     Raises:
-        ConfigError: there are fewer GPUs than engines, or not one device is named for each.
+        ConfigError: mlx.launch started this process; there are fewer GPUs than engines, or not one
+            device is named for each.
     """
     count = server_config.data_parallel_size
+    if LAUNCHED in os.environ:
+        raise ConfigError(
+            f"--data-parallel-size {count} cannot be used under mlx.launch, which starts one "
+            "process for each part of one model."
+        )
     devices = _devices(server_config)
     shared = [devices.count(device) for device in devices] or [count] * count
     command = engine_command(server_config)
@@ -47,7 +58,8 @@ def parallel_life(
     ]
     ask.engines = [life.ask for life in lives]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
-    return ParallelLife(lives, make_router, seed=config.seed)
+    free = _unknown if devices else shared_free_bytes
+    return ParallelLife(lives, make_router, seed=config.seed, read_free_bytes=free)
 
 
 def _devices(config: ServerConfig) -> list[str]:
@@ -70,6 +82,11 @@ def _devices(config: ServerConfig) -> list[str]:
     return [visible[index] for index in indices]
 
 
+def engine_count(size: int, environment: Mapping[str, str]) -> int:
+    """Return the number of engines of ``--data-parallel-size``: for ``auto``, one on each GPU."""
+    return size if size != AUTO else max(1, len(visible_devices(environment)))
+
+
 def visible_devices(environment: Mapping[str, str]) -> list[str]:
     """Return the names of the GPUs that this process may use; empty without an NVIDIA GPU."""
     listed = environment.get(DEVICES)
@@ -88,10 +105,24 @@ def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:
     )
 
 
+def shared_free_bytes() -> int | None:
+    """Return how much memory engines on the CPU or on a Mac's GPU may still take together.
+
+    macOS does not say what is free, so all memory counts there.
+    """
+    if sys.platform == "darwin":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_free_bytes()
+
+
 def thread_share(environment: Mapping[str, str], num_engines: int) -> dict[str, str]:
     """Return how many threads each engine's BLAS library uses, where nothing says it yet."""
     count = max(1, (os.cpu_count() or 1) // num_engines)
     return {name: str(count) for name in THREAD_COUNTS if name not in environment}
+
+
+def _unknown() -> None:
+    """Return nothing: each GPU has memory of its own."""
 
 
 def _ignore(_text: str, _share: float) -> None:

@@ -35,7 +35,7 @@ from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddlewa
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S, engine_command
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.parallel_engines import parallel_life
+from mlx_parallm.cli.parallel_engines import engine_count, parallel_life
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(args)
     if server_config.data_dir is None:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
-    return serve(engine_config, server_config)
+    count = engine_count(server_config.data_parallel_size, os.environ)
+    return serve(engine_config, replace(server_config, data_parallel_size=count))
 
 
 def default_data_dir(environment: Mapping[str, str], platform: str) -> str:

@@ -34,6 +34,8 @@ class PerModel:
         return self.shared if model is None else self.own.get(model, self.shared)
 
 
+#: The number of engines that stands for as many as there are GPUs.
+AUTO = 0
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_BYTES = 2**63
@@ -85,6 +87,16 @@ def integer(minimum: int, maximum: int | None = None) -> Parse:
         return number
 
     return parse
+
+
+def engine_count(value: Any) -> int:
+    """Return a number of engines; ``AUTO`` for "auto"."""
+    if value == "auto":
+        return AUTO
+    try:
+        return integer(1)(value)
+    except ValueError:
+        raise ValueError("must be a whole number of at least 1, or auto") from None
 
 
 def number(minimum: float, maximum: float | None = None, *, above: bool = False) -> Parse:

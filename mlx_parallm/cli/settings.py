@@ -52,6 +52,7 @@ class Setting:
         group: its heading in ``--help``.
         help: a description.
         aliases: other names of the flag and the file key.
+        short: a name of the flag after a single dash.
         metavar: the name of its value in ``--help``.
         inverted: True for a switch whose flag means the opposite of its field.
         per_model: True if MODEL=VALUE sets it for one of several models.
@@ -63,6 +64,7 @@ class Setting:
     group: str
     help: str
     aliases: tuple[str, ...] = ()
+    short: str | None = None
     metavar: str | None = None
     inverted: bool = False
     per_model: bool = False
@@ -347,10 +349,11 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
              "run the models in a separate process, so that HTTP, JSON and tokenizing take none "
              "of their time. It helps many streams on a GPU if cores are free."),
-    _setting("data-parallel-size", "server.data_parallel_size", values.integer(1), PROCESS,
+    _setting("data-parallel-size", "server.data_parallel_size", values.engine_count, PROCESS,
              "engine processes that serve the same models behind one port. Each has its own copy "
              "of the weights, and its own NVIDIA GPU or an equal share of the CPU cores and of the "
-             "KV memory.", aliases=("dp",), metavar="N"),
+             "KV memory. auto: one for each NVIDIA GPU, else one.", aliases=("dp",), short="dp",
+             metavar="N"),
     _setting("data-parallel-devices", "server.data_parallel_devices", values.listed, PROCESS,
              "index of the NVIDIA GPU of each engine of --data-parallel-size. Engines with the "
              "same index share a GPU. If not given: one GPU for each engine.", metavar="INDEX"),

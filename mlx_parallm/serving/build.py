@@ -22,7 +22,7 @@ from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.worker import Worker
 
-#: Of the kinds in ``kinds.KINDS``, in the same order.
+#: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order.
 BUILDERS: tuple[KindBuilder, ...] = (PoolingBuilder(), GenerationBuilder())
 
 #: ``build_engines`` loads every model of a configuration on the calling thread.

@@ -1,4 +1,4 @@
-"""What the process of a server imports if its engines live in other processes."""
+"""A server's process imports nothing large if its engines live in other processes."""
 
 from __future__ import annotations
 

@@ -28,6 +28,19 @@ _VERSION_1 = _Controller(
 )
 
 
+def host_free_bytes() -> int | None:
+    """Return the bytes of the machine's memory that this process may still take; None if unknown.
+
+    They are known on Linux.
+    """
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    limits = (int(match[1]) * 1024 if match else None, bytes_within_limits())
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def bytes_within_limits(root: Path = Path("/")) -> int | None:
     """Return the bytes that the address space and the cgroups leave; None without limits.
 

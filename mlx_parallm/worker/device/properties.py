@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.units import readable_bytes
-from mlx_parallm.worker.device.memory_limits import bytes_within_limits, check_mappable
+from mlx_parallm.worker.device.memory_limits import check_mappable, host_free_bytes
 
 MATMUL_SIZE = 512
 MATMUL_ROUNDS = 5
@@ -125,12 +125,7 @@ def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
     if backend == "cuda":
         free = info.get("free_memory")
         return int(free) if free else None
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    limits = (int(match[1]) * 1024 if match else None, bytes_within_limits())
-    return min((limit for limit in limits if limit is not None), default=None)
+    return host_free_bytes()
 
 
 def free_memory_bytes() -> int | None:

@@ -1,0 +1,57 @@
+"""``--data-parallel-size``: how many engines there are, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_parallm.cli.parallel_engines import engine_count, parallel_life, share_of, thread_share
+from mlx_parallm.cli.setting_values import AUTO
+from mlx_parallm.cli.setting_values import engine_count as parse_count
+from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.types.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "count"), [("auto", AUTO), ("1", 1), (3, 3)])
+def test_a_number_of_engines_is_read(text: str | int, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", 0, -1, "two", True, 1.5, None])
+def test_other_values_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="at least 1, or auto"):
+        parse_count(text)
+
+
+def test_auto_is_one_engine_for_each_gpu() -> None:
+    assert engine_count(AUTO, {"CUDA_VISIBLE_DEVICES": "0,GPU-7,3"}) == 3
+    assert engine_count(AUTO, {"CUDA_VISIBLE_DEVICES": "-1"}) == 1
+    assert engine_count(2, {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices", "message"),
+    [
+        ({"MLX_RANK": "0"}, (), "mlx.launch"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, (), "there are 1 GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ("0", "1"), "below 1"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ("0",), "needs 2 indices"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    devices: tuple[str, ...],
+    message: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = ServerConfig(data_parallel_size=2, data_parallel_devices=devices)
+    with pytest.raises(ConfigError, match=message):
+        parallel_life(EngineConfig(), config, lambda text, share: None)
+
+
+def test_engines_share_memory_and_threads() -> None:
+    cache = CacheConfig(kv_cache_bytes=1001, memory_fraction=0.8)
+    assert share_of(cache, 2).kv_cache_bytes == 500
+    assert share_of(cache, 4).memory_fraction == pytest.approx(0.2)
+    assert "OMP_NUM_THREADS" not in thread_share({"OMP_NUM_THREADS": "3"}, 2)
