@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.types.work import Ends, RequestWork
@@ -48,6 +49,7 @@ class SimRequest:
             num_tokens=len(self.prompt),
             num_samples=len(self.outputs),
             max_output=None,
+            client=self.client,
             prefix=self.prompt,
             is_divisible=self.divides and len(self.outputs) > 1,
         )
@@ -85,6 +87,11 @@ class SimEngine:
         return bool(self._running) and any(len(request.outputs) > room for request in queued)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of a step."""
+        return self._rows
+
+    @property
     def _num_open(self) -> int:
         return sum(len(running.outputs) for running in self._running.values())
 
@@ -92,6 +99,34 @@ class SimEngine:
     def is_idle(self) -> bool:
         """True if there is nothing to do."""
         return not self._running and not self.num_waiting
+
+    def rows_until(self, request: SimRequest) -> int:
+        """Return the rows to compute before the prompt of a request that waits is computed.
+
+        Those of other clients that wait are left out, because clients take turns. A prompt finds
+        what those before it have computed.
+        """
+        computing = [running for running in self._running.values() if not running.is_computed]
+        rows = sum(running.left for running in computing)
+        before = {block for running in computing for block in _blocks(running.request.prompt)}
+        for queued in self._queues[request.client]:
+            rows += self.own_rows(queued, before)
+            before |= set(_blocks(queued.prompt))
+            if queued is request:
+                return rows
+        raise AssertionError(request)
+
+    def own_rows(self, request: SimRequest, before: Collection[tuple[int, ...]] = ()) -> int:
+        """Return how many tokens of a prompt it would have to compute after some blocks."""
+        prompt = request.prompt
+        known = takewhile(lambda block: block in self._blocks or block in before, _blocks(prompt))
+        cached = sum(BLOCK for _ in known)
+        return len(prompt) - min(cached, len(prompt) - 1)
+
+    @property
+    def waiting(self) -> list[SimRequest]:
+        """Requests that have not begun."""
+        return [request for queue in self._queues.values() for request in queue]
 
     def submit(self, request: SimRequest) -> None:
         """Queue a request."""
@@ -165,13 +200,18 @@ class SimEngine:
             self._blocks.popitem(last=False)
 
 
+def _blocks(prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the prefixes of a prompt that end with a block."""
+    return [prompt[:end] for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+
+
 class SimFleet:
     """Engines and a router before them.
 
     Attributes:
         requests: all that were submitted.
         idle_steps: steps in which an engine had nothing to do for the second time in a row while
-            another one's requests waited.
+            a request waited at another for places, or for prompts that are longer than its own.
         moves: requests that were moved.
     """
 
@@ -256,11 +296,20 @@ class SimFleet:
             request.on_end(self._step)
 
     def _count_idle(self) -> None:
-        is_queueing = any(engine.is_full and engine.num_waiting for engine in self.engines)
         for rank, engine in enumerate(self.engines):
-            if engine.is_idle and self._was_idle[rank] and is_queueing:
-                self.idle_steps += 1
+            if engine.is_idle and self._was_idle[rank]:
+                self.idle_steps += any(self._would_gain(other, engine) for other in self.engines)
             self._was_idle[rank] = engine.is_idle
+
+    def _would_gain(self, engine: SimEngine, idle: SimEngine) -> bool:
+        """True if a request that waits at an engine would begin a step sooner at an idle one."""
+        if engine.is_full:
+            return True
+        slack = idle.num_rows
+        return any(
+            engine.rows_until(request) > idle.own_rows(request) + slack
+            for request in engine.waiting
+        )
 
 
 def tokens(seed: int, count: int) -> tuple[int, ...]:

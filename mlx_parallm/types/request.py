@@ -274,6 +274,7 @@ class GenerateRequest:
             max_output=self.params.max_tokens,
             prefix=() if self.inputs else self.prompt_ids,
             cache_key=(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
+            client=self.client,
             # Without samples there is nothing to divide, and inputs are computed for one engine.
             is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
             rank=self.rank,

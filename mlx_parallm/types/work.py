@@ -28,6 +28,7 @@ class RequestWork:
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
         rank: the number of the engine that the client chose; None if it chose none.
+        client: whose it is; engines take turns between clients.
         is_divisible: True if several engines may answer some of the samples each.
     """
 
@@ -38,4 +39,5 @@ class RequestWork:
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()
     rank: int | None = None
+    client: str = ""
     is_divisible: bool = False

@@ -6,6 +6,7 @@ prompts that wait, the part of its own that is not cached, and the samples that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,10 @@ MEMORY = 0.95
 # DECODE_SHARE: what a generated token counts in rows. Samples share their steps, for each of which
 # the weights are read once.
 DECODE_SHARE = 0.25
+# STEP: what a step counts in rows at least: it reads all weights, however few rows it has.
+STEP = 64
+# MAX_LOOKED_AT: requests of one engine that are looked at for one that another could begin.
+MAX_LOOKED_AT = 16
 # UNCACHED: what a token of the request's own prompt counts that has to be computed: once for the
 # request, which waits for it, and once for the others, whose steps it takes.
 UNCACHED = 2
@@ -31,6 +36,7 @@ class Placement:
 
     Attributes:
         work: what it asks.
+        keys: the cache keys of its prompt and inputs.
         rank: the engine's number.
         uncached: tokens that the engine had to compute, by the router's estimate.
         num_open: samples that have not ended.
@@ -40,6 +46,7 @@ class Placement:
     """
 
     work: RequestWork
+    keys: WorkKeys
     rank: int
     uncached: int
     num_open: int
@@ -57,6 +64,7 @@ class EngineLoad:
         is_alive: False while it can be given nothing.
         waiting_tokens: tokens of prompts that it has yet to compute.
         num_open: samples that have not ended, those of prompts that wait included.
+        clients: samples that have not ended, by client.
         requests: its requests, oldest first.
     """
 
@@ -64,7 +72,15 @@ class EngineLoad:
     is_alive: bool = True
     waiting_tokens: int = 0
     num_open: int = 0
+    clients: Counter[str] = field(default_factory=Counter[str])
     requests: dict[str, Placement] = field(default_factory=dict[str, Placement])
+
+    def close(self, client: str, count: int) -> None:
+        """Count samples of a client less."""
+        self.num_open -= count
+        self.clients[client] -= count
+        if not self.clients[client]:
+            del self.clients[client]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +206,7 @@ class Router:
         placed.num_tokens += num_tokens
         if ends is Ends.SAMPLE:
             placed.num_open -= 1
-            load.num_open -= 1
+            load.close(placed.work.client, 1)
         if ends is Ends.REQUEST or placed.num_open == 0:
             self._learn(placed)
             self.remove(request_id)
@@ -203,38 +219,46 @@ class Router:
             return
         load = self.loads[placed.rank]
         del load.requests[request_id]
-        load.num_open -= placed.num_open
+        load.close(placed.work.client, placed.num_open)
         if not placed.is_computed:
             load.waiting_tokens -= placed.uncached
 
     def next_move(self) -> Move | None:
-        """Return a request that waits at one engine while another does nothing; None if none does.
+        """Return a request that waits and would begin sooner at an engine that does nothing.
 
-        The youngest is moved, of which the engine has most likely computed nothing.
+        None if there is none. The youngest of an engine's requests is moved first: most likely,
+        nothing of it has been computed.
         """
-        idle = next((rank for rank, load in enumerate(self.loads) if _is_idle(load)), None)
-        if idle is None:
-            return None
+        idle = [load for load in enumerate(self.loads) if _is_idle(load[1])]
         for source, load in enumerate(self.loads):
-            waiting = [
-                each
-                for each in load.requests.items()
-                if not each[1].is_computed and each[1].work.rank is None
-            ]
-            if not waiting or len(load.requests) == 1:
+            if not idle or len(load.requests) < 2:
                 continue
-            request_id, placed = waiting[-1]
-            own = self._uncached(self.loads[idle], placed.work, keys_of(placed.work))
-            is_crowded = load.num_open > self._max_num_seqs
-            if is_crowded or load.waiting_tokens - placed.uncached > UNCACHED * own:
-                return Move(request_id, source, idle)
+            waiting = [each for each in load.requests.items() if not each[1].is_computed]
+            rows = sum(placed.uncached for _, placed in waiting)
+            # Clients take turns, so only later requests of the same client surely come later.
+            later = Counter[str]()
+            for request_id, placed in reversed(waiting[-MAX_LOOKED_AT:]):
+                target, own = self._nearest(idle, placed)
+                client, is_free = placed.work.client, placed.work.rank is None
+                is_crowded = load.num_open > self._max_num_seqs
+                if is_free and (is_crowded or rows - later[client] > own):
+                    return Move(request_id, source, target)
+                later[client] += placed.uncached
         return None
+
+    def _nearest(
+        self, loads: Sequence[tuple[int, EngineLoad]], placed: Placement
+    ) -> tuple[int, int]:
+        """Return the engine that would compute least of a request's prompt, and how many tokens."""
+        own = {rank: self._uncached(load, placed.work, placed.keys) for rank, load in loads}
+        target = min(own, key=own.__getitem__)
+        return target, own[target]
 
     def move(self, move: Move) -> None:
         """Count a request at another engine."""
         placed = self.placements[move.request_id]
         self.remove(move.request_id)
-        self._put(move.request_id, placed.work, move.target, keys_of(placed.work))
+        self._put(move.request_id, placed.work, move.target, placed.keys)
         self.placements[move.request_id].has_begun = placed.has_begun
 
     def on_death(self, rank: int) -> tuple[list[str], list[str]]:
@@ -269,7 +293,22 @@ class Router:
         # A sample that runs is half over, in the mean; those beyond the limit wait for others.
         samples = load.num_open / 2 + min(beyond, load.num_open)
         rows = load.waiting_tokens + UNCACHED * self._uncached(load, work, keys)
-        return rows + samples * self._mean_output * DECODE_SHARE
+        return rows + samples * self._mean_output * DECODE_SHARE + self._own_queue(load, work)
+
+    def _own_queue(self, load: EngineLoad, work: RequestWork) -> float:
+        """Return what it costs that a request waits for samples of its own client.
+
+        Clients share the places of an engine, so that a client whose requests are all at one engine
+        would get less than its share of all engines. Nothing waits so with one client, or while
+        there are places for all.
+        """
+        own = load.clients[work.client]
+        others = len(load.clients) - (own > 0)
+        if not others or load.num_open + work.num_samples <= self._max_num_seqs:
+            return 0.0
+        share = self._max_num_seqs / (others + 1)
+        num_steps = max(0.0, own + work.num_samples - share) / share * self._mean_output
+        return num_steps * STEP
 
     def _uncached(self, load: EngineLoad, work: RequestWork, keys: WorkKeys) -> int:
         """Return how many tokens of a request an engine would have to compute."""
@@ -281,10 +320,11 @@ class Router:
 
     def _put(self, request_id: str, work: RequestWork, rank: int, keys: WorkKeys) -> None:
         load = self.loads[rank]
-        placed = Placement(work, rank, self._uncached(load, work, keys), work.num_samples)
+        placed = Placement(work, keys, rank, self._uncached(load, work, keys), work.num_samples)
         self.placements[request_id] = load.requests[request_id] = placed
         load.waiting_tokens += placed.uncached
         load.num_open += work.num_samples
+        load.clients[work.client] += work.num_samples
         load.cache.add(keys)
 
     def _learn(self, placed: Placement) -> None:

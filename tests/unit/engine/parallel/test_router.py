@@ -205,6 +205,84 @@ def _check_counts(router: Router) -> None:
         assert load.is_alive or not own
 
 
+def random_load(seed: int) -> SimFleet:
+    """Run requests that come at random, of a few prefixes and two clients; return the engines."""
+    chance = random.Random(seed)
+    fleet = SimFleet(
+        chance.randrange(2, 5),
+        num_blocks=chance.choice([128, 512, 4096]),
+        max_num_seqs=chance.choice([4, 16, 32]),
+        rows=chance.choice([32, 256]),
+    )
+    lengths = [chance.choice([0, 64, 256, 1500]) for _ in range(chance.randrange(1, 6))]
+    prefixes = [tokens(1 + number, length) for number, length in enumerate(lengths)]
+    step = 0
+    arrivals: list[tuple[int, SimRequest]] = []
+    for number in range(80):
+        step += chance.choice([0, 0, 0, 1, 5, 20])
+        num_samples = chance.choice([1, 1, 1, 1, 2, 4, 16])
+        outputs = tuple(chance.randrange(1, 60) for _ in range(num_samples))
+        own = tokens(100 + number, chance.choice([1, 16, 100, 1200]))
+        prompt, client = (*chance.choice(prefixes), *own), chance.choice("aab")
+        arrivals.append((step, SimRequest(str(number), prompt, outputs, client)))
+    fleet.run(arrivals)
+    return fleet
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_engine_is_idle_while_a_request_could_begin_there(part: int) -> None:
+    fleets_of_part = {seed: random_load(seed) for seed in range(part, 80, 4)}
+    assert {seed for seed, fleet in fleets_of_part.items() if fleet.idle_steps} == set()
+    assert any(fleet.moves for fleet in fleets_of_part.values())
+
+
+FLOOD, FEW = "many", "few"
+MEAN_LENGTH = 32
+
+
+def flooded(fleet: SimFleet, seed: int) -> tuple[float, int, int]:
+    """Let one client send many requests at once, and another one some.
+
+    Returns:
+        The mean number of steps until a request of the other client has ended, the step that
+        ended its last one, and the tokens of its prefix.
+    """
+    chance = random.Random(seed)
+    many, few = tokens(1, chance.choice([0, 256])), tokens(2, chance.choice([0, 512, 2000]))
+    gap = chance.choice([0, 1, 2, 10])
+    arrivals = [
+        (0, SimRequest(f"{FLOOD} {n}", (*many, *tokens(10 + n, 64)), (0,), FLOOD))
+        for n in range(50 * chance.randrange(2, 6))
+    ]
+    arrivals += [
+        (5 + gap * n, SimRequest(f"{FEW} {n}", (*few, *tokens(5000 + n, 16)), (0,), FEW))
+        for n in range(chance.randrange(20, 80))
+    ]
+    for _, request in arrivals:
+        request.outputs = (chance.randrange(MEAN_LENGTH - 12, MEAN_LENGTH + 13),)
+    fleet.run(arrivals)
+    requests = [each for each in fleet.requests.values() if each.client == FEW]
+    steps = [(each.ended_at or 0) - each.arrived_at for each in requests]
+    return sum(steps) / len(steps), max(each.ended_at or 0 for each in requests), len(few)
+
+
+@pytest.mark.parametrize("num_engines", [2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_clients_share_all_engines_as_they_share_one(num_engines: int, seed: int) -> None:
+    """Compare the waiting of a client with that at one engine of N times the size.
+
+    An engine takes N times as many steps for a prefix. And its places become free N times as
+    seldom: half of them are the client's, so that a request waits for up to MEAN_LENGTH / (SEQS /
+    2) steps until the next one is free. A quarter more is allowed besides.
+    """
+    fleet, big = fleets(num_engines, 4 * BLOCKS)
+    mean, end, prefix = flooded(fleet, seed)
+    big_mean, big_end, _ = flooded(big, seed)
+    allowed = prefix / ROWS + MEAN_LENGTH / (SEQS / 2)
+    assert mean <= 1.25 * big_mean + allowed
+    assert end <= 1.25 * big_end + allowed
+
+
 def test_a_client_with_many_requests_does_not_hold_up_another() -> None:
     """Fairness between clients is that of one engine, because each engine takes turns."""
     times = []
