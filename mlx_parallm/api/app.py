@@ -197,11 +197,14 @@ def create_request_app(
     return app
 
 
-def answers_in_any_process(app: FastAPI) -> Callable[[str, str], bool]:
-    """Return what tells methods and paths of routes that every HTTP process has."""
-    names = {f"mlx_parallm.api.{name}" for name in REQUEST_SLICES}
-    routes = [route for route in declared_routes(app) if route.endpoint.__module__ in names]
-    return RouteIndex.of(routes).has
+def answers_in_any_process() -> Callable[[str, str], bool]:
+    """Return what tells whether a method and a path are answered in every HTTP process.
+
+    The routes of the other slices count too: one of their paths may fit a pattern of these.
+    """
+    index = RouteIndex.of(routes_of(SLICES + STORING_SLICES))
+    own = {id(route) for route in routes_of(REQUEST_SLICES)}
+    return lambda method, path: id(index.route(method, path)) in own
 
 
 def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:

@@ -223,7 +223,7 @@ class _SharedHttp(_OwnHttp):
             shared=app.state.policies,
             adopt=self._adopt,
         )
-        answers = answers_in_any_process(app)
+        answers = answers_in_any_process()
         self._connections = ConnectionServer(
             SettledMiddleware(app, self._processes),
             config,

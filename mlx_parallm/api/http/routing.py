@@ -167,9 +167,9 @@ class RouteIndex:
         above = path.rpartition("/")[0]
         return RouteFacts(dialect=self.find(method, above).dialect) if above else UNDECLARED
 
-    def has(self, method: str, path: str) -> bool:
-        """True if a route has this path and this method."""
-        return any(_fits(route, method) for route in self._fitting(path))
+    def route(self, method: str, path: str) -> DeclaredRoute | None:
+        """Return the route that answers this method at this path; None if none does."""
+        return next((route for route in self._fitting(path) if _fits(route, method)), None)
 
     def _fitting(self, path: str) -> Sequence[DeclaredRoute]:
         return [

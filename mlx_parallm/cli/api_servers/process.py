@@ -103,7 +103,7 @@ class HttpProcess:
         self._connections = ConnectionServer(
             app,
             start.server_config,
-            serves=answers_in_any_process(app),
+            serves=answers_in_any_process(),
             hand_over=pipe.send,
             on_closed=lambda: self._wire.send(Closed()),
         )
