@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test page-test conformance trainers check-encoder lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-engines page-test conformance trainers check-encoder lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -58,7 +58,17 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 # One more worker than the 2 cores of a small machine: tests of servers wait for those.
 WORKERS ?= 3
 test: checks ## Lint, types (as one of the tests), layers and every test
-	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engines" $(ARGS)
+
+# Suites that hold for any number of engines and of HTTP processes.
+ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
+	in_flight keys late_interaction live_adapters live_weights logprobs min_tokens mixed_models mlm \
+	model_loading prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
+	sglang speculation structured token_generate tools
+test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
+	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 \
+		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not one_engine" \
+		tests/e2e/test_data_parallel.py tests/e2e/test_api_servers.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(ENV_WITH_MAKE) $(WITH_MAKE) pytest tests/unit $(ARGS)

@@ -272,8 +272,11 @@ class GenerateRequest:
             num_tokens=len(self.prompt_ids),
             num_samples=self.params.n,
             max_output=self.params.max_tokens,
-            prefix=() if self.inputs else self.prompt_ids,
-            cache_key=(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
+            prefix=self.prompt_ids,
+            cache_key=(
+                *(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
+                *(each.content for each in self.inputs),
+            ),
             client=self.client,
             # Without samples there is nothing to divide, and inputs are computed for one engine.
             is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,

@@ -18,6 +18,7 @@ from tests.adapter_files import CONFIG, upload
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
+pytestmark = pytest.mark.engines
 ASKED = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "extra_body": {"ignore_eos": True}}
 RAW = {"content-type": "application/octet-stream"}
 
@@ -171,7 +172,7 @@ def test_a_process_that_was_killed_takes_its_own_requests_with_it(server: Server
 def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
     # The last test of this module: there is no server after it.
     processes = [*http_processes(server), *children(server, "engine_process")]
-    assert len(processes) == 3, server.log
+    assert len(processes) >= 3, server.log
     server.process.kill()
     server.process.wait()
     while any(is_running(pid) for pid in processes):

@@ -19,6 +19,7 @@ from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
 FLAGS = ("--data-parallel-size", "2", "--max-num-seqs", "8")
+pytestmark = pytest.mark.engines
 ASKED = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "extra_body": {"ignore_eos": True}}
 RAW = {"content-type": "application/octet-stream"}
 

@@ -142,6 +142,8 @@ def test_inputs_are_cut_only_where_that_is_asked(client: openai.OpenAI) -> None:
     np.testing.assert_allclose(short, vectors(client, "w9 w9 w9"), atol=1e-5)
 
 
+# It reads lines of metrics without the label of an engine.
+@pytest.mark.one_engine
 def test_metrics_tell_what_was_computed_and_what_was_kept(
     server: ServerProcess, client: openai.OpenAI
 ) -> None:

@@ -261,6 +261,8 @@ def test_what_a_trainer_gets(live_server: ServerProcess) -> None:
     }
 
 
+# The prompt is shorter than a block, so no engine is preferred for its continuation.
+@pytest.mark.one_engine
 def test_a_conversation_goes_on_from_its_exact_tokens(live_server: ServerProcess) -> None:
     """Two turns by token ids give the prompt that the template writes, whatever was sampled."""
     kwargs = {"enable_thinking": False}

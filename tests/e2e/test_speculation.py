@@ -34,6 +34,8 @@ def ask(server: ServerProcess, **options: Any) -> httpx2.Response:
     return httpx2.post(f"{server.url}/v1/chat/completions", json=body)
 
 
+# It reads lines of metrics without the label of an engine.
+@pytest.mark.one_engine
 def test_a_request_may_refuse_it_and_gets_the_same_text(server: ServerProcess) -> None:
     plain = ask(server, speculative=False)
     assert server.metric("vllm:spec_decode_num_drafts_total") == 0
