@@ -82,12 +82,12 @@ class ServerProcess:
                 raise AssertionError(f"the server ended:\n{self.log}")
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric with the first labels found, summed over the engines."""
+        """Return the value of a metric with the first labels samples, summed over the engines."""
         text = httpx2.get(f"{self.url}/metrics").text
         text = re.sub(r'engine="\d+",?', "", text)
-        found = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        assert found, f"no metric {name}"
-        return sum(float(value) for labels, value in found if labels == found[0][0])
+        samples = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert samples, f"no metric {name}"
+        return sum(float(value) for labels, value in samples if labels == samples[0][0])
 
     def stop(self, how: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit code."""
