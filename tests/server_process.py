@@ -82,7 +82,7 @@ class ServerProcess:
                 raise AssertionError(f"the server ended:\n{self.log}")
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric with the first labels samples, summed over the engines."""
+        """Return the value of a metric with the first labels found, summed over the engines."""
         text = httpx2.get(f"{self.url}/metrics").text
         text = re.sub(r'engine="\d+",?', "", text)
         samples = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", text, re.MULTILINE)

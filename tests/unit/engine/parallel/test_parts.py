@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -233,7 +234,7 @@ def test_some_requests_are_never_divided() -> None:
     assert request_of().work().is_divisible
     assert not request_of(n=1).work().is_divisible
     assert not request_of(max_tokens=0).work().is_divisible
-    embeds = cast(ModelInput, object())
+    embeds = cast(ModelInput, SimpleNamespace(content="a"))
     with_input = GenerateRequest(
         request_id="a", model="m", prompt_ids=(0,), params=SamplingParams(n=4), inputs=(embeds,)
     )
