@@ -23,7 +23,7 @@ from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
-from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.step import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.types.tracing import Phase
 

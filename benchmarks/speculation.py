@@ -34,7 +34,7 @@ from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.weights.loader import load_model

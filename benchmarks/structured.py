@@ -35,7 +35,8 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.spec import json_schema
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams

@@ -35,7 +35,8 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import HostArray, InputChanges

@@ -12,8 +12,9 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
     read_json,
 )
 from mlx_parallm.pooling.decoder_task import task_of
-from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
+from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
+from mlx_parallm.tokenizer.loading import load_decoder_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
 
 

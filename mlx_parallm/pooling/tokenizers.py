@@ -8,7 +8,8 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.pooling.decoder_build import read_decoder_tokenizer
-from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
+from mlx_parallm.tokenizer.loading import load_encoder_tokenizer
 
 
 def tokenizer_of(config: ModelConfig, path: Path) -> EncoderTokenizer:

@@ -1,4 +1,4 @@
-"""Chat templates, rendered by transformers."""
+"""Chat templates of pooling models, and what templates refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from mlx_parallm.tokenizer.lanes import Lanes
-from mlx_parallm.tokenizer.loaded import ChatRenderer, inherits, load_with_transformers
+from mlx_parallm.tokenizer.loaded import ChatRenderer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
@@ -41,10 +41,10 @@ def template_refusals() -> Generator[None]:
 class ChatTemplate:
     """A pooling model's chat template. Its methods may be called from any thread."""
 
-    def __init__(self, tokenizer: ChatRenderer) -> None:
-        """``tokenizer`` is a transformers tokenizer with a chat template."""
+    def __init__(self, tokenizer: ChatRenderer, *, is_shared: bool) -> None:
+        """``tokenizer`` has a chat template; several threads may call it if it ``is_shared``."""
         self._tokenizer = tokenizer
-        self._lanes = None if renders_as_usual(tokenizer) else Lanes(tokenizer)
+        self._lanes = None if is_shared else Lanes(tokenizer)
 
     def render(
         self,
@@ -72,14 +72,6 @@ class ChatTemplate:
                 return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
 
 
-def renders_as_usual(tokenizer: ChatRenderer) -> bool:
-    """True if transformers' own code renders chats, which several threads may call at once.
-
-    That code does not change the tokenizer: a compiled Jinja template has a context per call.
-    """
-    return inherits(tokenizer, "apply_chat_template")
-
-
 def has_chat_template(folder: Path) -> bool:
     """True if a model's folder has a template, in a file of its own or in the tokenizer's config.
 
@@ -93,10 +85,3 @@ def has_chat_template(folder: Path) -> bool:
         return False
     settings = json.loads(config.read_text(encoding="utf-8"))
     return is_object(settings) and bool(settings.get("chat_template"))
-
-
-def load_chat_template(folder: Path, *, trust_remote_code: bool = False) -> ChatTemplate | None:
-    """Return the template of a model's folder; None if it has none."""
-    if not has_chat_template(folder):
-        return None
-    return ChatTemplate(load_with_transformers(folder, trust_remote_code=trust_remote_code))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
-from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
-from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 #: ``QWEN3_BEGIN``, ``QWEN3_PAIR``, ``QWEN3_INSTRUCTION`` and ``QWEN3_END``: the prompt that
@@ -100,25 +98,3 @@ class DecoderTokenizer(EncoderTokenizer):
 
     def _plain(self, texts: Sequence[str], limit: TokenLimit = ANY_LENGTH) -> list[tuple[int, ...]]:
         return self.encode(texts, add_special_tokens=False, limit=limit)
-
-
-def load_decoder_tokenizer(
-    folder: Path,
-    *,
-    trust_remote_code: bool = False,
-    chat_template: str | None = None,
-    scores_pairs: bool = False,
-    instruction: str | None = None,
-) -> DecoderTokenizer:
-    """Return the tokenizer in a decoder's folder; see ``DecoderTokenizer``.
-
-    Raises:
-        ConfigError: ``chat_template`` is neither a template nor a readable file.
-        ModelLoadError: the folder has no tokenizer, or not one of the tokenizers library.
-    """
-    chat = load_tokenizer(folder, chat_template=chat_template, trust_remote_code=trust_remote_code)
-    if chat.backend_json is None:
-        raise ModelLoadError(f"{folder}: its tokenizer must be one of the tokenizers library.")
-    # The backend is copied, because transformers' own is not thread-safe.
-    backend = Tokenizer.from_str(chat.backend_json)
-    return DecoderTokenizer(chat, backend, scores_pairs=scores_pairs, instruction=instruction)

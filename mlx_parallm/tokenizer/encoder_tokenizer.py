@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
+from mlx_parallm.tokenizer.chat_template import ChatTemplate
 from mlx_parallm.tokenizer.cut import cut_ids
-from mlx_parallm.tokenizer.loaded import load_with_transformers
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
-from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
+from mlx_parallm.tokenizer.special_tokens import SpecialTokens
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import TokenSpan
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -237,20 +234,3 @@ def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
         if ids[begin : begin + len(bare)] == bare:
             return ids[:begin], ids[begin + len(bare) :]
     return (), ()
-
-
-def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:
-    """Return the tokenizer of a folder, from ``tokenizer.json`` or converted by transformers.
-
-    Raises:
-        ModelLoadError: the folder has none.
-    """
-    with load_failures(folder, "has no tokenizer that can be loaded"):
-        if (folder / "tokenizer.json").exists():
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            template = load_chat_template(folder, trust_remote_code=trust_remote_code)
-        else:
-            loaded = load_with_transformers(folder, trust_remote_code=trust_remote_code)
-            backend = loaded.backend_tokenizer
-            template = ChatTemplate(loaded) if loaded.chat_template else None
-        return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)

@@ -1,23 +1,16 @@
 """Types of the parts of transformers' and mlx_lm's tokenizers that are used.
 
-Both libraries leave parameters without types, and mlx_lm has no public name for the tokenizer that
-it wraps. Other modules import classes of transformers from here: mlx_lm must be imported first,
-because it turns off what transformers prints when it is imported.
+Both libraries leave parameters without types. This module imports neither: tokenizers are unpickled
+in processes that have neither.
 """
-
-# The functions that load have parameters and results without types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_lm import tokenizer_utils
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.tokenization_utils_tokenizers import TokenizersBackend as TokenizersBackend
+from tokenizers import Tokenizer
 
 
 class ChatRenderer(Protocol):
@@ -74,54 +67,24 @@ class HubTokenizer(ChatRenderer, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTokenizer:
     """A tokenizer loaded by mlx_lm.
 
     Attributes:
         renderer: encodes texts, and renders conversations as mlx_lm does.
         hub: the tokenizer of transformers in it.
-        renders_itself: True if mlx_lm renders conversations in Python instead of by a template.
+        encoder: the Rust tokenizer if the Python class adds nothing to its encoding, else None.
+        decoder: likewise for its decoding.
+        is_shared: True if several threads may render chats at once.
         has_chat_template: True if it could render conversations when it was loaded.
         eos_ids: tokens that end generation.
     """
 
     renderer: TextRenderer
     hub: HubTokenizer
-    renders_itself: bool
+    encoder: Tokenizer | None
+    decoder: Tokenizer | None
+    is_shared: bool
     has_chat_template: bool
     eos_ids: frozenset[int]
-
-
-def load_with_mlx_lm(
-    folder: Path,
-    *,
-    eos_ids: Sequence[int],
-    chat_template: str | None = None,
-    trust_remote_code: bool = False,
-) -> LoadedTokenizer:
-    """Return the tokenizer of a folder, with a template in place of its own if one is passed."""
-    wrapper: Any = tokenizer_utils.load(
-        folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
-    )
-    if chat_template is not None:
-        wrapper._tokenizer.chat_template = chat_template
-        wrapper._chat_template = None
-    return LoadedTokenizer(
-        renderer=wrapper,
-        hub=wrapper._tokenizer,
-        renders_itself=wrapper._chat_template is not None,
-        has_chat_template=bool(wrapper.has_chat_template),
-        eos_ids=frozenset(wrapper.eos_token_ids),
-    )
-
-
-def load_with_transformers(folder: Path, *, trust_remote_code: bool = False) -> HubTokenizer:
-    """Return the tokenizer of a folder."""
-    loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return loaded
-
-
-def inherits(tokenizer: object, method: str, base: type = PreTrainedTokenizerBase) -> bool:
-    """True if a tokenizer's method is the one of ``base``, and not overridden by its class."""
-    return getattr(type(tokenizer), method, None) is getattr(base, method)

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as BackendTokenizer
-
-from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.chat_template import renders_as_usual, template_refusals
+from mlx_parallm.tokenizer.chat_template import template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import (
-    HubTokenizer,
     LoadedTokenizer,
     TextRenderer,
-    TokenizersBackend,
-    inherits,
-    load_with_mlx_lm,
 )
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
-from mlx_parallm.types.json_values import is_list, is_object
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 # _PROBE_TOOL is rendered to find out whether a template writes tools.
@@ -54,12 +44,11 @@ class ParallmTokenizer:
         self._hub = loaded.hub
         self._renderer = loaded.renderer
         self._eos_ids = loaded.eos_ids
-        self._vocabulary = Vocabulary(loaded.hub)
-        backend = _plain_backend(loaded.hub)
-        self._released = None if backend is None else ReleasedTokenizer(backend)
-        is_usual = not loaded.renders_itself and renders_as_usual(loaded.hub)
-        self._renders_as_usual = is_usual
-        self._lanes = None if is_usual and self._released is not None else Lanes(loaded.renderer)
+        self._vocabulary = Vocabulary(loaded.hub, loaded.decoder)
+        self._released = None if loaded.encoder is None else ReleasedTokenizer(loaded.encoder)
+        self._is_shared = loaded.is_shared
+        needs_lanes = not loaded.is_shared or self._released is None
+        self._lanes = Lanes(loaded.renderer) if needs_lanes else None
         self._limit = ANY_LENGTH
         # mlx_lm's own flag does not include a template set after loading.
         has_template = loaded.hub.chat_template is not None
@@ -211,7 +200,7 @@ class ParallmTokenizer:
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         with template_refusals():
-            if self._renders_as_usual:
+            if self._is_shared:
                 return str(self._renderer.apply_chat_template(messages, tokenize=False, **options))
             with self._shared().use() as renderer:
                 return str(renderer.apply_chat_template(messages, tokenize=False, **options))
@@ -219,93 +208,3 @@ class ParallmTokenizer:
     def _shared(self) -> Lanes[TextRenderer]:
         assert self._lanes is not None, "this tokenizer is called without locks"
         return self._lanes
-
-
-def _plain_backend(tokenizer: HubTokenizer) -> BackendTokenizer | None:
-    """Return the Rust tokenizer if the Python class adds nothing to its encoding, else None."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    is_plain = (
-        isinstance(tokenizer, TokenizersBackend)
-        and inherits(tokenizer, "encode")
-        and inherits(tokenizer, "_encode_plus", TokenizersBackend)
-        and inherits(tokenizer, "decode")
-    )
-    return backend if is_plain and isinstance(backend, BackendTokenizer) else None
-
-
-def load_tokenizer(
-    path: Path, *, chat_template: str | None = None, trust_remote_code: bool = False
-) -> ParallmTokenizer:
-    """Load the tokenizer in a local folder.
-
-    Args:
-        path: a folder with tokenizer files, ``config.json`` and perhaps
-            ``generation_config.json``; the end-of-sequence tokens of all three apply.
-        chat_template: a Jinja template, or the path of a file with one, instead of the model's.
-        trust_remote_code: run Python code that comes with the tokenizer.
-
-    Raises:
-        ConfigError: ``chat_template`` is neither a template nor a readable file.
-        ModelLoadError: the folder has no tokenizer that can be loaded.
-    """
-    template = None if chat_template is None else _read_template(chat_template)
-    with load_failures(path, "has no tokenizer that can be loaded"):
-        loaded = load_with_mlx_lm(
-            path,
-            eos_ids=sorted(_configured_eos_ids(path)),
-            chat_template=template,
-            trust_remote_code=trust_remote_code,
-        )
-    _forget_truncation(loaded.hub)
-    return ParallmTokenizer(loaded)
-
-
-def _read_template(chat_template: str) -> str:
-    if "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    try:
-        return Path(chat_template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"chat_template is neither a Jinja template nor a readable file: {error}"
-        ) from error
-
-
-def _configured_eos_ids(path: Path) -> set[int]:
-    """Return the end-of-sequence tokens named by the model's own files.
-
-    Raises:
-        ModelLoadError: a file's ``eos_token_id`` is neither an id nor a list of ids.
-    """
-    config = _read_json(path / "config.json")
-    sources = [config, config.get("text_config"), _read_json(path / "generation_config.json")]
-    eos_ids: set[int] = set()
-    for source in sources:
-        ids = source.get("eos_token_id") if is_object(source) else None
-        listed = ids if is_list(ids) else [] if ids is None else [ids]
-        if not all(isinstance(token_id, int) for token_id in listed):
-            raise ModelLoadError(
-                f"{path}: eos_token_id {ids!r} must be a token id or a list of token ids."
-            )
-        eos_ids.update(listed)
-    return eos_ids
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not JSON: {error}") from error
-    if not is_object(content):
-        raise ModelLoadError(f"{path} must be a JSON object.")
-    return content
-
-
-def _forget_truncation(tokenizer: HubTokenizer) -> None:
-    """Drop truncation stored with the tokenizer: too long prompts are refused, not cut."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if isinstance(backend, BackendTokenizer):
-        backend.no_truncation()
-        backend.no_padding()

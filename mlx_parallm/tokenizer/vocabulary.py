@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
-from mlx_parallm.tokenizer.loaded import HubTokenizer, inherits
+from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.tokenizer.token_bytes import (
     byte_level_bytes,
     gpt2_byte_map,
@@ -31,9 +31,10 @@ class Vocabulary:
     and differs only in that spaces are never "cleaned up", which garbles text.
     """
 
-    def __init__(self, tokenizer: HubTokenizer) -> None:
+    def __init__(self, tokenizer: HubTokenizer, backend: BackendTokenizer | None) -> None:
+        """``backend`` decodes as ``tokenizer`` does; None if no Rust tokenizer does."""
         self._tokenizer = tokenizer
-        self._backend = _backend_of(tokenizer)
+        self._backend = backend
         self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._hidden = frozenset(_special_ids(tokenizer, self._backend))
         self.special_tokens = frozenset(
@@ -100,13 +101,6 @@ class Vocabulary:
             return self._backend.id_to_token(token_id)
         token: Any = self._tokenizer.convert_ids_to_tokens(token_id)
         return token
-
-
-def _backend_of(tokenizer: HubTokenizer) -> BackendTokenizer | None:
-    """Return the Rust tokenizer if the Python class adds nothing to its decoding, else None."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    is_plain = inherits(tokenizer, "decode")
-    return backend if isinstance(backend, BackendTokenizer) and is_plain else None
 
 
 def _special_ids(tokenizer: HubTokenizer, backend: BackendTokenizer | None) -> Sequence[int]:

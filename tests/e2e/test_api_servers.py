@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.adapter_files import CONFIG, upload
+from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -64,6 +65,16 @@ def is_running(pid: int) -> bool:
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
+
+
+@on_linux
+def test_processes_without_an_engine_are_small(server: ServerProcess) -> None:
+    # The models are loaded, and nothing was asked yet.
+    processes = http_processes(server)
+    assert len(processes) > 1
+    for process in (server.process.pid, *processes):
+        assert not has_mlx(process)
+        assert resident_mb(process) <= MAX_MB
 
 
 def test_answers_are_those_of_one_process(

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.adapter_files import CONFIG, upload
+from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -79,6 +80,14 @@ def digits(client: openai.OpenAI, expected: str) -> str:
     )
     assert answer.choices[0].text == expected
     return answer.choices[0].text[-1]
+
+
+@on_linux
+def test_the_servers_own_process_is_small(server: ServerProcess) -> None:
+    # The models are loaded, and nothing was asked yet.
+    assert not has_mlx(server.process.pid)
+    assert resident_mb(server.process.pid) <= MAX_MB
+    assert all(has_mlx(engine) for engine in engines_of(server))
 
 
 def test_requests_are_shared_out_and_answered_as_by_one_engine(

@@ -18,7 +18,7 @@ from openai.types import Completion
 from safetensors.numpy import save
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
-from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 from tests.server_process import ServerProcess
 
 QUESTIONS = ("What is 17 + 25?", "Repeat this text: the quick brown fox", "Sort these: 9 4 7")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
+
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
+from mlx_parallm.tokenizer.loading import load_encoder_tokenizer, load_tokenizer
 
 HEAVY = ("mlx", "mlx_lm", "torch", "transformers")
 MODULES = (
@@ -38,6 +42,32 @@ def test_the_servers_process_imports_no_large_library(module: str) -> None:
 
 def test_the_engines_process_imports_mlx() -> None:
     assert "mlx" in heavy_modules("mlx_parallm.cli.engine_process")
+
+
+# READS: prints the large libraries that a process has after it used what it unpickled.
+READS = """
+import json, pickle, sys
+decoder, encoder = pickle.load(sys.stdin.buffer)
+message = {"role": "user", "content": "What is 17 + 25?"}
+ids = decoder.encode_chat([message]), *encoder.encode(["A text"])
+print(json.dumps([[name for name in HEAVY if name in sys.modules], ids]))
+"""
+
+
+def test_tokenizers_are_used_without_a_large_library() -> None:
+    decoder = load_tokenizer(DEMO_FOLDER)
+    encoder = load_encoder_tokenizer(DEMO_FOLDERS[PREFIX + "embed"])
+    code = f"HEAVY = {HEAVY!r}{READS}"
+    read = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((decoder, encoder)),
+        check=True,
+        capture_output=True,
+    )
+    heavy, (chat, text) = json.loads(read.stdout)
+    assert heavy == []
+    assert chat == decoder.encode_chat([{"role": "user", "content": "What is 17 + 25?"}])
+    assert text == list(*encoder.encode(["A text"]))
 
 
 # ENDS: a tokenizer that needs mlx_lm brings MLX to the thread that unpickles it.

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, twice.",

@@ -21,7 +21,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.parts import ContentText
-from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import SamplingParams
 from tests.fakes import make_info

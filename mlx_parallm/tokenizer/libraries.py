@@ -1,0 +1,114 @@
+"""Loads tokenizers by mlx_lm and transformers, and takes them out of these libraries if it can.
+
+mlx_lm must be imported first, because it turns off what transformers prints when it is imported.
+mlx_lm has no public name for the tokenizer that it wraps.
+"""
+
+# The functions that load have parameters and results without types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_lm import tokenizer_utils
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from mlx_parallm.tokenizer.jinja_chat import JinjaChat
+from mlx_parallm.tokenizer.loaded import HubTokenizer, LoadedTokenizer
+from mlx_parallm.tokenizer.plain import PlainTokenizer
+
+
+def load_with_mlx_lm(
+    folder: Path,
+    *,
+    eos_ids: Sequence[int],
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedTokenizer:
+    """Return the tokenizer of a folder, with a template in place of its own if one is passed."""
+    wrapper: Any = tokenizer_utils.load(
+        folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
+    )
+    if chat_template is not None:
+        wrapper._tokenizer.chat_template = chat_template
+        wrapper._chat_template = None
+    hub = wrapper._tokenizer
+    _forget_truncation(hub)
+    plain = None
+    if wrapper._chat_template is None:
+        # mlx_lm tells templates whether the model thinks.
+        plain = plain_of(hub, {"enable_thinking": wrapper.has_thinking})
+    return LoadedTokenizer(
+        renderer=plain or wrapper,
+        hub=plain or hub,
+        encoder=_encoder(hub),
+        decoder=_decoder(hub),
+        is_shared=wrapper._chat_template is None and renders_as_usual(hub),
+        has_chat_template=bool(wrapper.has_chat_template),
+        eos_ids=frozenset(wrapper.eos_token_ids),
+    )
+
+
+def load_with_transformers(folder: Path, *, trust_remote_code: bool = False) -> HubTokenizer:
+    """Return the tokenizer of a folder."""
+    loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return loaded
+
+
+def plain_of(hub: Any, defaults: Mapping[str, Any]) -> PlainTokenizer | None:
+    """Return a tokenizer without transformers that does the same; None if there is none.
+
+    ``defaults`` are variables of its templates that a caller may replace.
+    """
+    backend = _encoder(hub)
+    renders = ("apply_chat_template", "get_chat_template", "special_tokens_map")
+    if backend is None or not all(inherits(hub, name) for name in renders):
+        return None
+    return PlainTokenizer(backend, JinjaChat(hub.chat_template, hub.special_tokens_map, defaults))
+
+
+def renders_as_usual(tokenizer: object) -> bool:
+    """True if transformers' own code renders chats, which several threads may call at once.
+
+    That code does not change the tokenizer: a compiled Jinja template has a context per call.
+    """
+    return inherits(tokenizer, "apply_chat_template")
+
+
+def inherits(tokenizer: object, method: str, base: type = PreTrainedTokenizerBase) -> bool:
+    """True if a tokenizer's method is the one of ``base``, and not overridden by its class."""
+    return getattr(type(tokenizer), method, None) is getattr(base, method)
+
+
+def _encoder(tokenizer: HubTokenizer) -> Tokenizer | None:
+    """Return the Rust tokenizer if the Python class adds nothing to its encoding, else None."""
+    is_plain = (
+        isinstance(tokenizer, TokenizersBackend)
+        and inherits(tokenizer, "encode")
+        and inherits(tokenizer, "_encode_plus", TokenizersBackend)
+        and inherits(tokenizer, "decode")
+    )
+    return _backend(tokenizer) if is_plain else None
+
+
+def _decoder(tokenizer: HubTokenizer) -> Tokenizer | None:
+    """Return the Rust tokenizer if the Python class adds nothing to its decoding, else None."""
+    return _backend(tokenizer) if inherits(tokenizer, "decode") else None
+
+
+def _backend(tokenizer: HubTokenizer) -> Tokenizer | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend if isinstance(backend, Tokenizer) else None
+
+
+def _forget_truncation(tokenizer: HubTokenizer) -> None:
+    """Drop truncation stored with the tokenizer: too long prompts are refused, not cut."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()

@@ -1,0 +1,72 @@
+"""A tokenizer of transformers without transformers: the tokenizers library, and Jinja."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlx_parallm.tokenizer.jinja_chat import JinjaChat
+
+
+class PlainTokenizer:
+    """A tokenizer whose class adds nothing to its backend. Implements ``HubTokenizer``.
+
+    It can be unpickled in a process without transformers and MLX. Its methods may be called from
+    any thread.
+    """
+
+    def __init__(self, backend: Tokenizer, chat: JinjaChat) -> None:
+        """``backend`` neither truncates nor pads."""
+        self._backend = backend
+        self._chat = chat
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """The template, or several by name; None if there is none."""
+        return self._chat.templates
+
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """See ``HubTokenizer``."""
+        return self._backend
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """See ``HubTokenizer``."""
+        added = self._backend.get_added_tokens_decoder()
+        return [token_id for token_id, token in added.items() if token.special]
+
+    def get_vocab(self) -> dict[str, int]:
+        """See ``HubTokenizer``."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def encode(
+        self, text: str, /, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> Sequence[int]:
+        """See ``TextRenderer``."""
+        del verbose
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str:
+        """See ``HubTokenizer``; spaces stay as they are."""
+        assert not clean_up_tokenization_spaces, "nobody wants that"
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int, /) -> str | None:
+        """See ``HubTokenizer``."""
+        return self._backend.id_to_token(ids)
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], /, *, tokenize: bool, **options: Any
+    ) -> str:
+        """See ``ChatRenderer``."""
+        assert not tokenize, "texts are encoded by the caller"
+        return self._chat.render(conversation, **options)
