@@ -28,6 +28,10 @@ class RequestWork:
         inputs: the tokens of each input whose result is kept for equal inputs; empty if none is.
         cache_key: requests with different keys share nothing.
         rank: the number of the engine that the client chose; None if it chose none.
+        sticky: names what one engine keeps for later requests, such as a training session or the
+            recurrent state of a policy. Requests of this name go to that engine, whatever else they
+            ask. If it dies, the name is forgotten with what it kept: the next request is placed as
+            the first one was. None if nothing is kept.
         client: whose it is; engines take turns between clients.
         is_divisible: True if several engines may answer some of the samples each.
     """
@@ -39,5 +43,6 @@ class RequestWork:
     inputs: Sequence[tuple[int, ...]] = ()
     cache_key: Hashable = ()
     rank: int | None = None
+    sticky: Hashable | None = None
     client: str = ""
     is_divisible: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.engine.parallel.division import Candidate, Share, divide
+from mlx_parallm.engine.parallel.homes import Homes
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
 from mlx_parallm.types.work import Ends, RequestWork
 
@@ -112,6 +113,7 @@ class Router:
         self._cache_tokens = cache_tokens
         self._mean_output = FIRST_OUTPUT
         self._turn = 0
+        self._homes = Homes()
         self.loads = [EngineLoad(CacheMirror(cache_tokens)) for _ in range(num_engines)]
         self.placements: dict[str, Placement] = {}
 
@@ -143,7 +145,8 @@ class Router:
         """
         keys = keys_of(work)
         first = self._choose(self._able(work), work, keys)
-        if work.num_samples == 1 or not work.is_divisible or work.rank is not None:
+        is_free = work.rank is None and work.sticky is None
+        if work.num_samples == 1 or not work.is_divisible or not is_free:
             return [Share(first, 0, work.num_samples)]
         whole = self._candidate(first, work, keys)
         others = [self._candidate(rank, work, keys) for rank in self._alive() if rank != first]
@@ -159,7 +162,14 @@ class Router:
         return [rank for rank, load in enumerate(self.loads) if load.is_alive]
 
     def _able(self, work: RequestWork) -> list[int]:
-        """Return the engine that the client chose; the others too while that one is dead."""
+        """Return the engines that may have a request.
+
+        It is the engine that keeps what the request names, or else the one that the client chose;
+        all of them if that one is dead.
+        """
+        home = self._homes.rank_of(work.sticky)
+        if home is not None:
+            return [home]
         if work.rank is not None and self.loads[work.rank].is_alive:
             return [work.rank]
         return self._alive()
@@ -239,7 +249,8 @@ class Router:
             later = Counter[str]()
             for request_id, placed in reversed(waiting[-MAX_LOOKED_AT:]):
                 target, own = self._nearest(idle, placed)
-                client, is_free = placed.work.client, placed.work.rank is None
+                client = placed.work.client
+                is_free = placed.work.rank is None and placed.work.sticky is None
                 is_crowded = load.num_open > self._max_num_seqs
                 if is_free and (is_crowded or rows - later[client] > own):
                     return Move(request_id, source, target)
@@ -270,6 +281,7 @@ class Router:
         """
         load = self.loads[rank]
         load.is_alive = False
+        self._homes.drop(rank)
         load.cache = CacheMirror(self._cache_tokens)
         anew = [name for name, placed in load.requests.items() if not placed.num_tokens]
         lost = [name for name, placed in load.requests.items() if placed.num_tokens]
@@ -326,6 +338,7 @@ class Router:
         load.num_open += work.num_samples
         load.clients[work.client] += work.num_samples
         load.cache.add(keys)
+        self._homes.note(work.sticky, rank)
 
     def _learn(self, placed: Placement) -> None:
         """Bring the mean length of samples up to date."""

@@ -191,6 +191,58 @@ def test_counts_are_those_of_the_requests_that_have_not_ended(data: st.DataObjec
         _check_counts(router)
 
 
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_requests_of_a_name_follow_the_engine_that_keeps_it(data: st.DataObject) -> None:
+    num_engines = data.draw(st.integers(2, 4))
+    router = Router(num_engines, max_num_seqs=2)
+    homes: dict[str, int] = {}
+    for number in range(data.draw(st.integers(1, 60))):
+        match data.draw(st.sampled_from(["sticky", "sticky", "other", "event", "death", "start"])):
+            case "event" if router.placements:
+                request_id = data.draw(st.sampled_from(sorted(router.placements)))
+                rank = router.placements[request_id].rank
+                router.on_event(request_id, rank, 1, data.draw(st.sampled_from(Ends)))
+            case "death" if len(_alive(router)) > 1:
+                _die(router, data.draw(st.sampled_from(_alive(router))), homes)
+            case "start" if len(_alive(router)) < num_engines:
+                dead = set(range(num_engines)) - set(_alive(router))
+                router.on_start(data.draw(st.sampled_from(sorted(dead))))
+            case "sticky":
+                name = data.draw(st.sampled_from("abc"))
+                # A client that chooses another engine gets the one that keeps the name.
+                rank = data.draw(st.sampled_from([None, *range(num_engines)]))
+                work = RequestWork(
+                    num_tokens=8, num_samples=2, sticky=name, rank=rank, is_divisible=True
+                )
+                [share] = router.divide(work)
+                router.put(str(number), work, share.rank)
+                assert homes.setdefault(name, share.rank) == share.rank
+                assert router.loads[share.rank].is_alive
+            case _:
+                router.place(str(number), RequestWork(num_tokens=8, num_samples=2))
+        while (move := router.next_move()) is not None:
+            assert router.placements[move.request_id].work.sticky is None
+            router.move(move)
+        named = [placed for placed in router.placements.values() if placed.work.sticky is not None]
+        assert all(placed.rank == homes[str(placed.work.sticky)] for placed in named)
+        _check_counts(router)
+
+
+def _die(router: Router, rank: int, homes: dict[str, int]) -> None:
+    """Let an engine die, and its requests be placed anew; bring ``homes`` up to date."""
+    anew, lost = router.on_death(rank)
+    for name in [name for name, home in homes.items() if home == rank]:
+        del homes[name]
+    for request_id in lost:
+        router.remove(request_id)
+    for request_id in anew:
+        name = router.placements[request_id].work.sticky
+        target = router.place_anew(request_id)
+        if name is not None:
+            assert homes.setdefault(str(name), target) == target
+
+
 def _alive(router: Router) -> list[int]:
     return [rank for rank, load in enumerate(router.loads) if load.is_alive]
 
