@@ -154,11 +154,11 @@ class Reader:
         Raises:
             MalformedError: no marker comes within ``limit`` characters.
         """
-        pattern, beginnings = _finder(tuple(markers))
+        pattern, beginning, longest = _finder(tuple(markers))
         passed = 0
         while True:
             match = pattern.search(self._text, self._at) if markers else None
-            end = match.start() if match else self._certain(beginnings)
+            end = match.start() if match else self._certain(beginning, longest)
             if end > self._at:
                 passed += end - self._at
                 emit(self.take(end - self._at))
@@ -170,18 +170,26 @@ class Reader:
                 return None
             yield
 
-    def _certain(self, beginnings: frozenset[str]) -> int:
+    def _certain(self, beginning: re.Pattern[str], longest: int) -> int:
         """Return the index up to which no marker can begin, whatever text follows."""
         end = len(self._text)
-        if self.ended:
+        if self.ended or not longest:
             return end
-        longest = min(end - self._at, max(map(len, beginnings), default=0))
-        lengths = range(longest, 0, -1)
-        return end - next((n for n in lengths if self._text[end - n :] in beginnings), 0)
+        match = beginning.search(self._text, max(self._at, end - longest))
+        return match.start() if match else end
 
 
 @lru_cache(maxsize=256)
-def _finder(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Return a pattern that finds the first of the markers, and all proper prefixes of markers."""
+def _finder(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
+    """Return what finds markers.
+
+    Returns:
+        A pattern of the first marker; one of a marker's beginning at the end of the text, the
+        longest of which it finds first; and the length of the longest beginning.
+    """
     beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
-    return re.compile("|".join(map(re.escape, markers))), frozenset(beginnings)
+    return (
+        re.compile("|".join(map(re.escape, markers))),
+        re.compile(f"(?:{'|'.join(map(re.escape, beginnings))})\\Z"),
+        max(map(len, beginnings), default=0),
+    )

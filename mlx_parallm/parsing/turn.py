@@ -99,11 +99,14 @@ class HiddenTokens:
     def __init__(self, tokens: Collection[str]) -> None:
         self._reader = Reader()
         self._shown: list[str] = []
+        self._first_letters = frozenset(token[:1] for token in tokens)
         self._steps = self._leave_out(tuple(sorted(tokens, key=len, reverse=True)))
         next(self._steps, None)
 
     def add(self, text: str) -> str:
         """Return the text that certainly belongs to no such token."""
+        if not self._reader.unread and self._first_letters.isdisjoint(text):
+            return text
         self._reader.add(text)
         next(self._steps, None)
         return self._take()

@@ -29,6 +29,8 @@ class LazySequence(Sequence[T], Generic[T]):
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
+        if index in self._made:
+            return self._made[index]
         place = range(self._length)[index]
         if place not in self._made:
             self._made[place] = self._make(place)

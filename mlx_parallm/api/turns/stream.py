@@ -102,7 +102,10 @@ class SampleState:
         for piece in event.pieces or (event,):
             for part in self._parser.add(piece.text):
                 joined = _joined(parts[-1], part) if parts else None
-                parts[-1:] = [*parts[-1:], part] if joined is None else [joined]
+                if joined is None:
+                    parts.append(part)
+                else:
+                    parts[-1] = joined
             if self._parser.is_reasoning:
                 self.reasoning_tokens += len(piece.token_ids)
         return parts
