@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 from mlx_parallm.api.chat.schema import ChatRequest
 from mlx_parallm.api.control.art.spans import PolicySpans
+from mlx_parallm.api.http.sse import TextEvents, data
 from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from mlx_parallm.api.turns.openai import answer_head, chunk_usage, closing_chunks, usage_body
@@ -25,6 +27,8 @@ from mlx_parallm.parsing.parts import (
     ToolCallBegin,
 )
 from mlx_parallm.types.events import PromptEvent, TokenEvent
+
+REASONING_KEYS = ("reasoning", "reasoning_content")
 
 
 class ChatAnswer(Answer):
@@ -47,6 +51,17 @@ class ChatAnswer(Answer):
         self._stream = prepared.stream()
         self._echoed = body.echoed()
         self._has_logprobs = body.top() is not None
+        options = body.stream_options
+        # Nothing of a chunk between the first and the last depends on the event but its text.
+        self._varies_in_text = not (
+            self._has_logprobs
+            or body.return_token_ids
+            or (options is not None and options.tells_usage_so_far)
+        )
+        self._text_keys: dict[type[TurnPart], Sequence[str]] = {ContentText: ("content",)}
+        if body.include_reasoning:
+            self._text_keys[ReasoningText] = REASONING_KEYS
+        self._prepared_events: dict[tuple[int, type[TurnPart]], TextEvents] = {}
         self._custom = {tool.name for tool in prepared.turn.tools if tool.is_custom}
 
     def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
@@ -83,7 +98,33 @@ class ChatAnswer(Answer):
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
         """Return what an event adds to a stream; often one chunk, sometimes none."""
+        return self._chunks(event, self._stream.add(event))
+
+    def encoded(
+        self, prompt: int, event: PromptEvent | TokenEvent, encode: Callable[..., bytes]
+    ) -> bytes:
+        """See ``Answer``; most events add one text, and an event for that is prepared."""
         parts = self._stream.add(event)
+        if self._varies_in_text and len(parts) == 1 and _is_in_between(event) and encode is data:
+            (part,) = parts
+            keys = self._text_keys.get(type(part))
+            if keys is not None and isinstance(part, ContentText | ReasoningText):
+                return self._text_events(event.index, type(part), keys).event(part.text)
+        chunks = self._chunks(event, parts)
+        return encode(*chunks) if chunks else b""
+
+    def _text_events(self, index: int, kind: type[TurnPart], keys: Sequence[str]) -> TextEvents:
+        """Return what writes the chunks of a sample that add a text of one kind."""
+        prepared = self._prepared_events.get((index, kind))
+        if prepared is None:
+            chunk = self._chunk(index, dict.fromkeys(keys, ""), None)
+            prepared = TextEvents(chunk, "delta", keys)
+            self._prepared_events[index, kind] = prepared
+        return prepared
+
+    def _chunks(
+        self, event: PromptEvent | TokenEvent, parts: list[TurnPart]
+    ) -> list[dict[str, Any]]:
         if isinstance(event, PromptEvent):
             if event.prompt_logprobs is None:
                 return []
@@ -180,7 +221,7 @@ class ChatAnswer(Answer):
         if isinstance(part, ContentText):
             texts["content"] = texts.get("content", "") + part.text
         elif self._body.include_reasoning:
-            for key in ("reasoning", "reasoning_content"):
+            for key in REASONING_KEYS:
                 texts[key] = texts.get(key, "") + part.text
 
     def _call_delta(self, sample: SampleState, part: TurnPart) -> dict[str, Any] | None:
@@ -216,3 +257,8 @@ class ChatAnswer(Answer):
             choice["token_ids"] = list(event.token_ids)
         usage = chunk_usage(self._stream.usage, self._body.stream_options)
         return self._head | {"choices": [choice]} | usage
+
+
+def _is_in_between(event: PromptEvent | TokenEvent) -> TypeGuard[TokenEvent]:
+    """True if an event brings tokens and ends no sample."""
+    return isinstance(event, TokenEvent) and event.finish_reason is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from json.encoder import encode_basestring
 from typing import Any
 
 from starlette.responses import Response
@@ -28,6 +29,31 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circ
 def data(*payloads: dict[str, Any]) -> bytes:
     """Return one event per payload."""
     return "".join(f"data: {_encode(payload)}\n\n" for payload in payloads).encode()
+
+
+class TextEvents:
+    """Writes events that differ in one text only, as ``data`` does, by a prepared event."""
+
+    def __init__(self, payload: dict[str, Any], parent: str, keys: Sequence[str]) -> None:
+        """Prepare an event.
+
+        Args:
+            payload: an event that has ``parent: {key: "", ...}`` once, with these keys alone.
+            parent: the key of that object.
+            keys: the keys of the text.
+        """
+        places = [f'"{key}":' for key in keys]
+        # Within a JSON string every quote has a backslash, so only the object itself matches.
+        head, found, tail = _encode(payload).partition(
+            f'"{parent}":{{' + ",".join(f'{place}""' for place in places) + "}"
+        )
+        assert found, "the event has the object"
+        places[0] = f'data: {head}"{parent}":{{{places[0]}'
+        self._parts = [places[0], *(f",{place}" for place in places[1:]), f"}}{tail}\n\n"]
+
+    def event(self, text: str) -> bytes:
+        """Return the event with this text."""
+        return encode_basestring(text).join(self._parts).encode()
 
 
 def events(*payloads: dict[str, Any]) -> bytes:

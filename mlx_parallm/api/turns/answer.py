@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from mlx_parallm.api.turns.lazy import LazySequence
@@ -30,6 +31,13 @@ class Answer(ABC):
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
         """Take in an event of a stream; return what it adds: often one chunk, sometimes none."""
         raise NotImplementedError
+
+    def encoded(
+        self, prompt: int, event: PromptEvent | TokenEvent, encode: Callable[..., bytes]
+    ) -> bytes:
+        """Return ``chunks`` as ``encode`` writes them; empty if there are none."""
+        chunks = self.chunks(prompt, event)
+        return encode(*chunks) if chunks else b""
 
     def closing(self) -> list[Chunk]:
         """Return the chunks after the last event's."""

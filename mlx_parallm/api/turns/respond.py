@@ -86,9 +86,9 @@ async def _encoded(
         if opening:
             yield form.encode(*opening)
         async for prompt, event in generation.events():
-            chunks = answer.chunks(prompt, event)
-            if chunks:
-                yield form.encode(*chunks)
+            data = answer.encoded(prompt, event, form.encode)
+            if data:
+                yield data
         yield form.encode(*answer.closing()) + form.end
     except ParallmError as error:
         yield form.encode(*answer.failure(body_of(error, request.scope))) + form.end
