@@ -20,7 +20,7 @@ from mlx_parallm.api.http.errors import response_of
 from mlx_parallm.api.http.hosts import host_of, is_loopback_host
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.origins import may_change
-from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex
+from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import (
     AuthenticationError,
@@ -91,7 +91,9 @@ class RouteMiddleware(HttpMiddleware):
 
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """See ``HttpMiddleware``."""
-        scope[FACTS] = self._index.find(scope["method"], local_path(scope))
+        method, path = scope["method"], local_path(scope)
+        route = scope[ROUTE] = self._index.chosen(method, path)
+        scope[FACTS] = self._index.find(method, path) if route is None else route.facts
         return self._app(scope, receive, send)
 
 

@@ -9,12 +9,17 @@ from functools import partialmethod
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, params
+from starlette.routing import Match
+from starlette.types import Scope
 
 from mlx_parallm.api.http.auth import require_admin
 from mlx_parallm.api.http.declared import SMALL, UNDECLARED, V1, Access, BodyLimit, Kept, RouteFacts
 from mlx_parallm.api.http.dialect import OPENAI, Dialect
 from mlx_parallm.api.http.json_body import JsonRoute
 from mlx_parallm.api.http.openapi import CONTROL
+
+# ROUTE: entry of the ASGI scope with the route, if the middleware knows it.
+ROUTE = "mlx_parallm.chosen_route"
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -52,6 +57,11 @@ class DeclaredRoute(JsonRoute):
         if short:
             pattern = self.path_regex.pattern.replace(f"^{V1}", f"^(?:{V1})?", 1)
             self.path_regex = re.compile(pattern)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """See Starlette; it is fast where the middleware knows the route already."""
+        known = scope.get(ROUTE)
+        return super().matches(scope) if known is None or known is self else (Match.NONE, {})
 
     @property
     def repeats(self) -> bool:
@@ -140,6 +150,10 @@ class RouteIndex:
 
     _literal: dict[str, list[DeclaredRoute]] = field(default_factory=dict[str, list[DeclaredRoute]])
     _patterns: list[DeclaredRoute] = field(default_factory=list[DeclaredRoute])
+    # The routes that Starlette would choose, by method and path.
+    _chosen: dict[tuple[str, str], DeclaredRoute] = field(
+        default_factory=dict[tuple[str, str], DeclaredRoute]
+    )
 
     @staticmethod
     def of(routes: Iterable[DeclaredRoute]) -> RouteIndex:
@@ -149,18 +163,27 @@ class RouteIndex:
             for path in route.paths:
                 if "{" not in path:
                     index._literal.setdefault(path, []).append(route)
+                    index._choose(route, path)
             if any("{" in path for path in route.paths):
                 index._patterns.append(route)
         return index
+
+    def _choose(self, route: DeclaredRoute, path: str) -> None:
+        """Note a route for its path, unless an earlier route comes first."""
+        earlier = [each for each in self._patterns if each.path_regex.match(path)]
+        for method in route.methods:
+            if not any(method in each.methods for each in earlier):
+                self._chosen.setdefault((method, path), route)
+
+    def chosen(self, method: str, path: str) -> DeclaredRoute | None:
+        """Return the route that answers a request; None if only matching each route shows it."""
+        return self._chosen.get(("GET" if method == "HEAD" else method, path))
 
     def find(self, method: str, path: str) -> RouteFacts:
         """Return the facts of the route with this path, preferably also with this method.
 
         An unknown path below a route's path gets the dialect of that route.
         """
-        for route in self._literal.get(path, ()):
-            if _fits(route, method):
-                return route.facts
         fitting = self._fitting(path)
         if fitting:
             return next((each for each in fitting if _fits(each, method)), fitting[0]).facts

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 import mlx_parallm.api
@@ -19,7 +20,7 @@ from mlx_parallm.api.http.declared import SMALL_BODY_BYTES, Access, Kept
 from mlx_parallm.api.http.dialect import Failure
 from mlx_parallm.api.http.middleware import RouteMiddleware
 from mlx_parallm.api.http.openapi import ADMIN_KEY, API_KEY
-from mlx_parallm.api.http.routing import DeclaredRoute, declared_routes
+from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex, Routes, declared_routes
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, RequestTooLargeError
 from tests.fake_engine import FakeEngine
@@ -218,3 +219,45 @@ def test_no_table_of_paths_comes_back(app: Any) -> None:
         if text.value in paths
     ]
     assert repeated == []
+
+
+def test_the_chosen_route_is_the_one_that_matching_finds(app: Any) -> None:
+    routes = list(declared_routes(app))
+    index = RouteIndex.of(routes)
+    paths = {path for _, _, path in operations(app)} | {"/none", "/v1/none", "/v1/embeddings/"}
+    chosen_paths = set[str]()
+    for path in paths:
+        for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "NONE"):
+            chosen = index.chosen(method, path)
+            served = "GET" if method == "HEAD" else method
+            scope = {"type": "http", "method": served, "path": path, "headers": []}
+            full = [each for each in routes if each.matches(dict(scope))[0] is Match.FULL]
+            if chosen is None:
+                continue
+            chosen_paths.add(path)
+            assert chosen is full[0], (method, path)
+            assert chosen.facts is index.find(method, path)
+            known = {**scope, ROUTE: chosen}
+            matching = [each for each in routes if each.matches(dict(known))[0] is not Match.NONE]
+            assert matching == [chosen]
+    literal = {path for route, _, path in operations(app) if "{" not in route.path}
+    assert chosen_paths == literal
+
+
+def test_a_pattern_that_comes_first_is_found_by_matching() -> None:
+    routes = Routes("Group")
+
+    @routes.get("/things/{name}")
+    async def thing(name: str) -> str:
+        return name
+
+    @routes.get("/things/all")
+    @routes.post("/things/all")
+    async def everything() -> str:
+        return "all"
+
+    index = RouteIndex.of(routes.all)
+    assert index.chosen("GET", "/things/all") is None
+    chosen = index.chosen("POST", "/things/all")
+    assert chosen is not None
+    assert chosen.methods == {"POST"}
