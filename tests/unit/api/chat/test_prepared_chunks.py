@@ -112,7 +112,7 @@ async def test_what_differs_between_chunks_is_not_prepared(
     options: dict[str, Any], key: str
 ) -> None:
     _, *events = await stream(["a", "b", "c"], **options)
-    found = [
+    found: list[Any] = [
         value.get(key) if key == "usage" else value["choices"][0].get(key)
         for value in map(value_of, events)
         if value["choices"] and value["choices"][0]["delta"].get("content")
