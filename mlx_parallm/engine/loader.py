@@ -15,6 +15,7 @@ from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedMode
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import fetch_model, kind_of
 from mlx_parallm.engine.sources import MODEL
+from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.types.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -98,7 +99,11 @@ def _read(
     kind = kind_of(kinds, config, folder)
     if not kind.traits.loads_later:
         raise InvalidRequestError(f"{config.path} {kind.traits.refuses_load}", param=MODEL)
-    open_model = kind.read(config, folder, settings)
+    try:
+        open_model = kind.read(config, folder, settings)
+    finally:
+        # This thread does not outlive the server.
+        free_streams()
     files = list(folder.glob("model*.safetensors"))
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:

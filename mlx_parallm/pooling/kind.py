@@ -13,6 +13,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import transformer_fol
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.pooling.decoder_task import task_of
 from mlx_parallm.pooling.model import POOLING_TRAITS
+from mlx_parallm.pooling.tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
@@ -47,9 +48,6 @@ class PoolingKind(Kind):
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Read the tokenizer; see ``Kind``."""
-        # Few tokenizers need a library that brings MLX, so those alone bring it into this process.
-        from mlx_parallm.pooling.tokenizers import tokenizer_of  # noqa: PLC0415
-
         return OpenPooling(ModelFolder(config, path), settings, tokenizer_of(config, path))
 
 

@@ -1,4 +1,4 @@
-"""Loads the tokenizers of models' folders; processes without MLX unpickle them instead."""
+"""Loads the tokenizers of decoders' folders; processes without MLX unpickle them instead."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.chat_template import ChatTemplate, has_chat_template
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer
-from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.libraries import (
     load_with_mlx_lm,
-    load_with_transformers,
-    plain_of,
-    renders_as_usual,
 )
-from mlx_parallm.tokenizer.loaded import HubTokenizer
-from mlx_parallm.tokenizer.special_tokens import read_special_tokens
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.json_values import is_list, is_object
@@ -94,23 +87,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:
-    """Return the tokenizer of a folder, from ``tokenizer.json`` or converted by transformers.
-
-    Raises:
-        ModelLoadError: the folder has none.
-    """
-    with load_failures(folder, "has no tokenizer that can be loaded"):
-        if (folder / "tokenizer.json").exists():
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            template = _load_chat_template(folder, trust_remote_code=trust_remote_code)
-        else:
-            loaded = load_with_transformers(folder, trust_remote_code=trust_remote_code)
-            backend = loaded.backend_tokenizer
-            template = _chat_template(loaded) if loaded.chat_template else None
-        return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)
-
-
 def load_decoder_tokenizer(
     folder: Path,
     *,
@@ -131,15 +107,3 @@ def load_decoder_tokenizer(
     # The backend is copied, because transformers' own is not thread-safe.
     backend = Tokenizer.from_str(chat.backend_json)
     return DecoderTokenizer(chat, backend, scores_pairs=scores_pairs, instruction=instruction)
-
-
-def _load_chat_template(folder: Path, *, trust_remote_code: bool = False) -> ChatTemplate | None:
-    """Return the template of a model's folder; None if it has none."""
-    if not has_chat_template(folder):
-        return None
-    return _chat_template(load_with_transformers(folder, trust_remote_code=trust_remote_code))
-
-
-def _chat_template(tokenizer: HubTokenizer) -> ChatTemplate:
-    plain = plain_of(tokenizer, {})
-    return ChatTemplate(plain or tokenizer, is_shared=renders_as_usual(tokenizer))

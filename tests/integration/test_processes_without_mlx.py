@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
-from mlx_parallm.tokenizer.loading import load_encoder_tokenizer, load_tokenizer
+from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.loading import load_tokenizer
 
 HEAVY = ("mlx", "mlx_lm", "torch", "transformers")
 MODULES = (
@@ -38,6 +39,20 @@ def heavy_modules(*imported: str) -> list[str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_the_servers_process_imports_no_large_library(module: str) -> None:
     assert heavy_modules(module) == []
+
+
+def test_an_encoder_is_read_without_a_large_library() -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mlx_parallm.config import EngineConfig, ModelConfig\n"
+        "from mlx_parallm.serving.kinds import KINDS\n"
+        f"folder = Path({str(DEMO_FOLDERS[PREFIX + 'embed'])!r})\n"
+        "kind = next(kind for kind in KINDS if kind.serves(ModelConfig(), folder))\n"
+        "kind.read(ModelConfig(path=str(folder)), folder, EngineConfig())\n"
+        f"assert not [name for name in {HEAVY!r} if name in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_engines_process_imports_mlx() -> None:

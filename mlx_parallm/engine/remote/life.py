@@ -35,6 +35,7 @@ from mlx_parallm.engine.remote.messages import (
 )
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.types.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -116,11 +117,7 @@ class RemoteLife:
 
     def end(self) -> None:
         """See ``EngineLife.end``."""
-        # Unpickling a model may have imported MLX here. A process that exits after a thread with
-        # streams has ended is aborted, and MLX makes a stream when mlx_lm is imported.
-        mlx = sys.modules.get("mlx.core")
-        if mlx is not None:
-            mlx.clear_streams()
+        free_streams()
 
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
         """See ``EngineLife.ask``."""
