@@ -384,7 +384,9 @@ class Fleet:
 
     def _send(self, part_id: str, rank: int) -> None:
         part = self._parts[part_id]
-        reply = partial(self._admitted, part_id, rank)
+        part.num_sent += 1
+        part.is_answered = False
+        reply = partial(self._admitted, part_id, part.num_sent)
         self._members[rank].inbox.put(replace(part.command, reply=reply))
         if part.whole.is_cancelled:
             # The engine that was told to cancel it has it no more.
@@ -394,13 +396,13 @@ class Fleet:
         rank = self._router.placements[part_id].rank
         self._members[rank].inbox.put(Abort(request_id=part_id, is_notified=is_notified))
 
-    def _admitted(self, part_id: str, rank: int, refusal: ParallmError | None) -> None:
+    def _admitted(self, part_id: str, number: int, refusal: ParallmError | None) -> None:
         """Give the caller its reply, or the reader an error if the caller has had a reply."""
         with self._lock:
-            part, placed = self._parts.get(part_id), self._router.placements.get(part_id)
-            if part is None or placed is None or placed.rank != rank:
+            part = self._parts.get(part_id)
+            if part is None or part.num_sent != number:
                 return
-            request = part.whole
+            request, part.is_answered = part.whole, True
             if refusal is not None:
                 self._fail(request, refusal)
             else:
@@ -462,10 +464,11 @@ class Fleet:
     def _read(self, rank: int, event: Event) -> Sequence[Event]:
         """Count an event; return what the reader sees of it."""
         part_id = event.request_id
-        is_shown = self._router.on_event(part_id, rank, event.num_tokens, event.ends)
         part = self._parts.get(part_id)
-        if part is None:
+        if part is None or not part.is_answered:
+            # An engine replies before it sends events, so this one is of an earlier stay there.
             return ()
+        is_shown = self._router.on_event(part_id, rank, event.num_tokens, event.ends)
         request = part.whole
         if part_id not in self._router.placements:
             del self._parts[part_id], request.parts[part_id]

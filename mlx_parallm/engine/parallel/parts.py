@@ -54,12 +54,16 @@ class Part:
         command: what the engine is given, but for the reply.
         first: the index of its first sample in the request.
         is_admitted: True once an engine has admitted it.
+        num_sent: how often it was given to an engine.
+        is_answered: True once the engine that was given it last has replied.
     """
 
     whole: OpenRequest
     command: Submit
     first: int
     is_admitted: bool = False
+    num_sent: int = 0
+    is_answered: bool = False
 
 
 @dataclass(slots=True, eq=False)

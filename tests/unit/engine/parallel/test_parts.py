@@ -20,7 +20,7 @@ from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.parallel.division import Candidate, divide
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.parts import OpenRequest
-from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.parallel.router import Move, Router
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import EngineDeadError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
@@ -152,6 +152,24 @@ def test_a_part_without_a_token_is_begun_elsewhere() -> None:
         fleet.order(0, Answer(is_last=True))
         fleet.order(1, Answer(is_last=True))
         assert ended(fleet.events) == [0, 1, 2, 3]
+
+
+def test_events_of_an_earlier_stay_at_an_engine_are_not_read() -> None:
+    with divided() as fleet:
+        [(part_id, placed), _] = fleet.router.placements.items()
+        rank, stale = placed.rank, token(part_id, 0)
+        with fleet.fleet._lock:
+            # It moves away and back before the engine has heard of that.
+            for target in (1 - rank, rank):
+                source = fleet.router.placements[part_id].rank
+                fleet.fleet._abort_part(part_id)
+                fleet.router.move(Move(part_id, source, target))
+                fleet.fleet._send(part_id, target)
+            assert fleet.fleet._read(rank, stale) == ()
+        fleet.settle()
+        assert fleet.fleet._read(rank, stale) == (token("whole", 0),)
+        fleet.order(0, Answer(is_last=True))
+        fleet.order(1, Answer(is_last=True))
 
 
 def test_a_request_that_loses_a_part_ends_with_one_error() -> None:
