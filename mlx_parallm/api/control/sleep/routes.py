@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Query
 
 from mlx_parallm.api.control.pause.schema import MessageAnswer
-from mlx_parallm.api.control.weights.schema import (
+from mlx_parallm.api.control.sleep.schema import (
     IsSleeping,
     MemoryTags,
     SleepAnswer,
