@@ -14,10 +14,9 @@ from mlx_parallm.api.vllm.schema import (
     TokenGenerateRequest,
     TokenSamplingParams,
 )
-from mlx_parallm.api.vllm.token_logprobs import TokenEntries
+from mlx_parallm.api.vllm.token_logprobs import sampled_entry
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
-from mlx_parallm.types.step import TokenLogprob
 
 # FIELDS: the body's names of the engine's fields.
 FIELDS = {
@@ -42,7 +41,6 @@ class TokenAnswer(SampledAnswer):
         self._model = model
         self._tokenizer = tokenizer
         self._with_text = body.output_mode == "text"
-        self._entries = TokenEntries(tokenizer if self._with_text else None)
         self._is_begun = False
 
     def whole(self) -> dict[str, Any]:
@@ -103,15 +101,12 @@ class TokenAnswer(SampledAnswer):
             "token_ids": sample.token_ids,
             "logprobs": None,
         }
-        if self._body.sampling_params.logprobs is not None:
-            choice["logprobs"] = {"content": [self._entry(each) for each in sample.logprobs]}
-        return choice | {"text": sample.text} if self._with_text else choice
-
-    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
         params = self._body.sampling_params
-        if params.logprob_token_ids:
-            return self._entries.with_named(entry)
-        return self._entries.with_top(entry, params.logprobs or 0)
+        if params.logprobs is not None:
+            tokenizer = self._tokenizer if self._with_text else None
+            entries = [sampled_entry(each, params, tokenizer) for each in sample.logprobs]
+            choice["logprobs"] = {"content": entries}
+        return choice | {"text": sample.text} if self._with_text else choice
 
     def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
         count, event = self._body.sampling_params.prompt_logprobs, self.prompt_events.get(0)
