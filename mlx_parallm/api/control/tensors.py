@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -50,33 +50,32 @@ def upload_schema(
         file_field: the name of the file in a multipart form.
         needs_file: False if the fields may stand alone.
     """
-    raw = {"schema": _BINARY}
-    return _request_body(
-        dict.fromkeys(RAW_TYPES, raw)
-        | {
-            FORM_TYPE: {"schema": _with_field(form, file_field, _BINARY, needs_file)},
-            JSON_TYPE: {"schema": _with_field(form, TENSORS, _BASE64, needs_file)},
-        }
-    )
+    files = {FORM_TYPE: (file_field, _BINARY), JSON_TYPE: (TENSORS, _BASE64)}
+    return _body_schema(form, files, raw_types=RAW_TYPES, needs_file=needs_file)
 
 
 def serialized_schema(form: type[BaseModel], *, needs_file: bool = True) -> dict[str, Any]:
     """Return the OpenAPI description of a body of ``take_serialized``."""
     entries = {"type": "array", "items": _BASE64}
-    schema = _with_field(form, SERIALIZED, entries, needs_file)
-    return _request_body({JSON_TYPE: {"schema": schema}})
+    return _body_schema(form, {JSON_TYPE: (SERIALIZED, entries)}, needs_file=needs_file)
 
 
-def _request_body(content: dict[str, Any]) -> dict[str, Any]:
+def _body_schema(
+    form: type[BaseModel],
+    files: Mapping[str, tuple[str, Any]],
+    *,
+    raw_types: Sequence[str] = (),
+    needs_file: bool,
+) -> dict[str, Any]:
+    """Return the description of a body, with the file's field and its schema by content type."""
+    content: dict[str, Any] = {kind: {"schema": _BINARY} for kind in raw_types}
+    for kind, (name, field) in files.items():
+        schema = form.model_json_schema()
+        schema["properties"][name] = field
+        if needs_file:
+            schema["required"].append(name)
+        content[kind] = {"schema": schema}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _with_field(form: type[BaseModel], name: str, field: Any, is_required: bool) -> dict[str, Any]:
-    schema = form.model_json_schema()
-    schema["properties"][name] = field
-    if is_required:
-        schema["required"].append(name)
-    return schema
 
 
 def unpacked(

@@ -53,15 +53,7 @@ def entities(tokens: LabelledTokens, strategy: str, join: Join) -> list[dict[str
 
 def _of_tokens(tokens: LabelledTokens) -> Iterator[dict[str, Any]]:
     for span, place, row in zip(tokens.spans, tokens.places, tokens.scores, strict=True):
-        best = int(row.argmax())
-        yield {
-            "entity": tokens.labels[best],
-            "score": float(row[best]),
-            "index": place,
-            "word": span.token,
-            "start": span.start,
-            "end": span.end,
-        }
+        yield _labelled(tokens, row, index=place, word=span.token, start=span.start, end=span.end)
 
 
 def _words(spans: Sequence[TokenSpan]) -> list[list[int]]:
@@ -85,15 +77,15 @@ def _of_word(
         row = rows[int(rows.max(axis=1).argmax())]
     else:
         row = rows.mean(axis=0)
-    best = int(row.argmax())
     spans = [tokens.spans[number] for number in word]
-    return {
-        "entity": tokens.labels[best],
-        "score": float(row[best]),
-        "word": join([span.token for span in spans]),
-        "start": spans[0].start,
-        "end": spans[-1].end,
-    }
+    text = join([span.token for span in spans])
+    return _labelled(tokens, row, word=text, start=spans[0].start, end=spans[-1].end)
+
+
+def _labelled(tokens: LabelledTokens, scores: np.ndarray, **place: Any) -> dict[str, Any]:
+    """Return the likeliest label with its score, and the place that has it."""
+    best = int(scores.argmax())
+    return {"entity": tokens.labels[best], "score": float(scores[best]), **place}
 
 
 def _groups(labelled: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
