@@ -79,7 +79,7 @@ def adapter(name: str, digest: str, label: str | None) -> AdapterUpload:
 
 
 class FakeStore:
-    """Implements ``AdapterStore`` without tensors."""
+    """Implements ``TensorStore`` without tensors."""
 
     def __init__(self) -> None:
         self.contents: set[str] = set()

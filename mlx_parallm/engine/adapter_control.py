@@ -62,7 +62,7 @@ class AdapterControl:
         return self.names.listed()
 
     async def look(self) -> Sequence[AdapterInfo]:
-        """Return ``adapters`` as they are now: slots and running counts change with every step."""
+        """Ask the engine thread first: slots and running counts change with every step."""
         await self.refresh()
         return self.adapters()
 
@@ -149,7 +149,7 @@ class AdapterControl:
         return gone
 
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
-        """Put it into a slot in parts, between steps, and then let requests use that."""
+        """Upload an adapter into a slot in parts, between steps, and then let requests use it."""
         number = next(self._numbers)
         begin = BeginAdapter(number, upload, base, takes_slot=not self.sleep_level)
         async with self._thread.hold(base):
@@ -159,7 +159,7 @@ class AdapterControl:
                     has_more = await self._thread.call(StageAdapterPart(number))
                 info, versions = await self._thread.call(CommitAdapter(number))
             except ParallmError:
-                # With several engines, some may have prepared it.
+                # With several engines, some may have prepared the adapter.
                 await self._thread.call(DropStagedAdapter(number))
                 raise
         self._note_loaded(versions)
@@ -180,7 +180,7 @@ class AdapterControl:
             done.exception()
 
     def _adapted(self, model: str | None) -> str:
-        """Return the first name of a model that takes adapters; None is the first model."""
+        """Return the first name of a model; None means the first model."""
         if model is None:
             return self.names.first_base()
         names = self.names.names_of(model)

@@ -82,7 +82,7 @@ class AdapterFolders:
         )
 
     def repo_of(self, path: str) -> str | None:
-        """Return the hub id that a path is, if it may be loaded from there; None for a folder's.
+        """Return a path that is a hub id which may be loaded; None for a folder.
 
         A folder of this name, below the directory of named adapters or a root, comes first.
         """
@@ -100,7 +100,7 @@ class AdapterFolders:
         return folder if is_inside and (folder / CONFIG_NAME).is_file() else None
 
     async def _download(self, repo: str) -> Path:
-        # One at a time: each holds a thread for as long as it takes.
+        # Downloads run one at a time, because each occupies a thread.
         async with self._downloads:
             try:
                 return await asyncio.to_thread(download_adapter, repo, log_download)
@@ -110,6 +110,6 @@ class AdapterFolders:
 
 def _read(folder: Path) -> AdapterWeights:
     weights = read_adapter_folder(folder, param=LORA_PATH)
-    # Computed here rather than on the engine thread.
+    # The digest is computed here, so that the engine thread does not have to.
     _ = weights.digest
     return weights

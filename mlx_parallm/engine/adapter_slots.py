@@ -13,7 +13,7 @@ MAX_PASSED = 16
 
 
 class AdapterSlots:
-    """Slots from 1 on, by the content of the adapter that is in them.
+    """Assigns slots, numbered from 1, to the contents of adapters.
 
     An adapter keeps its slot while no sequence uses it, until another adapter needs the slot. A
     pinned adapter is not evicted once it has a slot.
@@ -84,7 +84,7 @@ class AdapterSlots:
         return slot
 
     def release(self, content: str) -> None:
-        """Count one sequence of an adapter less."""
+        """Note that a sequence of an adapter has ended."""
         self._users[content] -= 1
         if not self._users[content]:
             del self._users[content]

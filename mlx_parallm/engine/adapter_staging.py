@@ -1,4 +1,4 @@
-"""An adapter on its way into a slot: a part between every two steps."""
+"""Uploads an adapter into a slot in parts: one part between two steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 class AdapterStaging:
     """Puts an adapter into a slot in parts, and then lets requests use it.
 
-    Lives on the engine thread. It ends with ``commit`` or ``drop``.
+    Lives on the engine thread. ``drop`` ends it, after ``commit`` or instead of it.
 
     Attributes:
         upload: the adapter.
@@ -30,7 +30,7 @@ class AdapterStaging:
         self._slot = policies.begin(upload, takes_slot=takes_slot)
 
     def advance(self) -> bool:
-        """Put the next part; return True if there is more."""
+        """Upload the next part; return True if there is more."""
         if self._slot is None:
             return False
         return self.policies.store.stage(self._slot, self.upload.content)

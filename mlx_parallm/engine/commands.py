@@ -28,8 +28,8 @@ class Submit:
         request: names its model by the first name.
         arrival_s: the caller's monotonic clock; latencies are measured from it.
         upload: the request's adapter, if it may have been unloaded meanwhile.
-        reader: where the request's events go, on the engine thread; None sends them to the event
-            loop. Work beside a model, such as training, is so a client of its own.
+        reader: takes the request's events on the engine thread; None sends them to the event loop.
+            Work beside a model, such as training, submits its requests with a reader.
         reply: may be called on any thread.
     """
 
@@ -52,13 +52,13 @@ class Abort:
 
 
 class HostCommand(Protocol[R_co]):
-    """Something to do between two steps, see ``host_commands``.
+    """A command that the engine thread carries out between two steps; see ``host_commands``.
 
-    It can be pickled, as its result can: the engines may be in another process.
+    It and its result can be pickled, because the engines may be in another process.
     """
 
     def __call__(self, host: EngineLoop, /) -> R_co:
-        """Do it and return its result."""
+        """Carry it out and return its result."""
         ...
 
 
@@ -71,7 +71,7 @@ class JoinsResults(Protocol):
     """
 
     def together(self, results: Sequence[Any], /) -> Any:
-        """Return one result for those of the engines."""
+        """Return one result for the results of all engines."""
         ...
 
 

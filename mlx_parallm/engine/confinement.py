@@ -1,4 +1,4 @@
-"""Which folders and hub ids requests may name."""
+"""Limits the folders and hub ids that requests may name."""
 
 from __future__ import annotations
 

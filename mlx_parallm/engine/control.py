@@ -117,14 +117,14 @@ class EngineControl(AdapterControl):
         return count or kept
 
     async def resume(self) -> None:
-        """Go on, if it was paused."""
+        """Let steps begin again after a pause."""
         if self.sleep_level:
             raise InvalidRequestError("The server is asleep; wake it up first.")
         self._pause = None
         await self._thread.call(Resume())
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
-        """Find nothing again that was computed before."""
+        """Forget cached results and KV; ``reset_running`` also recomputes running requests."""
         await self._thread.call(ResetCaches(reset_running))
 
     async def update_weights(
@@ -149,7 +149,7 @@ class EngineControl(AdapterControl):
                 await self._thread.call(PrepareUpdate(model, update))
                 return await self._thread.call(CommitUpdate(model))
             except BaseException:
-                # With several engines, some may have prepared it.
+                # With several engines, some may have prepared the update.
                 await self._thread.call(DropUpdate(model))
                 raise
 
@@ -174,13 +174,13 @@ class EngineControl(AdapterControl):
         return await self.update_weights(update, model=model)
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
-        """Call the weights of a model something else, from the next token on."""
+        """Give the version of a model's weights another label, from the next token on."""
         version = await self._thread.call(RelabelWeights(self._base(model), label))
         await self.refresh()
         return version
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause, and give back memory: level 0 none, 1 that of KV, 2 that of weights too.
+        """Pause, and free memory: none at level 0, that of KV at 1, that of weights too at 2.
 
         Requests that are kept are computed anew after ``wake_up``. At level 2 weights are read
         again from the folder that was loaded last.
@@ -196,7 +196,7 @@ class EngineControl(AdapterControl):
             await self._thread.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
-        """Allocate memory again; return the tags that still sleep. If none does, resume.
+        """Allocate memory again; return the tags that are still asleep. If none is, resume.
 
         A server that was paused before it slept stays paused.
 

@@ -145,7 +145,7 @@ class EngineCore:
         """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
         self._draining = True
         if self.control.is_paused:
-            # A dead engine ends nothing any more, nor does one that sleeps.
+            # An engine that is dead or asleep ends no requests, so there is nothing to wait for.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
                 await self.control.resume()
         if self._is_busy and not self.control.is_paused:
@@ -164,7 +164,7 @@ class EngineCore:
         return sorted(statuses, key=lambda status: not status.is_default)
 
     def find(self, name: str) -> ModelStatus | None:
-        """Return the model, or the adapter of one, of this name."""
+        """Return the model or adapter of this name; None if there is none."""
         entry, adapter = self._address(name)
         if entry is None:
             return None
@@ -306,7 +306,8 @@ class EngineCore:
         """
         self.check_health()
         limit = self.config.scheduler.max_waiting
-        # Waiting samples are open ones, so the engine, perhaps in another process, is seldom asked.
+        # A queue is never longer than the open samples, so the engine, which may be in another
+        # process, is seldom asked.
         if limit and self._streams.num_samples + n > limit:
             await self._life.query(CheckRoom(model, client, n))
 
@@ -355,7 +356,7 @@ class EngineCore:
         return reader
 
     async def _admit(self, request: Request, adapter: NamedAdapter | None) -> None:
-        """Have the thread admit an open request; close it if that fails."""
+        """Ask the thread to admit an open request; close the request if it is refused."""
         request_id = request.request_id
         try:
             refusal = await self._send(request)

@@ -27,7 +27,7 @@ from mlx_parallm.worker.worker import Worker
 
 
 class DeviceAdapters:
-    """The adapters of one model. Implements ``policies.AdapterStore``; lives on the engine thread.
+    """The adapters of one model. Implements ``policies.TensorStore``; lives on the engine thread.
 
     It keeps the tensors of adapters, so that a model that was evicted comes back with its own.
     """
@@ -41,14 +41,14 @@ class DeviceAdapters:
         self._parts: dict[tuple[int, str], int] = {}
 
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
-        """See ``AdapterStore``."""
+        """See ``TensorStore``."""
         if content not in self._heads:
             self._heads[content] = self._send(content, adapter)
             self._adapters[content] = adapter
         return self._heads[content]
 
     def stage(self, slot: int, content: str) -> bool:
-        """See ``AdapterStore``."""
+        """See ``TensorStore``."""
         self.ensure([content])
         part = self._parts.pop((slot, content), 0)
         op = StageAdapter(model=self._model, content=content, slot=slot, part=part)
@@ -58,14 +58,14 @@ class DeviceAdapters:
         return has_more
 
     def remove(self, content: str) -> None:
-        """See ``AdapterStore``."""
+        """See ``TensorStore``."""
         self._adapters.pop(content, None)
         if content in self._heads:
             del self._heads[content]
             self._worker.execute(DropAdapter(model=self._model, content=content))
 
     def ensure(self, contents: Iterable[str]) -> None:
-        """Let the worker have adapters that the next op names."""
+        """Send the worker the adapters that the next op names, unless it has them."""
         for content in contents:
             if content not in self._heads:
                 self._heads[content] = self._send(content, self._adapters[content])

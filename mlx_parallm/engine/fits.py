@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 # MEMORY: the share of its weight that a sample keeps when the next one comes.
 MEMORY = 0.85
-# OTHERS_MEMORY: the same when the next sample is of another magnitude.
+# OTHERS_MEMORY: the share that it keeps when the next sample is of another magnitude.
 OTHERS_MEMORY = 0.9
-# FIRST_MEMORY: the same for the first sample of a magnitude, whose step may have been compiled.
+# FIRST_MEMORY: the share that the first sample of a magnitude keeps: its step may have compiled.
 FIRST_MEMORY = 0.1
 # OUTLIER: a step that took longer than this many times its prediction counts as if it took only as
 # long: it was interrupted, or compiled something. Otherwise the next steps take as long too.
@@ -20,7 +20,7 @@ TINY = 1e-300
 # INERTIA: the share of a coefficient's own weight that keeps it as it was. It decides where the
 # samples do not.
 INERTIA = 1e-3
-# Indices of the coefficients of prefill, and the choices of those that are not 0 if some are.
+# _ALL: indices of the coefficients of prefill. _CHOICES: those that are positive if others are 0.
 _ALL = (0, 1, 2)
 _CHOICES = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 
@@ -28,8 +28,9 @@ _CHOICES = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 class OnlineFit:
     """Non-negative coefficients of a linear model, fitted to the latest samples.
 
-    It minimises the relative error by coordinate descent from the last solution. So what recent
-    samples do not tell apart stays as it was, and earlier features explain what several could.
+    It minimises the relative error by coordinate descent from the last solution. Coefficients
+    that recent samples cannot tell apart stay as they were; earlier features explain what several
+    could.
     """
 
     def __init__(self, num_features: int) -> None:
@@ -50,7 +51,7 @@ class OnlineFit:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Set each coefficient to the best value beside the others."""
+        """Set each coefficient to the value that is best with the others as they are."""
         values = self.coefficients
         for i, row in enumerate(self._moments.squares):
             if row[i] > 0:
@@ -61,9 +62,9 @@ class OnlineFit:
 class PrefillFit:
     """The seconds that prefill adds to a step: a constant, and terms by tokens and positions read.
 
-    Samples count by the magnitude of their tokens. A time in which every chunk has the same size
-    tells nothing about others, and must not make forget what steps with those have told. They are
-    kept with the features of their decode rows: what those take may be learned later.
+    Samples are kept by the magnitude of their tokens: a run of chunks of one size tells nothing
+    about other sizes, so it must not displace their samples. Each sample keeps the features of its
+    decode rows, because their cost may be learned later.
     """
 
     def __init__(self, decode: OnlineFit) -> None:

@@ -1,8 +1,8 @@
 """Commands to all models of the engine thread, which it carries out between two steps.
 
 A command is a plain value with a name, so that it can go to engines in another process, or to
-several. Adapters and weights change in two commands: one prepares, which changes nothing that
-requests see and whose error is the verdict; the other commits.
+several. Adapters and weights change in two commands: the first prepares the change, raises what is
+wrong with it, and alters nothing that requests see; the second commits it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ListVersions(HostCommand[LoadedVersions]):
 
 @dataclass(frozen=True, slots=True)
 class BeginAdapter(HostCommand[bool]):
-    """Check an adapter and put the first part of it into a slot; return True if there is more.
+    """Check an adapter and upload its first part into a slot; return True if there is more.
 
     Raises:
         VersionMismatchError: another version is there than was expected.
@@ -71,7 +71,7 @@ class BeginAdapter(HostCommand[bool]):
 
 @dataclass(frozen=True, slots=True)
 class StageAdapterPart(HostCommand[bool]):
-    """Put the next part of an adapter; see ``BeginAdapter``."""
+    """Upload the next part of an adapter; see ``BeginAdapter``."""
 
     number: int
 
@@ -222,7 +222,7 @@ class UnloadAdapter(Change, HostCommand[AdapterInfo]):
 
 @dataclass(frozen=True, slots=True)
 class Pause(Change, HostCommand[int]):
-    """Run nothing more; return how many requests are kept."""
+    """Begin no more steps; return how many requests are kept."""
 
     def __call__(self, host: EngineLoop) -> int:
         """Apply the command."""
@@ -239,7 +239,7 @@ class Pause(Change, HostCommand[int]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(Change, HostCommand[None]):
-    """Run again."""
+    """Begin steps again."""
 
     def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
@@ -337,7 +337,7 @@ class RestoreVersion(HostCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class SleepModels(Change, HostCommand[None]):
-    """Free memory of every model that can do without; see ``LiveWeights.sleep``."""
+    """Free memory of every model whose weights can change; see ``LiveWeights.sleep``."""
 
     level: int
 
@@ -349,7 +349,7 @@ class SleepModels(Change, HostCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class WakeModels(Change, HostCommand[list[str]]):
-    """Have memory again; return which of ``SLEEP_TAGS`` still sleep."""
+    """Allocate memory again; return which of ``SLEEP_TAGS`` are still asleep."""
 
     tags: Sequence[str]
 

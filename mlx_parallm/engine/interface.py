@@ -85,7 +85,7 @@ class Event(Protocol):
 
     @property
     def ends(self) -> Ends:
-        """Return what ends with it."""
+        """Return whether a sample or the request ends with it."""
         ...
 
 
@@ -127,7 +127,8 @@ class QueueLoad:
 class ServedEngine(TurnTaker, Protocol):
     """Runs one model. It is not thread-safe: it lives on the engine thread.
 
-    The engines of kinds inherit from this class: methods with a body do what most kinds do.
+    The engines of kinds inherit from this class. Members with a value or a body are defaults that
+    suit most kinds.
 
     Attributes:
         is_paused: True while it begins no step, whatever waits.
@@ -145,7 +146,7 @@ class ServedEngine(TurnTaker, Protocol):
         ...
 
     def submit(self, request: Any, *, arrival_s: float | None = None) -> Sequence[Event]:
-        """Queue a request; return the events that are known already.
+        """Queue a request; return its events that need no step, such as cached results.
 
         ``arrival_s`` is a reading of the monotonic clock: latencies are measured from it.
 
@@ -171,18 +172,18 @@ class ServedEngine(TurnTaker, Protocol):
     def reset_cache(self, *, reset_running: bool = False) -> None:
         """Forget what was computed before; ``reset_running`` recomputes what runs.
 
-        Here nothing is kept that depends on weights which change.
+        By default nothing is kept that depends on weights which change.
         """
 
     def check_room(self, client: str, count: int) -> None:
         """Raise OverloadedError if the queue has no room; any thread may ask.
 
-        Here ``submit`` decides.
+        By default only ``submit`` decides.
         """
 
     @property
     def load(self) -> QueueLoad:
-        """How busy it was in its latest step; any thread may ask."""
+        """Its sequences in the latest step; any thread may ask."""
         return QueueLoad()
 
     @property
@@ -202,7 +203,8 @@ class PackedModel(Protocol):
 class ServedModel(Protocol):
     """The event loop's view of a loaded model, or of an adapter of one.
 
-    The models of kinds inherit from this class: what has a value or a body is that of most kinds.
+    The models of kinds inherit from this class. Members with a value or a body are defaults that
+    suit most kinds.
 
     Attributes:
         names: the names that requests may use; the first is the one reported.
@@ -242,13 +244,13 @@ class ServedModel(Protocol):
 
     @property
     def cache_tokens(self) -> int:
-        """How many tokens' computation it keeps for later requests; 0 if none."""
+        """The number of tokens whose computation is kept for later requests."""
         return 0
 
     def check(self, request: Any, /) -> None:
         """Raise InvalidRequestError if the model can never serve a request.
 
-        Here the engine checks requests.
+        By default only the engine checks requests.
         """
 
     def reader(self, request: Any, /) -> EventReader:
@@ -297,7 +299,7 @@ class KindTraits:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """How many bytes the weights of one kind's models may take together.
+    """The most bytes that the weights of one kind's models may take together.
 
     Attributes:
         num_bytes: the limit.
@@ -329,7 +331,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the engine is, over all models.
+    """The load of the engine, over all models.
 
     Attributes:
         num_requests: admitted requests that have not ended.
@@ -343,7 +345,7 @@ class EngineLoad:
 
 
 class ModelState(StrEnum):
-    """Where the weights of a model are.
+    """The place of a model's weights.
 
     evicted: they were freed for another model; its next request loads it again.
     """
@@ -537,7 +539,7 @@ OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 class Kind(Protocol):
     """One kind of model as the event loop knows it; its process may be without MLX.
 
-    Kinds inherit from this class: methods with a body are those of most.
+    Kinds inherit from this class: methods with a body are defaults.
 
     Attributes:
         traits: facts that its models have in common.

@@ -34,7 +34,7 @@ class WeightsUpdate:
 
 
 class PrefixCache(Protocol):
-    """The blocks that were computed with a model's weights."""
+    """The cached blocks that were computed with a model's weights."""
 
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
         """Forget them; ``reset_running`` recomputes those of running requests."""
@@ -43,7 +43,9 @@ class PrefixCache(Protocol):
 
 @dataclass(slots=True)
 class LiveWeights:
-    """Lives on the engine thread. No step may be in flight in any call.
+    """Replaces, labels and frees the weights of one model.
+
+    Lives on the engine thread. No step may be in flight during a call.
 
     Attributes:
         policies: the names under which the model computes; their base are these weights.
@@ -68,11 +70,6 @@ class LiveWeights:
     def version(self) -> WeightsVersion:
         """Return the version of the current weights."""
         return self.policies.base.version
-
-    def update(self, update: WeightsUpdate) -> WeightsVersion:
-        """Prepare an update and commit it; raise as ``prepare`` does."""
-        self.prepare(update)
-        return self.commit()
 
     def prepare(self, update: WeightsUpdate) -> None:
         """Prepare new weights beside those in use; weights that were prepared before are dropped.
@@ -118,7 +115,7 @@ class LiveWeights:
         if update.folder is not None:
             self.asleep.discard(WEIGHTS)
         self._num_updates += 1
-        # A number says which update it was; equal bytes that come twice do not share KV.
+        # The content is the number of the update: equal bytes that come twice do not share KV.
         content = f"update-{self._num_updates}"
         version = WeightsVersion(content, update.version or str(self._num_updates))
         self.policies.replace_base(version)
@@ -148,7 +145,7 @@ class LiveWeights:
         self.policies.replace_base(version)
 
     def sleep(self, level: int) -> None:
-        """Give back memory: that of KV (level 1), and that of the weights too (level 2).
+        """Free the memory of KV (level 1), and that of the weights too (level 2).
 
         At level 1 weights move to the host's memory where the device has its own. At level 2 they
         are read again from the folder that was loaded last, so that tensors that were updated

@@ -1,4 +1,4 @@
-"""Brings models onto the engine thread and away from it while the server runs."""
+"""Loads models on the engine thread, and unloads them, while the server runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelLoader:
         )
         try:
             await make_room(await thread.call(BeginLoad(number, open_model)), kind.traits)
-            # In parts, each between two steps of what is served.
+            # Models are loaded in parts, between the steps of others.
             while (share := await thread.call(AdvanceLoad(number))) < 1:
                 on_progress((1 + share) / 2)
             return await thread.call(CommitLoad(number))
@@ -83,9 +83,9 @@ def _read(
     kinds: Sequence[Kind],
     on_progress: Callable[[float], None],
 ) -> tuple[Kind, OpenModel]:
-    """Return a model's kind and what opens it; fetch its files first where need be.
+    """Return a model's kind and a function that opens it; fetch its files first if need be.
 
-    The weights come into the system's cache of files, so that the engine thread does not wait for
+    The files are read once into the system's cache, so that the engine thread does not wait for
     a disk.
 
     Raises:
@@ -134,7 +134,7 @@ class BeginLoad(HostCommand[int]):
 
 @dataclass(frozen=True, slots=True)
 class AdvanceLoad(HostCommand[float]):
-    """Load the next part; see ``PendingModel.advance``."""
+    """Load the next part of a model; see ``PendingModel.advance``."""
 
     number: int
 
@@ -162,7 +162,7 @@ class DropLoad(HostCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class CommitLoad(Change, HostCommand[ServedModel]):
-    """Let requests run on a model, which is in memory."""
+    """Finish a load: requests may run on the model from now on."""
 
     number: int
 
@@ -173,7 +173,7 @@ class CommitLoad(Change, HostCommand[ServedModel]):
         built = pending.finish(host.policies.get(name))
         pending.close()
         assert built.engine is not None
-        # It joins what is paused now.
+        # The server may be paused now; then the new engine is too.
         built.engine.is_paused = any(engine.is_paused for engine in host.engines.values())
         host.engines[name] = built.engine
         host.policies[name] = built.engine.policies
@@ -193,7 +193,7 @@ class ForgetAdapters(Change, HostCommand[None]):
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel(Change, HostCommand[None]):
-    """Free the memory of a model, if it is there, that no request runs on."""
+    """Free the memory of an idle model, if it is there."""
 
     name: str
 

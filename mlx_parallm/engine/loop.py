@@ -29,8 +29,8 @@ class EngineLoop:
         families: metrics of all kinds of models.
         worker: the door to the device.
         pending: models that are being loaded, by their commands' number.
-        stagings: adapters that are being put into a slot, likewise.
-        beside: what takes turns without being a served model.
+        stagings: adapters that are being uploaded into a slot, likewise.
+        beside: turn-takers that are no served models.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EngineLoop:
             reader.put(event)
             is_complete = reader.is_complete
         except Exception:
-            # It must not take the engine with it.
+            # A reader that fails must not end the engine.
             logger.exception("the reader of %s failed", event.request_id)
             is_complete = True
         if is_complete:
@@ -132,7 +132,7 @@ class EngineLoop:
         except ParallmError as refusal:
             return refusal
         except Exception as cause:
-            # Whatever it was to change must not take the engine with it.
+            # A command that fails must not end the engine.
             logger.exception("a command failed")
             error = ControlError(f"{type(cause).__name__}: {cause}")
             error.__cause__ = cause

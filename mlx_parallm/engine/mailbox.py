@@ -46,12 +46,12 @@ class Mailbox:
         answer: asyncio.Future[Any] = loop.create_future()
 
         def reply(result: Any) -> None:
-            # The loop is closed, so no caller waits.
+            # A closed loop raises, and then no caller waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_settle, answer, result)
 
         self.inbox.put(command(reply))
-        # A dead thread does not reply, so ``fail`` must find the futures that wait.
+        # If the thread dies, ``fail`` settles the futures in this set.
         self._answers.add(answer)
         try:
             return await answer

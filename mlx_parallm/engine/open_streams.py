@@ -44,7 +44,9 @@ class OpenStreams:
     def open(
         self, request: Request, reader: EventReader, on_close: Callable[[], None] = lambda: None
     ) -> None:
-        """Have a reader read a request's events; ``on_close`` is called once it has ended.
+        """Send a request's events to a reader from now on.
+
+        ``on_close`` is called once the request has ended.
 
         Raises:
             InvalidRequestError: its id is that of another open request.

@@ -26,7 +26,7 @@ AdapterHead = Any
 MAX_DIGITS = 18
 
 
-class AdapterStore(Protocol):
+class TensorStore(Protocol):
     """The tensors of a model's adapters, by their content ids."""
 
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
@@ -38,7 +38,7 @@ class AdapterStore(Protocol):
         ...
 
     def stage(self, slot: int, content: str) -> bool:
-        """Put the next part of an adapter into a slot ahead of batches; True if there is more."""
+        """Upload the next part of an adapter into a slot; True if there is more."""
         ...
 
     def remove(self, content: str) -> None:
@@ -68,7 +68,7 @@ class AdapterUsers(Protocol):
 
 
 class NoAdapters:
-    """Implements ``AdapterStore`` and ``AdapterUsers`` for a model that takes no adapters."""
+    """Implements ``TensorStore`` and ``AdapterUsers`` for a model that takes no adapters."""
 
     def __init__(self) -> None:
         self.adapters = AdapterSlots(0)
@@ -210,7 +210,7 @@ class Policies:
 
     model: str
     users: AdapterUsers
-    store: AdapterStore
+    store: TensorStore
     max_loaded: int
     max_rank: int = 0
     base: BaseWeights = field(default_factory=BaseWeights)
@@ -264,14 +264,14 @@ class Policies:
         replaced = self._find_room(evicted) if known is None else None
         head = self.store.add(upload.content, upload.weights)
         policy = self._put(upload, known, is_pinned, head)
-        # It is evicted only now that nothing can fail; the tensors may be the same.
+        # The other adapter is evicted last, when nothing can fail; its tensors may be the same.
         if replaced is not None:
             self.unload(replaced)
         self.forget_unused()
         return self._info(policy)
 
     def begin(self, upload: AdapterUpload, *, takes_slot: bool) -> int | None:
-        """Keep the tensors of an adapter until ``end``, ahead of ``load``; raise as that does.
+        """Keep the tensors of an adapter until ``end``, before ``load``; raise as ``load`` does.
 
         Returns:
             The slot that it can be staged in, if it ``takes_slot``; None if there is none.

@@ -1,4 +1,4 @@
-"""Which models are in memory: loaded as requests need them, within a limit of bytes."""
+"""Keeps models in memory: they are loaded as requests need them, within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ModelEntry:
         config: where it comes from.
         names: the first is the one reported.
         model: what is known about it once it was loaded; it stays while the weights are away.
-        is_loaded: whether requests may be sent to the engine thread.
-        is_pinned: whether it stays in memory until it is unloaded.
-        is_gone: whether it was unloaded: no request may begin any more.
+        is_loaded: True if requests may be sent to the engine thread.
+        is_pinned: True if it stays in memory until it is unloaded.
+        is_gone: True if it was unloaded: no request may begin any more.
         progress: of the load, from 0 to 1.
         loading: the load that requests wait for.
         waiting: these requests.
@@ -117,7 +117,7 @@ class Residency:
         by_name = {name: entry for entry in entries for name in entry.names}
         others = [entry for entry in self.entries() if entry.names[0] not in by_name]
         for entry in others:
-            # Loaded at run time, before the thread was started anew: they come when asked for.
+            # It was loaded at run time, before the thread was restarted; its next request loads it.
             entry.is_loaded = False
         self.by_name = by_name | {name: entry for entry in others for name in entry.names}
 
@@ -142,13 +142,13 @@ class Residency:
         entry.waiting.append(waiting)
         if entry.loading is None:
             entry.progress = 0.0
-            # Who waits may go away; others wait too.
+            # The load is a task of its own, because a waiting request may be cancelled.
             entry.loading = asyncio.ensure_future(self._load(entry))
         try:
             await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled():
-                # It was let in, and went away before it knew.
+                # The request was admitted and cancelled before it ran again.
                 self.end(entry)
             raise
 
@@ -159,7 +159,7 @@ class Residency:
             entry.idle.set()
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Admit no more requests of a model, let those that run end, give back its memory."""
+        """Admit no more requests of a model, wait for those that run, and free its memory."""
         entry.is_gone = True
         self.by_name = {name: other for name, other in self.by_name.items() if other is not entry}
         async with self._turn:
@@ -172,12 +172,12 @@ class Residency:
         entry.idle.clear()
 
     async def _load(self, entry: ModelEntry) -> None:
-        """Load a model, and let in all who wait for it before another load can evict it."""
+        """Load a model, and admit all requests that wait for it before a load can evict it."""
         failure: Exception | None = None
         async with self._turn:
             try:
                 await self._bring(entry)
-            except Exception as problem:  # noqa: BLE001 - who waits is told
+            except Exception as problem:  # noqa: BLE001 - it is raised for the requests that wait
                 failure = problem
             entry.loading = None
             waiting, entry.waiting = entry.waiting, []
@@ -232,7 +232,7 @@ class Residency:
             used -= other.num_bytes
 
     async def _evict(self, entry: ModelEntry) -> None:
-        # Requests that come from now on begin another load, which waits for its turn.
+        # Requests that arrive from now on begin another load, which waits for ``_turn``.
         entry.is_loaded = False
         await entry.idle.wait()
         await self._loader.drop(entry.names[0])

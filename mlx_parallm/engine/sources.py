@@ -1,4 +1,4 @@
-"""Which models may be loaded while the server runs."""
+"""Limits the models that may be loaded while the server runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who steps next on the engine thread."""
+"""Decides which model, or other work, steps next on the engine thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TurnClass(IntEnum):
 class TurnTaker(Protocol):
     """Something that has steps to run on the engine thread: a served model, or work beside one.
 
-    What takes turns inherits from this class: methods with a body are those of most.
+    Turn-takers inherit from this class; methods with a body are defaults.
 
     Attributes:
         turn_class: who waits for its steps.

@@ -120,7 +120,8 @@ class BusyRun:
     def update(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
         norm = np.full(shape or self.norm_shape, scale, np.float32)
         self.generator.settle()
-        self.generator.live.update(WeightsUpdate(tensors={NORM: HostTensor(norm)}))
+        self.generator.live.prepare(WeightsUpdate(tensors={NORM: HostTensor(norm)}))
+        self.generator.live.commit()
 
     @property
     def norm_shape(self) -> tuple[int, ...]:
