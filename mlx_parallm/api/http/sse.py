@@ -44,10 +44,10 @@ class TextEvents:
         """
         places = [f'"{key}":' for key in keys]
         # Within a JSON string every quote has a backslash, so only the object itself matches.
-        head, found, tail = _encode(payload).partition(
+        head, separator, tail = _encode(payload).partition(
             f'"{parent}":{{' + ",".join(f'{place}""' for place in places) + "}"
         )
-        assert found, "the event has the object"
+        assert separator, "the event has the object"
         places[0] = f'data: {head}"{parent}":{{{places[0]}'
         self._parts = [places[0], *(f",{place}" for place in places[1:]), f"}}{tail}\n\n"]
 
