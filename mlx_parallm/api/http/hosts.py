@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import lru_cache
 
 from mlx_parallm.config import ServerConfig
 
 ANY = "*"
 LOCALHOST = "localhost"
+# NUM_KEPT: Host headers whose reading is kept. Most clients name a server by one or two names; any
+# number of long ones must not fill the memory.
+NUM_KEPT = 16
 # HOST_HEADER: the form of RFC 9110, section 7.2, without user information and percent signs.
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@%\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
 
@@ -33,6 +37,7 @@ def checked_hosts(config: ServerConfig, bound_to: str | None) -> frozenset[str] 
     return frozenset(config.allowed_hosts).union([own] if own is not None else [])
 
 
+@lru_cache(NUM_KEPT)
 def host_of(header: str) -> str | None:
     """Return the host of a Host header, without port and trailing dot; None if it is malformed.
 
@@ -55,6 +60,7 @@ def named_host(name: str) -> str | None:
     return host_of(f"[{name}]" if name.count(":") > 1 and not name.startswith("[") else name)
 
 
+@lru_cache(NUM_KEPT)
 def is_loopback_host(host: str) -> bool:
     """True if a host, as ``host_of`` gives it, is ``localhost`` or a loopback address."""
     if host == LOCALHOST:

@@ -140,6 +140,9 @@ class AccessLogMiddleware(HttpMiddleware):
 
 
 def _log_access(scope: Scope, status: int, duration_s: float) -> None:
+    level = logging.DEBUG if facts_of(scope).is_polled else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
     fields = {
         "method": scope["method"],
         # The path as it was sent: a decoded one could hold a line break.
@@ -148,8 +151,9 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
         "ms": round(duration_s * 1000, 1),
         "request_id": scope["state"]["request_id"],
     }
-    level = logging.DEBUG if facts_of(scope).is_polled else logging.INFO
-    logger.log(level, "request", extra=fields)
+    # Logger.log would search the stack for the calling line, which no format shows.
+    record = logger.makeRecord(logger.name, level, __file__, 0, "request", (), None, extra=fields)
+    logger.handle(record)
 
 
 def refuse_hosts(hosts: frozenset[str], scope: Scope) -> ParallmError | None:

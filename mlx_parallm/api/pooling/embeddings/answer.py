@@ -49,9 +49,14 @@ def finished(
         return [activated(row, info.problem_type) for row in results] if activates else results
     normalizes = info.normalizes if use_activation is None else use_activation
     # Vectors of texts have one length, so that NumPy can work on all of them together.
-    cut = [each[..., :dimensions] for each in ([np.stack(results)] if task == "embed" else results)]
+    arrays = [_stacked(results)] if task == "embed" else results
+    cut = [each[..., :dimensions] for each in arrays]
     vectors = [unit_vectors(each) for each in cut] if normalizes else cut
     return list(vectors[0]) if task == "embed" else vectors
+
+
+def _stacked(vectors: Sequence[np.ndarray]) -> np.ndarray:
+    return vectors[0][np.newaxis] if len(vectors) == 1 else np.stack(vectors)
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
