@@ -1,4 +1,4 @@
-"""What another process has in memory, as Linux tells it."""
+"""The memory of another process, as Linux reports it."""
 
 from __future__ import annotations
 

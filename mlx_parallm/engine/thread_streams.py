@@ -1,4 +1,4 @@
-"""What a thread leaves behind that imported MLX by the way."""
+"""Frees the streams of a thread that has imported MLX indirectly."""
 
 from __future__ import annotations
 

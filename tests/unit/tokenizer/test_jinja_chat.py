@@ -64,7 +64,7 @@ class Mood(enum.StrEnum):
 
 
 class Thing:
-    """What a template must not get hold of."""
+    """An object that a template must not reach."""
 
     def __repr__(self) -> str:
         return "a thing"
@@ -95,9 +95,9 @@ def hub_of(template: Any) -> Any:
 
 
 def plain(hub: Any) -> PlainTokenizer:
-    found = plain_of(hub, {})
-    assert found is not None
-    return pickle.loads(pickle.dumps(found))
+    tokenizer = plain_of(hub, {})
+    assert tokenizer is not None
+    return pickle.loads(pickle.dumps(tokenizer))
 
 
 def outcome(tokenizer: Any, chat: list[dict[str, Any]], options: dict[str, Any]) -> str:

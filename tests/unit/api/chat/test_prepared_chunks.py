@@ -112,16 +112,16 @@ async def test_what_differs_between_chunks_is_not_prepared(
     options: dict[str, Any], key: str
 ) -> None:
     _, *events = await stream(["a", "b", "c"], **options)
-    found: list[Any] = [
+    values: list[Any] = [
         value.get(key) if key == "usage" else value["choices"][0].get(key)
         for value in map(value_of, events)
         if value["choices"] and value["choices"][0]["delta"].get("content")
     ]
-    assert len(found) == 3
+    assert len(values) == 3
     if key == "token_ids":
-        assert found == [[0], [1], [2]]
+        assert values == [[0], [1], [2]]
     if key == "usage":
-        assert [each["completion_tokens"] for each in found] == [1, 2, 3]
+        assert [each["completion_tokens"] for each in values] == [1, 2, 3]
 
 
 async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
