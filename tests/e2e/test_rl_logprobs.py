@@ -49,6 +49,8 @@ def items_of(rollout: Any) -> list[dict[str, Any]]:
     ]
 
 
+# Requests that come together may be divided among engines, which compute a prompt each.
+@pytest.mark.one_engine
 def test_scores_are_what_sampling_said(live_server: ServerProcess, rollout: Any) -> None:
     samples = [sample for group in rollout["groups"] for sample in group["samples"]]
     answer = post(
