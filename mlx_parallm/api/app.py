@@ -76,29 +76,6 @@ SLICES = (
     "pooling.hf.routes",
     "page.routes",
 )
-#: Those whose routes only send requests to the engine: every HTTP process has them.
-REQUEST_SLICES = (
-    "chat.routes",
-    "completions.routes",
-    "anthropic.routes",
-    "decisions.routes",
-    "pooling.embeddings.routes",
-    "pooling.moderations.routes",
-    "pooling.rerank.routes",
-    "pooling.score.routes",
-    "pooling.classify.routes",
-    "pooling.vectors.routes",
-    "pooling.rewards.routes",
-    "pooling.mlm.routes",
-    "tokenize.render.routes",
-    "rl.logprobs.routes",
-    "rl.rollout.routes",
-    "tokenize.routes",
-    "pooling.tei.routes",
-    "sglang.routes",
-    "vllm.routes",
-    "pooling.hf.routes",
-)
 #: Those of applications with a data folder.
 STORING_SLICES = ("files.routes", "files.batches.routes")
 
@@ -187,7 +164,8 @@ def create_request_app(
         bound_to: the IP address.
         policies: those of the server's first process.
     """
-    app = Application(openapi_url=None, routes=[*routes_of(REQUEST_SLICES)])
+    routes = [route for route in routes_of(SLICES) if route.facts.in_any_process]
+    app = Application(openapi_url=None, routes=[*routes])
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
@@ -200,11 +178,15 @@ def create_request_app(
 def answers_in_any_process() -> Callable[[str, str], bool]:
     """Return what tells whether a method and a path are answered in every HTTP process.
 
-    The routes of the other slices count too: one of their paths may fit a pattern of these.
+    All routes count: a path of the first process may fit the pattern of a route that is not.
     """
     index = RouteIndex.of(routes_of(SLICES + STORING_SLICES))
-    own = {id(route) for route in routes_of(REQUEST_SLICES)}
-    return lambda method, path: id(index.route(method, path)) in own
+
+    def answers(method: str, path: str) -> bool:
+        route = index.route(method, path)
+        return route is not None and route.facts.in_any_process
+
+    return answers
 
 
 def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:

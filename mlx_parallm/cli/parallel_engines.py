@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.art.config import count_cuda_devices
-from mlx_parallm.cli.engine_command import engine_command
+from mlx_parallm.cli.child_modules import ENGINE, module_command
 from mlx_parallm.cli.setting_values import AUTO
 from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
@@ -44,7 +44,7 @@ def parallel_life(
         )
     devices = _devices(server_config)
     shared = [devices.count(device) for device in devices] or [count] * count
-    command = engine_command(server_config)
+    command = module_command(ENGINE, server_config)
     ask = SharedAsk()
     lives = [
         RemoteLife(

@@ -24,7 +24,6 @@ from mlx_parallm.api.app import answers_in_any_process, create_app
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.api.http.hosts import is_loopback
 from mlx_parallm.api.http.listener import bind, inherit
-from mlx_parallm.cli.api_servers import process
 from mlx_parallm.cli.api_servers.connections import (
     FLUSH_TIMEOUT_S,
     ConnectionServer,
@@ -32,8 +31,8 @@ from mlx_parallm.cli.api_servers.connections import (
     uvicorn_config,
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
+from mlx_parallm.cli.child_modules import ENGINE, HTTP, SWITCH_INTERVAL_S, module_command
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
-from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S, engine_command
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.parallel_engines import engine_count, parallel_life
 from mlx_parallm.cli.progress import progress_shown
@@ -109,7 +108,7 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
         return AsyncEngine(engine_config, life=life)
     if not server_config.engine_process and server_config.api_server_count == 1:
         return AsyncEngine(engine_config, on_progress=on_progress)
-    life = RemoteLife(engine_config, engine_command(server_config), on_progress)
+    life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
     return AsyncEngine(engine_config, life=life)
 
 
@@ -145,9 +144,11 @@ class EngineServer:
         self._config = config
         self._ending: asyncio.Task[None] | None = None
         app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
-        self._http = _OwnHttp(app, config)
-        if config.api_server_count > 1:
-            self._http = _SharedHttp(app, engine, config, max_waiting, bound_to)
+        self._http = (
+            _SharedHttp(app, engine, config, max_waiting, bound_to)
+            if config.api_server_count > 1
+            else _OwnHttp(app, config)
+        )
 
     async def run(self, listener: socket.socket) -> int:
         """Serve until a signal, and return 0, or until the engine's death, and return 1."""
@@ -219,7 +220,7 @@ class _SharedHttp(_OwnHttp):
         self._processes = HttpProcesses(
             engine,
             Start(engine.config, share, max_waiting, bound_to, count),
-            process.command(config),
+            module_command(HTTP, config),
             shared=app.state.policies,
             adopt=self._adopt,
         )

@@ -38,7 +38,7 @@ FIELDS = {
 
 EVENTS = StreamForm(sse.events, keep_alive=sse.events({"type": "ping"}))
 
-routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
+routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)

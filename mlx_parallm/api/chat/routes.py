@@ -16,7 +16,7 @@ from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.api.turns.respond import respond
 
-routes = Routes(CHAT, body_limit=INPUT, short=True)
+routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/chat/completions", batchable=True, responses=STREAMED)

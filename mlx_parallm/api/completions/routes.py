@@ -14,7 +14,7 @@ from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.respond import respond
 
-routes = Routes(CHAT, body_limit=INPUT, short=True)
+routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/completions", batchable=True, responses=STREAMED)

@@ -23,7 +23,7 @@ from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest
 
-routes = Routes(CHAT, body_limit=INPUT, short=True)
+routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/decisions", batchable=True, response_model=DecisionResponse)

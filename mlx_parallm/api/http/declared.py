@@ -74,6 +74,8 @@ class RouteFacts:
         body_limit: how large its bodies may be.
         access: who may use it.
         batchable: True if batches may contain its requests.
+        in_any_process: True if every HTTP process answers it, because it only sends requests to the
+            engine; False if the server's first process does.
         is_polled: True if supervisors poll it, so that it is logged at debug level only.
     """
 
@@ -81,6 +83,7 @@ class RouteFacts:
     body_limit: BodyLimit = SMALL
     access: Access = Access.KEY
     batchable: bool = False
+    in_any_process: bool = False
     is_polled: bool = False
 
 

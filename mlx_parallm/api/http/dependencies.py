@@ -36,7 +36,7 @@ async def get_requests(request: Request) -> RequestClient:
 async def get_engine(request: Request) -> EngineClient:
     """Return the engine behind this application, as the caller may use it.
 
-    Only applications with all routes have it; see ``api.app.REQUEST_SLICES``.
+    Only applications with all routes have it; see ``RouteFacts.in_any_process``.
     """
     return cast("EngineClient", await get_requests(request))
 

@@ -80,6 +80,7 @@ class Routes:
         access: Access = Access.KEY,
         body_limit: BodyLimit = SMALL,
         short: bool = False,
+        in_any_process: bool = False,
         dependencies: Sequence[params.Depends] = (),
     ) -> None:
         """Begin without routes.
@@ -90,11 +91,14 @@ class Routes:
             access: likewise.
             body_limit: likewise.
             short: True if paths are served without ``/v1`` too.
+            in_any_process: see ``RouteFacts``.
             dependencies: FastAPI's dependencies of every route.
         """
         self.all: list[DeclaredRoute] = []
         self._group = group
-        self._facts = RouteFacts(dialect=dialect, access=access, body_limit=body_limit)
+        self._facts = RouteFacts(
+            dialect=dialect, access=access, body_limit=body_limit, in_any_process=in_any_process
+        )
         self._short = short
         self._dependencies = tuple(dependencies)
 

@@ -25,7 +25,7 @@ from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
-routes = Routes(CHAT, body_limit=INPUT)
+routes = Routes(CHAT, body_limit=INPUT, in_any_process=True)
 
 DEFAULT_VLLM_MAX_TOKENS = 16
 

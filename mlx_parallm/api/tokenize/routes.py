@@ -25,7 +25,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
 
-routes = Routes(TOKENS, body_limit=TOKENIZE)
+routes = Routes(TOKENS, body_limit=TOKENIZE, in_any_process=True)
 
 # MAX_CHARACTERS: characters of a body's inputs. The answer about a token has some hundred times as
 # many bytes as its text.

@@ -17,7 +17,7 @@ from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer
 from mlx_parallm.api.vllm.schema import TokenGenerateRequest
 from mlx_parallm.types.request import GenerateRequest
 
-routes = Routes(RL, body_limit=INPUT)
+routes = Routes(RL, body_limit=INPUT, in_any_process=True)
 
 
 @routes.post("/inference/v1/generate", responses=STREAMED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import socket
@@ -16,11 +15,8 @@ from mlx_parallm.api.app import answers_in_any_process, create_request_app
 from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.http.handover import ConnectionPipe
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
-from mlx_parallm.cli.engine_command import SWITCH_INTERVAL_S
-from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.engine.life import spare_garbage_collection
-from mlx_parallm.engine.remote.life import ignore_signals
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.serving.remote.client import RemoteEngine
 from mlx_parallm.serving.remote.messages import Catalog, Closed, Ready, Start, Stop
@@ -30,25 +26,9 @@ from mlx_parallm.serving.remote.wire import Wire
 ORPHANED = 3
 
 
-def command(config: ServerConfig) -> list[str]:
-    """Return the command line of the process; the caller appends the descriptors."""
-    # -P keeps the working directory off the import path.
-    module = [sys.executable, "-P", "-m", "mlx_parallm.cli.api_servers.process"]
-    return [*module, "--log-level", config.log_level, "--log-format", config.log_format]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Answer HTTP requests until the server sends stop, or is gone."""
-    parser = argparse.ArgumentParser(description="A part of a server; not to be run by hand.")
-    parser.add_argument("--log-level", required=True)
-    parser.add_argument("--log-format", required=True)
-    parser.add_argument("wire", type=int)
-    parser.add_argument("pipe", type=int)
-    args = parser.parse_args(arguments)
-    configure_logging(args.log_level, args.log_format)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    ignore_signals()
-    ends = [socket.socket(fileno=descriptor) for descriptor in (args.wire, args.pipe)]
+    ends = begin(arguments)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(HttpProcess(*ends).run())
     return 0

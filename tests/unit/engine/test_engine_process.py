@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.cli.engine_command import engine_command
+from mlx_parallm.cli.child_modules import ENGINE, module_command
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -238,14 +238,14 @@ def test_modules_are_not_found_in_the_working_directory(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working directory')")
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(models=(ModelConfig(path=str(tmp_path / "nothing")),))
-    life = RemoteLife(config, engine_command(ServerConfig()), ignore_progress)
+    life = RemoteLife(config, module_command(ENGINE, ServerConfig()), ignore_progress)
     with pytest.raises(ModelLoadError):
         AsyncEngine(config, life=life).start()
 
 
 def test_no_signal_ends_it_however_early() -> None:
     config = EngineConfig()
-    with _spawned(engine_command(ServerConfig())) as (process, channel):
+    with _spawned(module_command(ENGINE, ServerConfig())) as (process, channel):
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         channel.send(Start(replace(config, models=(ModelConfig(path="no such model"),))))

@@ -12,7 +12,7 @@ from mlx_parallm.api.pooling.classify.answer import classified
 from mlx_parallm.api.pooling.classify.schema import ClassifyRequest
 from mlx_parallm.api.pooling.inputs.request import request_inputs
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 # SGLang serves /classify also with the prefix of OpenAI's routes.

@@ -16,7 +16,7 @@ from mlx_parallm.api.pooling.inputs.request import request_inputs
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/embeddings", batchable=True)

@@ -17,7 +17,7 @@ from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.hf.schema import TaskRequest
 from mlx_parallm.api.turns.generation import unless_disconnected
 
-routes = Routes(POOLING, body_limit=INPUT)
+routes = Routes(POOLING, body_limit=INPUT, in_any_process=True)
 
 WARNINGS = "x-warnings"
 MAX_WARNING_CHARS = 1000

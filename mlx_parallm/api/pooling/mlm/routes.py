@@ -14,7 +14,7 @@ from mlx_parallm.api.pooling.mlm.schema import MlmRequest
 from mlx_parallm.api.pooling.mlm.text_scores import masked_one_by_one, scored_texts, text_scores
 from mlx_parallm.api.turns.generation import unless_disconnected
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/mlm")

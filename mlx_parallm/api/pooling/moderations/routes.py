@@ -13,7 +13,7 @@ from mlx_parallm.api.pooling.inputs.encode import single_inputs
 from mlx_parallm.api.pooling.moderations.answer import moderated, moderator
 from mlx_parallm.api.pooling.moderations.schema import ModerationRequest
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post(

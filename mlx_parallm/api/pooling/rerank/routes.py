@@ -18,7 +18,7 @@ from mlx_parallm.api.pooling.score.pairs import Activation, Pairs, score_pairs, 
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.types.errors import InvalidRequestError
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v2/rerank", short=False)

@@ -27,7 +27,7 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/rewards/score", batchable=True)

@@ -31,7 +31,7 @@ from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
-routes = Routes(POOLING, body_limit=INPUT, short=True)
+routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/score", batchable=True)

@@ -37,7 +37,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
 
-routes = Routes(POOLING, body_limit=INPUT)
+routes = Routes(POOLING, body_limit=INPUT, in_any_process=True)
 
 
 @routes.get("/info", body_limit=SMALL)

@@ -28,7 +28,7 @@ FIELDS = {
     "prompt_logprobs": "top_logprobs",
 }
 
-routes = Routes(RL, body_limit=INPUT, short=True)
+routes = Routes(RL, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/rl/logprobs")

@@ -29,7 +29,7 @@ from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-routes = Routes(RL, body_limit=INPUT, short=True)
+routes = Routes(RL, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/rl/rollout", responses=STREAMED)

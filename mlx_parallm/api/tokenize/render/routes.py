@@ -21,7 +21,7 @@ from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
-routes = Routes(TOKENS, body_limit=INPUT, short=True)
+routes = Routes(TOKENS, body_limit=INPUT, short=True, in_any_process=True)
 
 
 @routes.post("/v1/chat/completions/render")
