@@ -93,7 +93,9 @@ def running_server(name: str, target: list[str], model: str | None) -> Iterator[
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=server_environment(),
-                start_new_session=True,
+                # Not a session of its own: Linux shares the processor between sessions first
+                # (sched_autogroup), and the client would wait for busy engines.
+                process_group=0,
             )
         try:
             server = Server(name, f"http://127.0.0.1:{port}", model, process, log)
