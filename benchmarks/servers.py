@@ -93,8 +93,8 @@ def running_server(name: str, target: list[str], model: str | None) -> Iterator[
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=server_environment(),
-                # Not a session of its own: Linux shares the processor between sessions first
-                # (sched_autogroup), and the client would wait for busy engines.
+                # With a session of its own the client would wait for busy engines: Linux divides
+                # the processor between sessions first (sched_autogroup).
                 process_group=0,
             )
         try:
