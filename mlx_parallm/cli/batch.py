@@ -14,11 +14,10 @@ from mlx_parallm.api.app import create_app
 from mlx_parallm.batch_jobs.lines import numbered_lines
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import ConfigError
 
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=int,
         metavar="N",
-        help="lines in flight at once (default: twice --max-num-seqs)",
+        help="lines in flight at once (default: twice --max-num-seqs for each engine)",
     )
     add_settings(parser, (MODELS, MEMORY, BATCHING, REQUESTS, PROCESS))
 
@@ -38,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer the file; return 1 if a line was not answered with status 200, else 0."""
     engine_config, server_config = read_settings(args)
+    server_config = with_engine_count(server_config)
     configure_logging(
         "warning" if server_config.log_level == "info" else server_config.log_level,
         server_config.log_format,
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     warn_of_unknown_variables()
     if args.concurrency is not None and args.concurrency < 1:
         raise ConfigError(f"--concurrency: must be at least 1, not {args.concurrency}")
-    concurrency = args.concurrency or 2 * engine_config.scheduler.max_num_seqs
+    most = server_config.data_parallel_size * engine_config.scheduler.max_num_seqs
+    concurrency = args.concurrency or 2 * most
     try:
         total = count_lines(args.input)
         _check_output(args.input, args.output)
@@ -75,7 +76,7 @@ def answer_file(
     concurrency: int,
 ) -> BatchCounts:
     """Load the models and answer every line; ``total`` is for the progress bar, if known."""
-    engine = AsyncEngine(engine_config, on_progress=progress_shown())
+    engine = open_engine(engine_config, server_config)
     engine.start()
     try:
         with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:

@@ -31,13 +31,11 @@ from mlx_parallm.cli.api_servers.connections import (
     uvicorn_config,
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
-from mlx_parallm.cli.child_modules import ENGINE, HTTP, SWITCH_INTERVAL_S, module_command
+from mlx_parallm.cli.child_modules import HTTP, SWITCH_INTERVAL_S, module_command
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.parallel_engines import engine_count, parallel_life
-from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote.messages import Start
 
@@ -55,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(args)
     if server_config.data_dir is None:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
-    count = engine_count(server_config.data_parallel_size, os.environ)
-    return serve(engine_config, replace(server_config, data_parallel_size=count))
+    return serve(engine_config, with_engine_count(server_config))
 
 
 def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
@@ -98,18 +95,6 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(server.run(listener))
-
-
-def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
-    """Return an engine in this process or in its own, without loading models."""
-    on_progress = progress_shown()
-    if server_config.data_parallel_size > 1:
-        life = parallel_life(engine_config, server_config, on_progress)
-        return AsyncEngine(engine_config, life=life)
-    if not server_config.engine_process and server_config.api_server_count == 1:
-        return AsyncEngine(engine_config, on_progress=on_progress)
-    life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
-    return AsyncEngine(engine_config, life=life)
 
 
 def open_listener(config: ServerConfig) -> socket.socket:

@@ -357,7 +357,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("data-parallel-devices", "server.data_parallel_devices", values.listed, PROCESS,
              "index of the NVIDIA GPU of each engine of --data-parallel-size. Engines with the "
              "same index share a GPU. If not given: one GPU for each engine.", metavar="INDEX"),
-    _setting("api-server-count", "server.api_server_count", values.integer(1), PROCESS,
+    _setting("api-server-count", "server.api_server_count", values.integer(1), ADDRESS,
              "processes that speak HTTP: they read JSON, tokenize and write answers. With more "
              "than one, the models run in a process of their own, as with --engine-process. It "
              "helps many short requests if cores are free.", metavar="N"),

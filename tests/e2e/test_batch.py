@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from mlx_parallm import child_process
-from tests.server_process import ROOT, ServerProcess
+from tests.processes import are_gone, engines_of
+from tests.server_process import POOL, ROOT, ServerProcess, user_environment
 
 MODEL = "mlx-parallm-demo"
 
@@ -55,3 +59,61 @@ def test_a_batch_is_answered_as_the_server_answers(
         assert said[name]["body"]["choices"] == served["choices"]
         usage = said[name]["body"]["usage"]
         assert usage["total_tokens"] == served["usage"]["total_tokens"]
+
+
+class RunningBatch:
+    """`mlx_parallm batch -dp 2`, which has answered a line and has others to answer."""
+
+    def __init__(self, folder: Path, lines: Sequence[str]) -> None:
+        source, self.target = folder / "in.jsonl", folder / "out.jsonl"
+        source.write_text("\n".join(lines))
+        flags = ["-dp", "2", "--concurrency", "2", "--max-model-len", "256"]
+        self.process = child_process.ChildProcess(
+            ["mlx_parallm", "batch", str(source), str(self.target), *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**user_environment(), **POOL},
+        )
+        while not (self.target.exists() and self.target.read_text()):
+            with pytest.raises(subprocess.TimeoutExpired):
+                self.process.wait(0.1)  # time limit: of one question
+        self.engines = engines_of(self.process.pid)
+
+
+@pytest.mark.engines
+def test_two_engines_answer_a_batch(live_server: ServerProcess, tmp_path: Path) -> None:
+    lines = [batch_line(name, body=body(question)) for name, question in QUESTIONS.items()]
+    more = [batch_line(f"more {number}") for number in range(20)]
+    running = RunningBatch(tmp_path, [*lines, *more])
+    _, log = running.process.communicate()
+    assert running.process.returncode == 0, log
+    assert len(running.engines) == 2
+    assert are_gone(running.engines)
+    answers = [json.loads(line) for line in running.target.read_text().splitlines()]
+    said = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    assert len(said) == len(QUESTIONS) + len(more)
+    for name, question in QUESTIONS.items():
+        url = f"{live_server.url}/v1/chat/completions"
+        assert said[name]["choices"] == httpx2.post(url, json=body(question)).json()["choices"]
+
+
+@pytest.mark.engines
+def test_an_interrupted_batch_leaves_no_engine(tmp_path: Path) -> None:
+    running = RunningBatch(tmp_path, [batch_line(str(number)) for number in range(400)])
+    running.process.send_signal(signal.SIGINT)
+    running.process.communicate()
+    assert running.process.returncode != 0
+    assert len(running.engines) == 2
+    assert are_gone(running.engines)
+
+
+def test_options_of_http_are_unknown(tmp_path: Path) -> None:
+    ended = child_process.run(
+        ["mlx_parallm", "batch", "in.jsonl", "out.jsonl", "--api-server-count", "2"],
+        text=True,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 2
+    assert "unrecognized arguments: --api-server-count" in ended.stderr

@@ -16,6 +16,7 @@ import pytest
 
 from tests.adapter_files import CONFIG, upload
 from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
+from tests.processes import engines_of
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -37,16 +38,6 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def engines_of(server: ServerProcess) -> list[int]:
-    """Return the ids of the processes that a server has started, in their order."""
-    listed = subprocess.run(
-        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    engines = [row for row in rows if "engine_process" in row[2]]
-    return sorted(int(pid) for pid, parent, _ in engines if int(parent) == server.process.pid)
 
 
 def tokens_by_engine(server: ServerProcess) -> list[float]:
@@ -87,7 +78,7 @@ def test_the_servers_own_process_is_small(server: ServerProcess) -> None:
     # The models are loaded, and nothing was asked yet.
     assert not has_mlx(server.process.pid)
     assert resident_mb(server.process.pid) <= MAX_MB
-    assert all(has_mlx(engine) for engine in engines_of(server))
+    assert all(has_mlx(engine) for engine in engines_of(server.process.pid))
 
 
 def test_requests_are_shared_out_and_answered_as_by_one_engine(
@@ -178,7 +169,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
     with httpx2.Client(base_url=server.url) as http:
         http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=RAW)
         expected = texts(client, "p", 8)
-        before = engines_of(server)
+        before = engines_of(server.process.pid)
         for killed in before:
             os.kill(killed, signal.SIGKILL)
             assert http.get("/health").status_code == 200
@@ -186,18 +177,21 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
             assert texts(client, "p", 8) == expected
             assert [digits(client, f"{killed}{number}") for number in "1234"] == list("1234")
             # A command is carried out by all engines, so it waits for the new one.
-            while not (len(engines_of(server)) == 2 and killed not in engines_of(server)):
+            while not (
+                len(engines_of(server.process.pid)) == 2
+                and killed not in engines_of(server.process.pid)
+            ):
                 assert http.get("/v1/adapters").status_code == 200
             while server.log.count("is ready") < len(before) + before.index(killed) + 1:
                 assert http.get("/health").status_code == 200
-        assert not set(before) & set(engines_of(server))
+        assert not set(before) & set(engines_of(server.process.pid))
         assert texts(client, "p", 8) == expected
         assert min(tokens_by_engine(server)) > 0
 
 
 def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
     # The last test of this module: there is no server after it.
-    engines = engines_of(server)
+    engines = engines_of(server.process.pid)
     assert len(engines) == 2, server.log
     server.process.kill()
     server.process.wait()

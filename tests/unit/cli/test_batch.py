@@ -16,7 +16,7 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: object, **options: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(batch, "AsyncEngine", load)
+    monkeypatch.setattr(batch, "open_engine", load)
 
 
 def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,38 @@
+"""The engines of a command: on a thread of this process, in a process of their own, or in several.
+
+No models are loaded here; ``AsyncEngine.start`` does that.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from mlx_parallm.cli.child_modules import ENGINE, module_command
+from mlx_parallm.cli.parallel_engines import engine_count, parallel_life
+from mlx_parallm.cli.progress import progress_shown
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.serving.async_engine import AsyncEngine
+
+
+def with_engine_count(config: ServerConfig) -> ServerConfig:
+    """Return the settings with the number of engines that ``--data-parallel-size auto`` means."""
+    count = engine_count(config.data_parallel_size, os.environ)
+    return replace(config, data_parallel_size=count)
+
+
+def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
+    """Return the engines that the settings ask for.
+
+    Raises:
+        ConfigError: several engines are asked for that this machine or process cannot have.
+    """
+    on_progress = progress_shown()
+    if server_config.data_parallel_size > 1:
+        life = parallel_life(engine_config, server_config, on_progress)
+        return AsyncEngine(engine_config, life=life)
+    if not server_config.engine_process and server_config.api_server_count == 1:
+        return AsyncEngine(engine_config, on_progress=on_progress)
+    life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
+    return AsyncEngine(engine_config, life=life)
