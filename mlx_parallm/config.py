@@ -25,6 +25,9 @@ KV_CACHE_DTYPES = ("auto", "int8", "int4")
 KEY_SCOPE = "key"
 CACHE_SCOPES = (KEY_SCOPE, "server")
 
+#: ``AUTO``: the ``data_parallel_size`` that stands for one engine on each NVIDIA GPU.
+AUTO = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

@@ -6,15 +6,11 @@ The names are those of the guide to ART's SGLang backend (OpenPipe/ART pull requ
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from mlx_parallm.types.errors import ConfigError
-
-NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
+from mlx_parallm.worker.device.gpus import count_cuda_devices
 
 
 class WeightSync(StrEnum):
@@ -28,16 +24,6 @@ class WeightSync(StrEnum):
     LORA = "lora"
     DISK = "disk"
     RESTART = "restart"
-
-
-def count_cuda_devices(
-    environment: Mapping[str, str] = os.environ, devices: Path = NVIDIA_DEVICES
-) -> int:
-    """Return the number of NVIDIA devices of this process; 0 on a Mac, whose GPU is shared."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([index for index in visible.split(",") if index.strip() not in ("", "-1")])
-    return len(list(devices.iterdir())) if devices.is_dir() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How a server starts its processes, and how they begin; it imports nothing of theirs."""
+"""How the processes of ``serving.processes`` begin."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.remote.life import ignore_signals
 
 #: ``SWITCH_INTERVAL_S``: with Python's default of 5 ms the engine would wait as long for the GIL
 #: after every step.
 SWITCH_INTERVAL_S = 0.0005
-ENGINE, HTTP = "mlx_parallm.cli.engine_process", "mlx_parallm.cli.api_servers.process"
-
-
-def module_command(module: str, config: ServerConfig) -> list[str]:
-    """Return the command line of a process; the caller appends the descriptors of its sockets."""
-    # -P keeps the working directory off the import path.
-    python = [sys.executable, "-P", "-m", module]
-    return [*python, "--log-level", config.log_level, "--log-format", config.log_format]
 
 
 def begin(arguments: Sequence[str] | None) -> list[socket.socket]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from mlx_parallm.cli.child_modules import ENGINE, module_command
-from mlx_parallm.cli.parallel_engines import engine_count, parallel_life
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.parallel_engines import engine_count, parallel_life
+from mlx_parallm.serving.processes import ENGINE, module_command
 
 
 def with_engine_count(config: ServerConfig) -> ServerConfig:

@@ -31,12 +31,13 @@ from mlx_parallm.cli.api_servers.connections import (
     uvicorn_config,
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
-from mlx_parallm.cli.child_modules import HTTP, SWITCH_INTERVAL_S, module_command
+from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.processes import HTTP, module_command
 from mlx_parallm.serving.remote.messages import Start
 
 logger = logging.getLogger(__name__)

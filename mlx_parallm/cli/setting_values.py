@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mlx_parallm.api.http.hosts import ANY, named_host
-from mlx_parallm.config import ModelTask, SpeculativeConfig
+from mlx_parallm.config import AUTO, ModelTask, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_object, is_sequence
 
@@ -34,8 +34,6 @@ class PerModel:
         return self.shared if model is None else self.own.get(model, self.shared)
 
 
-#: The number of engines that stands for as many as there are GPUs.
-AUTO = 0
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_BYTES = 2**63

@@ -22,11 +22,11 @@ from mlx_parallm.art import (
     WeightSync,
 )
 from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
-from mlx_parallm.art.config import count_cuda_devices
 from mlx_parallm.art.server import ManagedServer
 from mlx_parallm.art.serving import ServedPolicy
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.device.gpus import count_cuda_devices
 
 
 @given(count=st.integers(0, 16))

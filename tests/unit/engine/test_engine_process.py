@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.cli.child_modules import ENGINE, module_command
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -33,6 +32,7 @@ from mlx_parallm.engine.state import EngineState
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 
-from mlx_parallm.cli.parallel_engines import parallel_life, share_of, thread_share, visible_devices
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import BuiltModel
@@ -18,9 +17,11 @@ from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import CountSequences
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.worker.device.gpus import visible_devices
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import make_request
 from tests.scripted_process import builder

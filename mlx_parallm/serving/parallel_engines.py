@@ -8,19 +8,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from mlx_parallm.art.config import count_cuda_devices
-from mlx_parallm.cli.child_modules import ENGINE, module_command
-from mlx_parallm.cli.setting_values import AUTO
-from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.device.gpus import VISIBLE, visible_devices
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
 
-DEVICES = "CUDA_VISIBLE_DEVICES"
 # LAUNCHED: the variable by which mlx.launch tells a process its rank.
 LAUNCHED = "MLX_RANK"
 # THREAD_COUNTS: variables that say how many threads a BLAS library uses.
@@ -51,7 +49,7 @@ def parallel_life(
             replace(config, cache=share_of(config.cache, shared[rank])),
             command,
             on_progress if rank == 0 else _ignore,
-            {DEVICES: devices[rank]} if devices else thread_share(os.environ, count),
+            {VISIBLE: devices[rank]} if devices else thread_share(os.environ, count),
             ask=ask,
         )
         for rank in range(count)
@@ -63,7 +61,7 @@ def parallel_life(
 
 
 def _devices(config: ServerConfig) -> list[str]:
-    """Return the GPU of each engine, by its name in ``DEVICES``; empty without an NVIDIA GPU."""
+    """Return the GPU of each engine, by its name in ``VISIBLE``; empty without an NVIDIA GPU."""
     count, visible = config.data_parallel_size, visible_devices(os.environ)
     if not config.data_parallel_devices:
         if visible and len(visible) < count:
@@ -85,14 +83,6 @@ def _devices(config: ServerConfig) -> list[str]:
 def engine_count(size: int, environment: Mapping[str, str]) -> int:
     """Return the number of engines of ``--data-parallel-size``: for ``auto``, one on each GPU."""
     return size if size != AUTO else max(1, len(visible_devices(environment)))
-
-
-def visible_devices(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of the GPUs that this process may use; empty without an NVIDIA GPU."""
-    listed = environment.get(DEVICES)
-    if listed is None:
-        return [str(number) for number in range(count_cuda_devices())]
-    return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1")]
 
 
 def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.cli.parallel_engines import engine_count, parallel_life, share_of, thread_share
-from mlx_parallm.cli.setting_values import AUTO
 from mlx_parallm.cli.setting_values import engine_count as parse_count
-from mlx_parallm.config import CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError
 
 
