@@ -1,13 +1,15 @@
-"""Offline use: the server's engine, stepped on the caller's thread, without HTTP."""
+"""Offline use: the server's engine on the caller's thread, or several in processes."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, TypeVar
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import (
@@ -17,11 +19,10 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.offline.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -29,12 +30,12 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mlx_parallm.serving.build import LoadedGenerator, build_model
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.worker.device.gpus import visible_devices
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class LLM:
     ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is for parameters that name none.
 
     MLX's state belongs to a thread, so an LLM works only on the thread that made it.
+
+    With ``data_parallel_size`` above 1, so many engine processes load the model, and the prompts of
+    each call are shared out among them; "auto" is one for each NVIDIA GPU. Then an LLM works on
+    any thread. ``data_parallel_devices`` has the index of each engine's GPU; see docs/scaling.md.
+    The processes end with ``close``, with a ``with`` block, or with the object.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -101,6 +107,8 @@ class LLM:
         scheduler: SchedulerConfig | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         logprobs_mode: str = RAW_LOGPROBS,
+        data_parallel_size: int | Literal["auto"] = 1,
+        data_parallel_devices: Sequence[int | str] = (),
     ) -> None:
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
@@ -123,46 +131,64 @@ class LLM:
             # No stream would wait for the first step of a shape.
             warm_up=False,
         )
-        self._loaded = build_model(config, MetricFamilies())
+        self._engines = _open_engines(config, data_parallel_size, data_parallel_devices)
+        self._is_closed = False
         self._ids = count()
         self._offline: OfflinePooling | None = None
 
+    def close(self) -> None:
+        """Free the model, and end the processes; nothing else may be called afterwards."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._engines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
     @property
-    def _generator(self) -> LoadedGenerator:
-        """The model, if it generates; raise InvalidRequestError if it does not."""
-        if not isinstance(self._loaded, LoadedGenerator):
-            name = self._loaded.model.names[0]
-            raise InvalidRequestError(f"{name} is an encoder and cannot generate.", param="model")
-        return self._loaded
+    def _open(self) -> OfflineEngines:
+        """The engines; raise InvalidRequestError if they are closed."""
+        if self._is_closed:
+            raise InvalidRequestError("This LLM is closed.")
+        return self._engines
 
     @property
     def _model(self) -> GenerationModel:
-        return self._generator.model
-
-    @property
-    def _engine(self) -> GenerationEngine:
-        return self._generator.engine
+        """The model, if it generates; raise InvalidRequestError if it does not."""
+        model = self._open.model
+        if not isinstance(model, GenerationModel):
+            raise InvalidRequestError(
+                f"{model.names[0]} is an encoder and cannot generate.", param="model"
+            )
+        return model
 
     @property
     def _pooling(self) -> OfflinePooling:
         """The model, if it is a pooling model; raise InvalidRequestError if it is none."""
+        model = self._open.model
         if self._offline is not None:
             return self._offline
-        if isinstance(self._loaded, LoadedGenerator):
-            name = self._loaded.model.names[0]
+        if isinstance(model, GenerationModel):
             raise InvalidRequestError(
-                f"{name} is a model that generates, not an encoder.", param="model"
+                f"{model.names[0]} is a model that generates, not an encoder.", param="model"
             )
         # The paths of routes import FastAPI, which a model that generates does not need.
-        module = importlib.import_module("mlx_parallm.offline.pooling")
-        offline: OfflinePooling = module.OfflinePooling(self._loaded)
+        offline: OfflinePooling = _part("pooling").OfflinePooling(model, self._engines)
         self._offline = offline
         return offline
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of a model that generates."""
-        return self._engine.tokenizer
+        return self._model.tokenizer
 
     def grammar(self, spec: GrammarSpec) -> Grammar:
         """Return a grammar for ``SamplingParams.grammar``; see ``grammar.spec``.
@@ -189,7 +215,7 @@ class LLM:
         """
         weights = read_adapter_folder(resolve_adapter(folder, log_download), param="folder")
         upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
-        return self._engine.policies.load(upload)
+        return self._open.load_adapter(upload)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
@@ -197,7 +223,7 @@ class LLM:
         Raises:
             NotFoundError: no adapter has this name.
         """
-        self._engine.policies.unload(name)
+        self._open.unload_adapter(name)
 
     def generate(
         self,
@@ -370,24 +396,35 @@ class LLM:
         on_finish: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
         outputs = {request.request_id: _empty_output(text, request) for text, request in requests}
-        added: list[str] = []
-        try:
-            for _, request in requests:
-                self._engine.submit(request)
-                added.append(request.request_id)
-            for event in self._events():
+        with closing(self._open.events([request for _, request in requests])) as events:
+            for event in events:
                 done = _apply(event, outputs[event.request_id])
                 if done and on_finish is not None:
                     on_finish(outputs[event.request_id])
-        finally:
-            # Requests remain only after an error; they must not meet those of the next call.
-            for request_id in added:
-                self._engine.abort(request_id)
         return list(outputs.values())
 
-    def _events(self) -> Iterator[GenerateEvent]:
-        while self._engine.has_work():
-            yield from self._engine.step() or ()
+
+def _open_engines(
+    config: EngineConfig, size: int | Literal["auto"], devices: Sequence[int | str]
+) -> OfflineEngines:
+    """Return the engines, with their models loaded."""
+    if size != "auto" and size < 1:
+        raise ConfigError(f'data_parallel_size must be at least 1, or "auto", not {size}.')
+    count = max(1, len(visible_devices())) if size == "auto" else size
+    if count == 1:
+        if devices:
+            raise ConfigError("data_parallel_devices needs a data_parallel_size above 1.")
+        own: OfflineEngines = _part("own_engine").OwnEngine(config)
+        return own
+    several: OfflineEngines = _part("engine_processes").EngineProcesses(
+        config, count, [str(index) for index in devices]
+    )
+    return several
+
+
+def _part(name: str) -> Any:
+    """Return a module of ``offline``, of which each caller needs few: they import much."""
+    return importlib.import_module(f"mlx_parallm.offline.{name}")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,6 +17,7 @@ from mlx_parallm.api.pooling.inputs.prompts import named_prompt
 from mlx_parallm.api.pooling.rewards.request import reward_model, reward_of
 from mlx_parallm.api.pooling.score.pairs import Pairs, score_pairs, scoring_model
 from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS
+from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.offline.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -24,9 +25,7 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
-from mlx_parallm.offline.serving import serve
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.build import LoadedPooling
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
@@ -39,16 +38,17 @@ Make = Callable[[np.ndarray, PoolingModel], T]
 class OfflinePooling:
     """One pooling model, with the paths that the routes of the server take."""
 
-    def __init__(self, loaded: LoadedPooling) -> None:
-        self._loaded = loaded
+    def __init__(self, model: PoolingModel, engines: OfflineEngines) -> None:
+        self._model = model
+        self._engines = engines
         self._ids = count()
 
     def embed(
         self, prompts: Sequence[Prompt], truncate: int | None, dimensions: int | None
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Return what ``/v1/embeddings`` gives."""
-        info = self._loaded.model.info
-        check_dimensions(dimensions, self._loaded.model)
+        info = self._model.info
+        check_dimensions(dimensions, self._model)
 
         def make(vector: np.ndarray, _: PoolingModel) -> EmbeddingOutput:
             (row,) = finished([vector], "embed", info, dimensions=dimensions)
@@ -74,7 +74,7 @@ class OfflinePooling:
         """Return what ``/v1/rewards/score`` gives, as arrays of one number."""
 
         def choose(client: PoolingCalls) -> PoolingModel:
-            return reward_model(client, self._loaded.model.names[0], "classify")
+            return reward_model(client, self._model.names[0], "classify")
 
         def make(logits: np.ndarray, _: PoolingModel) -> PoolingOutput:
             return PoolingOutput(data=np.array([reward_of(logits, sigmoid=False)], np.float32))
@@ -85,7 +85,7 @@ class OfflinePooling:
         self, prompts: Sequence[Prompt], task: Task | None, truncate: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what ``/v1/pooling`` gives; ``task`` is the model's main one by default."""
-        own = self._loaded.model.info.tasks
+        own = self._model.info.tasks
         tasks: list[Task] = [each for each in own if each in POOLING_TASKS]
         chosen: Task = task or (tasks[0] if tasks else "embed")
 
@@ -107,7 +107,7 @@ class OfflinePooling:
         pairs = Pairs(data_1, data_2, ("data_1", "data_2"), truncate)
 
         async def work(client: PoolingCalls) -> list[float]:
-            model = scoring_model(client, self._loaded.model.names[0])
+            model = scoring_model(client, self._model.names[0])
             return (await score_pairs(self._call(client, model), pairs)).values
 
         return [
@@ -165,7 +165,7 @@ class OfflinePooling:
         ]
 
     def _run(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
-        return serve(self._loaded, work)
+        return self._engines.serve(work)
 
     def _call(self, client: PoolingCalls, model: PoolingModel) -> ModelCall:
         return ModelCall(client=client, model=model, work_id=self._new_id())

@@ -21,6 +21,8 @@ MODULES = (
     "mlx_parallm.engine.core",
     "mlx_parallm.engine.parallel.life",
     "mlx_parallm.engine.remote.life",
+    "mlx_parallm.llm",
+    "mlx_parallm.offline.engine_processes",
     "mlx_parallm.serving.async_engine",
 )
 

@@ -16,6 +16,7 @@ from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.generation.build import speculative_for
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.llm import RequestOutput
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import ScheduledBatch, StepInFlight
@@ -165,19 +166,24 @@ def test_a_draft_model_needs_the_same_tokens(tmp_path: Path) -> None:
         LLM(speculative_config={"method": "draft_model", "model": str(tmp_path / "other")})
 
 
+def engine_of(llm: LLM) -> GenerationEngine:
+    engines: Any = llm._engines
+    return engines._engine
+
+
 def test_a_draft_model_shares_the_memory(plain: LLM) -> None:
     both = LLM(
         cache=CacheConfig(kv_cache_bytes=1 << 26),
         speculative_config={"method": "draft_model", "model": str(DEMO_FOLDER)},
     )
-    assert both._engine.info.kv_bytes <= 1 << 26
-    assert both._engine.info.num_blocks == plain._engine.info.num_blocks // 2
-    assert both._engine.info.weight_bytes == 2 * plain._engine.info.weight_bytes
+    assert engine_of(both).info.kv_bytes <= 1 << 26
+    assert engine_of(both).info.num_blocks == engine_of(plain).info.num_blocks // 2
+    assert engine_of(both).info.weight_bytes == 2 * engine_of(plain).info.weight_bytes
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=40)
     wanted, actual = plain.chat(chats, params), both.chat(chats, params)
     assert [shown(output) for output in actual] == [shown(output) for output in wanted]
-    stats = both._engine.stats.speculation
+    stats = engine_of(both).stats.speculation
     # A draft model equal to the model is always right; only the end of a text cuts a draft.
     assert stats.accepted_per_position[0] >= stats.num_drafts - len(TEXTS)
 
@@ -230,7 +236,7 @@ def shown(output: RequestOutput) -> list[tuple[Any, ...]]:
 
 def test_copying_saves_steps(speculating: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
-    engine = speculating._engine
+    engine = engine_of(speculating)
     before = engine.stats.speculation
     submit = engine._runner.submit
 
