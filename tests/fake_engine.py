@@ -18,7 +18,16 @@ import uvicorn
 
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelState, ModelStatus
+from mlx_parallm.engine.interface import (
+    EngineLoad,
+    EngineReport,
+    ModelLoad,
+    ModelMemory,
+    ModelState,
+    ModelStatus,
+    QueueLoad,
+    Readiness,
+)
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
@@ -157,6 +166,7 @@ class FakeEngine:
         self.is_dead = False
         self.is_shutting_down = False
         self.is_full = False
+        self.states = [Readiness.READY]
         self.submitted: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()
         self.open: list[GenerateRequest] = []
@@ -234,6 +244,27 @@ class FakeEngine:
 
     async def load(self) -> EngineLoad:
         return EngineLoad(num_requests=3, num_running=2, num_waiting=1)
+
+    async def engines(self) -> Sequence[EngineReport]:
+        load = QueueLoad(
+            num_running=2,
+            num_waiting=1,
+            num_waiting_tokens=7,
+            num_used_tokens=16,
+            num_kv_tokens=64,
+            num_requests=3,
+        )
+        return [
+            EngineReport(
+                rank=rank,
+                readiness=each,
+                load=QueueLoad() if each is Readiness.STARTING else load,
+            )
+            for rank, each in enumerate(self.states)
+        ]
+
+    def readiness(self) -> Sequence[Readiness]:
+        return self.states
 
     def check_health(self) -> None:
         if self.is_dead:

@@ -141,6 +141,9 @@ class FakeLife:
         # The commands of this type fail; None: none do.
         self.fails: type[Any] | None = None
         self.num_failures = 0
+        # Set while it carries out commands.
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def run(
         self,
@@ -193,6 +196,7 @@ class FakeLife:
                 raise AssertionError(command)
 
     def _carry_out(self, action: HostCommand[Any]) -> Any:
+        assert self.goes_on.wait(PATIENCE_S)
         if self.fails is not None and isinstance(action, self.fails):
             self.fails = None
             self.num_failures += 1

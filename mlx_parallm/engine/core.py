@@ -29,6 +29,7 @@ from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.interface import (
     EngineLoad,
+    EngineReport,
     Event,
     EventReader,
     Kind,
@@ -36,6 +37,8 @@ from mlx_parallm.engine.interface import (
     ModelMemory,
     ModelState,
     ModelStatus,
+    QueueLoad,
+    Readiness,
     Request,
     StartedModel,
 )
@@ -48,10 +51,10 @@ from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import (
     CheckRoom,
-    CountSequences,
     EngineState,
     MetricsText,
     ReadCacheBytes,
+    ReadLoads,
     ReadMetrics,
     StateQuery,
 )
@@ -416,8 +419,27 @@ class EngineCore:
 
     async def load(self) -> EngineLoad:
         """Return how busy the engine is, over all models."""
-        running, waiting = await self._query(CountSequences(), (0, 0))
-        return EngineLoad(num_requests=len(self._streams), num_running=running, num_waiting=waiting)
+        loads = [report.load for report in await self.engines()]
+        return EngineLoad(
+            num_requests=len(self._streams),
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+        )
+
+    async def engines(self) -> Sequence[EngineReport]:
+        """Return how busy each engine is, and whether it gets requests."""
+        readiness = self.readiness()
+        unknown: Sequence[QueueLoad | None] = [None] * len(readiness)
+        loads = await self._query(ReadLoads(), unknown)
+        return [
+            EngineReport(rank=rank, readiness=each, load=load or QueueLoad())
+            for rank, (each, load) in enumerate(zip(readiness, loads, strict=True))
+        ]
+
+    def readiness(self) -> Sequence[Readiness]:
+        """Return whether each engine gets requests."""
+        known = self._life.readiness()
+        return [Readiness.STARTING] * len(known) if self.died.is_set() else known
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""

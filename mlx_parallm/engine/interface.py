@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -118,10 +118,28 @@ class EventReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """Sequences of one model in its latest step."""
+    """The load of one model, or of all models of an engine, in the latest step.
+
+    Attributes:
+        num_running: sequences in the batch.
+        num_waiting: sequences that wait for a place in it.
+        num_waiting_tokens: tokens of the prompts of sequences that wait.
+        num_used_tokens: tokens that the KV blocks in use have room for.
+        num_kv_tokens: tokens that all KV blocks have room for.
+        num_requests: requests that have not ended.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_used_tokens: int = 0
+    num_kv_tokens: int = 0
+    num_requests: int = 0
+
+    def __add__(self, other: QueueLoad) -> QueueLoad:
+        """Return the load of both together."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return QueueLoad(*(count + other_count for count, other_count in pairs))
 
 
 class ServedEngine(TurnTaker, Protocol):
@@ -183,8 +201,8 @@ class ServedEngine(TurnTaker, Protocol):
 
     @property
     def load(self) -> QueueLoad:
-        """Its sequences in the latest step; any thread may ask."""
-        return QueueLoad()
+        """Its load in the latest step; any thread may ask."""
+        return QueueLoad(num_requests=self.num_requests)
 
     @property
     def cache_bytes(self) -> int:
@@ -342,6 +360,38 @@ class EngineLoad:
     num_requests: int
     num_running: int
     num_waiting: int
+
+
+class Readiness(StrEnum):
+    """The readiness of an engine: it gets requests, or why it does not.
+
+    starting: it has died, or it loads.
+    catching up: it has loaded, and carries out the changes that the others had before.
+    """
+
+    READY = "ready"
+    CATCHING_UP = "catching_up"
+    STARTING = "starting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """How busy one engine is.
+
+    Attributes:
+        rank: its number, from 0.
+        readiness: whether it gets requests.
+        load: over all of its models; empty while it does not answer.
+    """
+
+    rank: int
+    readiness: Readiness
+    load: QueueLoad = QueueLoad()
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it gets requests."""
+        return self.readiness is Readiness.READY
 
 
 class ModelState(StrEnum):

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import Event, StartedModel
+from mlx_parallm.engine.interface import Event, Readiness, StartedModel
 from mlx_parallm.engine.state import EngineState, StateQuery
 
 T = TypeVar("T")
@@ -53,6 +53,10 @@ class EngineLife(Protocol):
         Raises:
             EngineDeadError: no engines are there.
         """
+        ...
+
+    def readiness(self) -> Sequence[Readiness]:
+        """Return whether each engine gets requests; any thread may ask."""
         ...
 
     def give_up_load(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import BuiltModel, StartedModel, TellProgress
+from mlx_parallm.engine.interface import BuiltModel, Readiness, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -80,6 +80,10 @@ class LocalLife:
         if self._state is None:
             raise EngineDeadError("No engine is loaded.")
         return ask(self._state)
+
+    def readiness(self) -> Sequence[Readiness]:
+        """See ``EngineLife.readiness``."""
+        return [Readiness.STARTING if self._state is None else Readiness.READY]
 
     def give_up_load(self) -> None:
         """See ``EngineLife.give_up_load``; nothing interrupts this thread."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import generate_latest
 
-from mlx_parallm.engine.interface import ServedEngine
+from mlx_parallm.engine.interface import QueueLoad, ServedEngine
 from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
 from mlx_parallm.types.errors import ParallmError
 
@@ -91,18 +91,19 @@ class CheckRoom(StateQuery[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CountSequences(StateQuery[tuple[int, int]]):
-    """Return how many sequences ran and waited in the latest step, over all models."""
+class ReadLoads(StateQuery[Sequence[QueueLoad | None]]):
+    """Return the load of each engine; None for one that does not answer."""
 
-    def __call__(self, state: EngineState) -> tuple[int, int]:
-        """See ``StateQuery``."""
-        loads = [engine.load for engine in dict(state.engines).values()]
-        return sum(load.num_running for load in loads), sum(load.num_waiting for load in loads)
+    def __call__(self, state: EngineState) -> Sequence[QueueLoad]:
+        """See ``StateQuery``: the load of this engine."""
+        return [sum((engine.load for engine in dict(state.engines).values()), QueueLoad())]
 
-    def together(self, answers: Sequence[tuple[int, int] | ParallmError]) -> tuple[int, int]:
-        """See ``StateQuery``."""
-        counts = _answered(answers)
-        return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
+    def together(
+        self, answers: Sequence[Sequence[QueueLoad | None] | ParallmError]
+    ) -> Sequence[QueueLoad | None]:
+        """See ``StateQuery``: in the order of the engines."""
+        _answered(answers)
+        return [None if isinstance(answer, ParallmError) else answer[0] for answer in answers]
 
 
 @dataclass(frozen=True, slots=True)

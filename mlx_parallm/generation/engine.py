@@ -131,8 +131,15 @@ class GenerationEngine(ServedEngine):
     @property
     def load(self) -> QueueLoad:
         """See ``ServedEngine``."""
-        stats = self._metrics.stats
-        return QueueLoad(stats.num_running, stats.num_waiting)
+        stats, info = self._metrics.stats, self.info
+        return QueueLoad(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_used_tokens=round(stats.kv_usage * info.num_blocks) * info.block_size,
+            num_kv_tokens=info.num_blocks * info.block_size,
+            num_requests=self.num_requests,
+        )
 
     @property
     def stats(self) -> SchedulerStats:

@@ -7,7 +7,14 @@ from typing import Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.engine.interface import (
+    EngineLoad,
+    EngineReport,
+    ModelLoad,
+    ModelMemory,
+    ModelStatus,
+    Readiness,
+)
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
@@ -191,6 +198,14 @@ class EngineClient(RequestClient, Protocol):
 
     async def load(self) -> EngineLoad:
         """Return how busy the engine is."""
+        ...
+
+    async def engines(self) -> Sequence[EngineReport]:
+        """Return how busy each engine is, and whether it gets requests."""
+        ...
+
+    def readiness(self) -> Sequence[Readiness]:
+        """Return whether each engine gets requests."""
         ...
 
     def check_health(self) -> None:

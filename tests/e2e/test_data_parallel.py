@@ -148,6 +148,42 @@ def test_a_client_may_choose_the_engine(server: ServerProcess) -> None:
         assert (refused.status_code, "routed_dp_rank" in refused.text) == (400, True)
 
 
+def test_the_state_of_each_engine_is_reported(server: ServerProcess) -> None:
+    with httpx2.Client(base_url=server.url) as http:
+        assert http.get("/ready").json() == {"ready": 2, "engines": 2}
+        assert http.get("/get_world_size").json() == {"world_size": 2}
+        info = http.get("/get_server_info").json()
+        assert info["dp_size"] == 2
+        assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 2
+        assert info["max_running_requests"] == 2 * 8
+        tokens = [each["max_total_num_tokens"] for each in info["engines"]]
+        assert info["max_total_num_tokens"] == sum(tokens)
+        assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+        body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [
+                pool.submit(
+                    httpx2.post,
+                    f"{server.url}/v1/completions",
+                    json=body,
+                    headers={"X-data-parallel-rank": str(rank)},
+                )
+                for rank in (1, 1, 0)
+            ]
+            while http.get("/load").json()["server_load"] < len(waiting):
+                pass
+            loads = http.get("/v1/loads").json()
+            assert http.post("/resume").status_code == 200
+        assert [answer.result().status_code for answer in waiting] == [200] * 3
+        assert [each["dp_rank"] for each in loads["loads"]] == [0, 1]
+        assert [each["state"] for each in loads["loads"]] == ["ready", "ready"]
+        assert [each["num_waiting_reqs"] for each in loads["loads"]] == [1, 2]
+        assert [each["max_total_num_tokens"] for each in loads["loads"]] == tokens
+        assert loads["aggregate"]["total_reqs"] == 3
+        chosen = http.get("/v1/loads", params={"dp_rank": 1}).json()["loads"]
+        assert [each["dp_rank"] for each in chosen] == [1]
+
+
 def test_adapters_are_those_of_every_engine(server: ServerProcess, client: openai.OpenAI) -> None:
     query = {"name": "p", "config": json.dumps(CONFIG)}
     with httpx2.Client(base_url=server.url) as http:
@@ -173,6 +209,8 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
         for killed in before:
             os.kill(killed, signal.SIGKILL)
             assert http.get("/health").status_code == 200
+            while http.get("/ready").json() != {"ready": 1, "engines": 2}:
+                pass
             # The other engine answers requests and compiles grammars in the meantime.
             assert texts(client, "p", 8) == expected
             assert [digits(client, f"{killed}{number}") for number in "1234"] == list("1234")
@@ -184,6 +222,8 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
                 assert http.get("/v1/adapters").status_code == 200
             while server.log.count("is ready") < len(before) + before.index(killed) + 1:
                 assert http.get("/health").status_code == 200
+            while http.get("/ready").json() != {"ready": 2, "engines": 2}:
+                pass
         assert not set(before) & set(engines_of(server.process.pid))
         assert texts(client, "p", 8) == expected
         assert min(tokens_by_engine(server)) > 0

@@ -22,7 +22,7 @@ from mlx_parallm.engine.commands import (
     Submit,
 )
 from mlx_parallm.engine.host_commands import EnsureAdapter
-from mlx_parallm.engine.interface import Event, StartedModel
+from mlx_parallm.engine.interface import Event, Readiness, StartedModel
 from mlx_parallm.engine.life import Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
@@ -51,6 +51,7 @@ class _Member:
         inbox: the commands that it is given.
         is_serving: True if it has loaded, and has had every command that the others had.
         has_loaded: True if it has loaded, and waits for those commands.
+        num_missed: how many of those commands it has yet to carry out.
         num_deaths: how often it has died in a row without an answer in between.
     """
 
@@ -58,7 +59,16 @@ class _Member:
     inbox: queue.SimpleQueue[Command]
     is_serving: bool = False
     has_loaded: bool = False
+    num_missed: int = 0
     num_deaths: int = 0
+
+    @property
+    def readiness(self) -> Readiness:
+        """Return whether it gets requests that it begins at once."""
+        if not self.has_loaded:
+            return Readiness.STARTING
+        has_all = self.is_serving and not self.num_missed
+        return Readiness.READY if has_all else Readiness.CATCHING_UP
 
 
 class Fleet:
@@ -176,6 +186,11 @@ class Fleet:
         """Raise what the engines died of, if they did."""
         if self._cause is not None:
             raise self._cause
+
+    def readiness(self) -> list[Readiness]:
+        """Return whether each engine gets requests."""
+        with self._lock:
+            return [member.readiness for member in self._members]
 
     def stop(self) -> None:
         """End every engine, and wait for that."""
@@ -300,7 +315,9 @@ class Fleet:
             return
         for rank, member in enumerate(self._members):
             if member.has_loaded and not member.is_serving:
-                for action in self._journal.commands():
+                missed = self._journal.commands()
+                member.num_missed = len(missed)
+                for action in missed:
                     reply = partial(self._caught_up, rank, action)
                     member.inbox.put(Call(action=action, reply=reply))
                 member.is_serving = True
@@ -311,6 +328,8 @@ class Fleet:
             self.call(command)
 
     def _caught_up(self, rank: int, action: HostCommand[Any], result: Any) -> None:
+        with self._lock:
+            self._members[rank].num_missed -= 1
         if isinstance(result, ParallmError):
             with self._lock:
                 self._depose(rank, action, result)

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
+from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
@@ -51,6 +52,8 @@ class ParallelLife:
         self._lives = lives
         self._make_router = make_router
         self._ask = SharedAsk()
+        # The engines while they live.
+        self._fleet: Fleet | None = None
         self._ask.engines = [life.ask for life in lives]
 
     def run(
@@ -70,6 +73,7 @@ class ParallelLife:
             read_free_bytes=self._read_free_bytes,
         )
         fleet.start()
+        self._fleet = fleet
         try:
             on_loaded(fleet.wait_until_loaded())
             while not isinstance(command := inbox.get(), Stop):
@@ -81,6 +85,7 @@ class ParallelLife:
                     case Call():
                         fleet.call(command)
         finally:
+            self._fleet = None
             fleet.stop()
         fleet.check()
 
@@ -99,6 +104,11 @@ class ParallelLife:
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
         """See ``EngineLife.ask``."""
         return self._ask(question, key=key)
+
+    def readiness(self) -> Sequence[Readiness]:
+        """See ``EngineLife.readiness``."""
+        fleet = self._fleet
+        return [Readiness.STARTING] * len(self._lives) if fleet is None else fleet.readiness()
 
     def give_up_load(self) -> None:
         """See ``EngineLife.give_up_load``."""

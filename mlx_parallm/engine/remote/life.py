@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import Ask, StartedModel, TellProgress
+from mlx_parallm.engine.interface import Ask, Readiness, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
@@ -108,6 +108,11 @@ class RemoteLife:
     async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
         return await asyncio.wrap_future(self.ask(ask))
+
+    def readiness(self) -> Sequence[Readiness]:
+        """See ``EngineLife.readiness``."""
+        with self._lock:
+            return [Readiness.STARTING if self._outbox is None else Readiness.READY]
 
     def give_up_load(self) -> None:
         """See ``EngineLife.give_up_load``."""

@@ -186,6 +186,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
+            num_waiting_tokens=self._waiting.num_tokens,
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free,
             prefix_queries=self._planner.prefix_queries,

@@ -62,6 +62,7 @@ class SchedulerStats:
     Attributes:
         num_running: sequences with a slot.
         num_waiting: sequences without one.
+        num_waiting_tokens: tokens of the prompts that wait; samples of one prompt wait as one.
         kv_usage: share of the blocks that sequences hold, 0 to 1; cached ones count as free.
         num_free_blocks: blocks that no sequence holds.
         prefix_queries: prompt tokens looked up in the prefix cache so far.
@@ -72,6 +73,7 @@ class SchedulerStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
     kv_usage: float = 0.0
     num_free_blocks: int = 0
     prefix_queries: int = 0

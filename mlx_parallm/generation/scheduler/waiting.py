@@ -63,9 +63,14 @@ class ClientLine:
 
 
 class WaitingQueue:
-    """Hands out the sequence that should run next."""
+    """Hands out the sequence that should run next.
+
+    Attributes:
+        num_tokens: tokens of the prompts of the sequences in it.
+    """
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         # By priority, then by client: whose turn it is comes first.
         self._lines: dict[int, OrderedDict[str, ClientLine]] = {}
         self._num_admitted = 0
@@ -87,7 +92,7 @@ class WaitingQueue:
     def append(self, sequence: Sequence) -> None:
         """Add behind the client's other sequences of this priority."""
         self._line(sequence).append(sequence)
-        self._length += 1
+        self._count(sequence, 1)
 
     def push_front(self, sequence: Sequence) -> None:
         """Add before the client's other sequences, and let the client go first: it was running."""
@@ -97,7 +102,7 @@ class WaitingQueue:
     def put_back(self, sequence: Sequence) -> None:
         """Add before the client's other sequences; it had its turn."""
         self._line(sequence).push_front(sequence)
-        self._length += 1
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
         """Remove a sequence, or replace it by another; return False if it does not wait."""
@@ -146,8 +151,13 @@ class WaitingQueue:
         clients = self._lines.setdefault(sequence.request.priority, OrderedDict())
         return clients.setdefault(sequence.request.client, ClientLine())
 
+    def _count(self, sequence: Sequence, change: int) -> None:
+        """Count a sequence that was added, by 1, or removed, by -1."""
+        self._length += change
+        self.num_tokens += change * len(sequence.request.prompt_ids)
+
     def _drop_if_empty(self, sequence: Sequence) -> None:
-        self._length -= 1
+        self._count(sequence, -1)
         priority, client = sequence.request.priority, sequence.request.client
         if not self._lines[priority][client]:
             del self._lines[priority][client]

@@ -21,6 +21,7 @@ from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.engine.interface import EngineReport
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent
@@ -41,36 +42,48 @@ async def health_generate(request: Request, engine: EngineDep) -> Response:
 
 
 @routes.get("/v1/loads")
-async def loads(engine: EngineDep) -> Loads:
-    """Report how busy this server is (SGLang)."""
-    now = await engine.load()
-    # Requests that were admitted after the latest step are waiting.
-    waiting = max(now.num_waiting, now.num_requests - now.num_running)
-    total = now.num_running + waiting
-    info = engine.first_model().info
-    load = Load(
-        num_running_reqs=now.num_running,
-        num_waiting_reqs=waiting,
-        num_total_reqs=total,
-        max_total_num_tokens=info.num_blocks * info.block_size,
-        max_running_requests=engine.config.scheduler.max_num_seqs,
-    )
+async def loads(engine: EngineDep, dp_rank: int | None = None) -> Loads:
+    """Report how busy each engine is (SGLang); ``dp_rank`` chooses one of them."""
+    reports = await engine.engines()
+    if dp_rank is not None:
+        reports = [report for report in reports if report.rank == dp_rank]
+        if not reports:
+            raise InvalidRequestError(f"No engine has the number {dp_rank}.", param="dp_rank")
+    entries = [_load(report, engine.config.scheduler.max_num_seqs) for report in reports]
     return Loads(
         timestamp=datetime.now(UTC).isoformat(),
         version=__version__,
-        loads=[load],
+        loads=entries,
         aggregate={
-            "total_running_reqs": now.num_running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": total,
+            "total_running_reqs": sum(entry.num_running_reqs for entry in entries),
+            "total_waiting_reqs": sum(entry.num_waiting_reqs for entry in entries),
+            "total_reqs": sum(entry.num_total_reqs for entry in entries),
         },
     )
 
 
+def _load(report: EngineReport, max_num_seqs: int) -> Load:
+    load = report.load
+    # Requests that were admitted after the latest step are waiting.
+    waiting = max(load.num_waiting, load.num_requests - load.num_running)
+    return Load(
+        dp_rank=report.rank,
+        state=report.readiness,
+        num_running_reqs=load.num_running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=load.num_running + waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_used_tokens=load.num_used_tokens,
+        max_total_num_tokens=load.num_kv_tokens,
+        token_usage=round(load.num_used_tokens / max(1, load.num_kv_tokens), 4),
+        max_running_requests=max_num_seqs if report.is_ready else 0,
+    )
+
+
 @routes.get("/get_world_size")
-async def world_size() -> WorldSize:
-    """Return 1: one process computes each model (vLLM)."""
-    return WorldSize()
+async def world_size(engine: EngineDep, include_dp: bool = True) -> WorldSize:
+    """Return the number of engines (vLLM); 1 without ``include_dp``: one computes each request."""
+    return WorldSize(world_size=len(engine.readiness()) if include_dp else 1)
 
 
 @routes.get("/workers")

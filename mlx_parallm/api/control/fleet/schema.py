@@ -8,17 +8,25 @@ from pydantic import BaseModel, Field, StrictStr
 
 from mlx_parallm.api.control.adapters.schema import MAX_PATH_CHARS
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.engine.interface import Readiness
 
 
 class Load(BaseModel):
-    """How busy this server is, in SGLang's names."""
+    """How busy one engine is, in SGLang's names."""
 
-    dp_rank: int = Field(default=0, description="Always 0.")
+    dp_rank: int = Field(description="The engine's number, from 0.")
+    state: Readiness = Field(
+        description="ready; catching_up: loaded, and applying earlier changes of weights and "
+        "adapters; starting: dead or loading, and its other values are 0."
+    )
     num_running_reqs: int = Field(description="Sequences in the batch.")
     num_waiting_reqs: int = Field(description="Sequences that wait for a place in it.")
     num_total_reqs: int = Field(description="Both.")
-    max_total_num_tokens: int = Field(description="Tokens that the KV pool holds.")
-    max_running_requests: int = Field(description="Sequences running at once, at most.")
+    num_waiting_tokens: int = Field(description="Tokens of the prompts that wait.")
+    num_used_tokens: int = Field(description="Tokens that the KV blocks in use have room for.")
+    max_total_num_tokens: int = Field(description="Tokens that its KV pools hold.")
+    token_usage: float = Field(description="Used tokens over all tokens, 0 to 1.")
+    max_running_requests: int = Field(description="Sequences of a model running at once, at most.")
 
 
 class Loads(BaseModel):
@@ -26,14 +34,14 @@ class Loads(BaseModel):
 
     timestamp: str = Field(description="ISO 8601.")
     version: str = Field(description="Of this server.")
-    loads: list[Load] = Field(description="One entry.")
+    loads: list[Load] = Field(description="One entry for each engine.")
     aggregate: dict[str, Any] = Field(description="The same summed up.")
 
 
 class WorldSize(BaseModel):
-    """How many processes compute a model."""
+    """How many engines there are."""
 
-    world_size: int = Field(default=1, description="Always 1.")
+    world_size: int = Field(description="Engines; each computes on one device.")
 
 
 class Worker(BaseModel):

@@ -1,4 +1,4 @@
-"""``GET /health``, ``/ping``, ``/load``, ``/version``, ``/metrics``."""
+"""``GET /health``, ``/ping``, ``/ready``, ``/load``, ``/version``, ``/metrics``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from fastapi import Response
 from fastapi.responses import PlainTextResponse
 
 from mlx_parallm import __version__
-from mlx_parallm.api.control.server.schema import LoadResponse
+from mlx_parallm.api.control.server.schema import LoadResponse, ReadyResponse
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.types.errors import EngineDeadError
 
 routes = Routes(SERVER, access=Access.OPEN)
 
@@ -32,6 +34,21 @@ async def ping(engine: EngineDep) -> Response:
     """Answer as ``/health`` does, under SageMaker's name."""
     engine.check_open()
     return Response(status_code=200)
+
+
+@routes.get("/ready", is_polled=True)
+async def ready(engine: EngineDep) -> ReadyResponse:
+    """Report how many engines get requests; 503 with the reason if none does.
+
+    An engine that is started anew counts once it has the weights and adapters of the others. A
+    pause does not change the answer, so that the request that ends it reaches the server.
+    """
+    engine.check_open()
+    readiness = engine.readiness()
+    num_ready = sum(each is Readiness.READY for each in readiness)
+    if not num_ready:
+        raise EngineDeadError(f"No engine is ready: 0 of {len(readiness)}.")
+    return ReadyResponse(ready=num_ready, engines=len(readiness))
 
 
 @routes.get("/load", is_polled=True)

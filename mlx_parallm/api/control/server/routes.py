@@ -10,7 +10,7 @@ from fastapi import Request
 
 from mlx_parallm import __version__
 from mlx_parallm.api.control.adapters.request import loaded_adapters
-from mlx_parallm.api.control.server.schema import ModelInfo, ServerInfo
+from mlx_parallm.api.control.server.schema import EngineInfo, ModelInfo, ServerInfo
 from mlx_parallm.api.http.auth import has_admin_key
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
@@ -41,7 +41,9 @@ async def server_info(
     first = engine.first_model()
     is_admin = has_admin_key(request) and not is_foreign(request.headers)
     hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
-    known = settings(engine.config, config, hidden) | vllm_groups(first, engine.config)
+    engines = await _engines(engine)
+    known = settings(engine.config, config, hidden)
+    known |= vllm_groups(first, engine.config, len(engines))
     return ServerInfo(
         **_model_info(engine).model_dump(),
         version=__version__,
@@ -52,10 +54,26 @@ async def server_info(
         lora_paths=loaded_adapters(engine.control.adapters()),
         is_paused=engine.control.is_paused,
         is_sleeping=engine.control.sleep_level > 0,
-        max_running_requests=engine.config.scheduler.max_num_seqs,
-        max_total_num_tokens=first.info.num_blocks * first.info.block_size,
+        dp_size=len(engines),
+        api_server_count=config.api_server_count,
+        max_running_requests=sum(each.max_running_requests for each in engines),
+        max_total_num_tokens=sum(each.max_total_num_tokens for each in engines),
+        engines=engines,
         models=await _models(engine),
     )
+
+
+async def _engines(engine: EngineClient) -> list[EngineInfo]:
+    """Return the limits of each engine."""
+    return [
+        EngineInfo(
+            dp_rank=report.rank,
+            state=report.readiness,
+            max_running_requests=engine.config.scheduler.max_num_seqs,
+            max_total_num_tokens=report.load.num_kv_tokens,
+        )
+        for report in await engine.engines()
+    ]
 
 
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
@@ -88,7 +106,7 @@ def _model_info(engine: EngineClient) -> ModelInfo:
     )
 
 
-def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
+def vllm_groups(model: GenerationModel, config: EngineConfig, num_engines: int) -> dict[str, Any]:
     """Return the groups of vLLM's configuration that clients read, with this server's values."""
     info = model.info
     return {
@@ -106,7 +124,7 @@ def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
             "max_cpu_loras": config.adapters.max_loaded,
         },
         "parallel_config": {
-            "data_parallel_size": 1,
+            "data_parallel_size": num_engines,
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
             "world_size": 1,

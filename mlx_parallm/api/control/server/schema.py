@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.engine.interface import Readiness
 
 MAX_IDS = 10_000
 
@@ -17,6 +18,22 @@ class LoadResponse(BaseModel):
     server_load: int = Field(description="Requests in the server, as vLLM counts them.")
     num_running: int = Field(description="Sequences in the batch.")
     num_waiting: int = Field(description="Sequences that wait for a place in it.")
+
+
+class ReadyResponse(BaseModel):
+    """How many engines serve."""
+
+    ready: int = Field(description="Engines that get requests.")
+    engines: int = Field(description="All engines, those that are started anew included.")
+
+
+class EngineInfo(BaseModel):
+    """One engine and its limits."""
+
+    dp_rank: int = Field(description="Its number, from 0.")
+    state: Readiness = Field(description="ready, catching_up or starting, as in /v1/loads.")
+    max_running_requests: int = Field(description="Most running sequences of a model.")
+    max_total_num_tokens: int = Field(description="Tokens in its KV pools; 0 if it is starting.")
 
 
 class AbortRequests(NullIsAbsent):
@@ -61,8 +78,8 @@ class ServerInfo(ModelInfo):
     vllm_config: dict[str, Any] | str = Field(description="The settings; a text on request.")
     vllm_env: dict[str, Any] = Field(default_factory=dict, description="Always empty.")
     system_env: dict[str, Any] = Field(default_factory=dict, description="Always empty.")
-    tp_size: int = Field(default=1, description="Always 1, as the other sizes.")
-    dp_size: int = Field(default=1, description="Always 1.")
+    tp_size: int = Field(default=1, description="Always 1.")
+    dp_size: int = Field(description="Engines.")
     pp_size: int = Field(default=1, description="Always 1.")
     ep_size: int = Field(default=1, description="Always 1.")
     dtype: str = Field(description="The first model's dtype.")
@@ -71,6 +88,10 @@ class ServerInfo(ModelInfo):
     lora_paths: dict[str, str] = Field(description="Loaded adapters: folder, or name, by name.")
     is_paused: bool = Field(description="True if generation is paused.")
     is_sleeping: bool = Field(description="True if memory is released.")
-    max_running_requests: int = Field(description="Most running sequences of a model.")
-    max_total_num_tokens: int = Field(description="Tokens in the first model's KV pool.")
+    max_running_requests: int = Field(
+        description="Most running sequences of a model, in all engines together."
+    )
+    max_total_num_tokens: int = Field(description="Tokens in the KV pools of all engines.")
+    api_server_count: int = Field(description="Processes that speak HTTP.")
+    engines: list[EngineInfo] = Field(description="Each engine.")
     models: list[dict[str, Any]] = Field(description="Facts about each model.")

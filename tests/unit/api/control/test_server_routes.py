@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from mlx_parallm.api.control.server.aborts import is_named
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
@@ -86,6 +87,36 @@ async def test_ping_is_health_without_a_key(method: str) -> None:
     assert (await call(engine, KEYS, method, "/ping")).status_code == 200
     engine.is_dead = True
     assert (await call(engine, KEYS, method, "/ping")).status_code == 503
+
+
+async def test_ready_counts_the_engines_that_serve_without_a_key() -> None:
+    engine = FakeEngine()
+    engine.states = [Readiness.STARTING, Readiness.READY, Readiness.CATCHING_UP]
+    answer = await call(engine, KEYS, "GET", "/ready")
+    assert (answer.status_code, answer.json()) == (200, {"ready": 1, "engines": 3})
+    engine.states = [Readiness.STARTING, Readiness.CATCHING_UP]
+    answer = await call(engine, KEYS, "GET", "/ready")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    assert "0 of 2" in answer.json()["error"]["message"]
+    engine.states = [Readiness.READY]
+    engine.is_shutting_down = True
+    answer = await call(engine, KEYS, "GET", "/ready")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
+async def test_server_info_sums_the_limits_of_all_engines() -> None:
+    engine = FakeEngine()
+    engine.states = [Readiness.READY, Readiness.STARTING, Readiness.READY]
+    engine.engine_config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=7))
+    config = replace(BOTH, api_server_count=4)
+    info = (await call(engine, config, "GET", "/server_info", "one-key")).json()
+    assert (info["dp_size"], info["api_server_count"]) == (3, 4)
+    assert info["vllm_config"]["parallel_config"]["data_parallel_size"] == 3
+    assert (info["max_running_requests"], info["max_total_num_tokens"]) == (21, 128)
+    limits = [
+        (each["dp_rank"], each["state"], each["max_total_num_tokens"]) for each in info["engines"]
+    ]
+    assert limits == [(0, "ready", 64), (1, "starting", 0), (2, "ready", 64)]
 
 
 async def test_load_counts_requests_and_sequences() -> None:

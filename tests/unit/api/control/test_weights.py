@@ -12,6 +12,7 @@ import pytest
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from tests.unit.api.control.test_adapters import BOTH, ScriptedEngine, call
 
@@ -249,6 +250,25 @@ async def test_loads_and_workers() -> None:
     }
     content = (await call(engine, "GET", "/workers")).json()
     assert [worker["url"] for worker in content["workers"]] == ["http://here:8000"]
+
+
+async def test_loads_has_an_entry_for_each_engine() -> None:
+    engine = ScriptedEngine()
+    engine.states = [Readiness.READY, Readiness.STARTING]
+    content = (await call(engine, "GET", "/v1/loads")).json()
+    busy, starting = content["loads"]
+    assert (busy["dp_rank"], busy["state"], busy["num_total_reqs"]) == (0, "ready", 3)
+    assert (busy["num_waiting_tokens"], busy["token_usage"]) == (7, 0.25)
+    assert (starting["dp_rank"], starting["state"]) == (1, "starting")
+    assert {starting[name] for name in starting if name.startswith(("num_", "max_"))} == {0}
+    assert content["aggregate"]["total_reqs"] == 3
+    chosen = (await call(engine, "GET", "/v1/loads?dp_rank=0")).json()["loads"]
+    assert chosen == [busy]
+    refused = await call(engine, "GET", "/v1/loads?dp_rank=2")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dp_rank")
+    assert (await call(engine, "GET", "/get_world_size")).json() == {"world_size": 2}
+    without = await call(engine, "GET", "/get_world_size?include_dp=false")
+    assert without.json() == {"world_size": 1}
 
 
 async def test_trl_finds_what_it_needs() -> None:

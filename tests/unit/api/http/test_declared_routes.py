@@ -37,8 +37,8 @@ LIMITS: dict[str, Any] = {
 }
 #: Methods and paths that need no key.
 OPEN = {
-    "GET /health", "GET /ping", "POST /ping", "GET /load", "GET /version", "GET /metrics",
-    "GET /docs", "GET /docs/assets/x", "GET /openapi.json", "GET /", "GET /page/x",
+    "GET /health", "GET /ping", "POST /ping", "GET /ready", "GET /load", "GET /version",
+    "GET /metrics", "GET /docs", "GET /docs/assets/x", "GET /openapi.json", "GET /", "GET /page/x",
 }  # fmt: skip
 
 

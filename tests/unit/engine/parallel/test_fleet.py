@@ -17,6 +17,7 @@ from mlx_parallm.engine.host_commands import (
     RelabelWeights,
     UnloadAdapter,
 )
+from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
@@ -204,3 +205,19 @@ def test_the_death_of_the_last_engine_is_that_of_the_fleet() -> None:
         assert fleet.ended.wait()
         with pytest.raises(Death):
             fleet.fleet.check()
+
+
+def test_an_engine_that_catches_up_is_not_ready() -> None:
+    with fleet_of(2) as fleet:
+        assert fleet.fleet.readiness() == [Readiness.READY] * 2
+        assert fleet.load_adapter(adapter("a", "digest", "1"))
+        life = fleet.lives[1]
+        life.goes_on.clear()
+        fleet.order(1, Die())
+        while life.num_lives < 2 or not fleet.fleet._members[1].is_serving:
+            pass
+        assert fleet.fleet.readiness() == [Readiness.READY, Readiness.CATCHING_UP]
+        life.goes_on.set()
+        fleet.settle()
+        assert fleet.fleet.readiness() == [Readiness.READY] * 2
+        assert life.state == fleet.lives[0].state

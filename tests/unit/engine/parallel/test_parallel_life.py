@@ -10,12 +10,12 @@ import pytest
 
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import BuiltModel
+from mlx_parallm.engine.interface import BuiltModel, QueueLoad, Readiness
 from mlx_parallm.engine.local_life import Build, LocalLife
 from mlx_parallm.engine.metrics import labelled_by_engine
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.state import CountSequences
+from mlx_parallm.engine.state import ReadLoads
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
@@ -99,6 +99,31 @@ async def test_the_queue_is_full_when_those_of_all_engines_are() -> None:
     await asyncio.to_thread(engine.stop)
 
 
+async def test_every_engine_reports_its_load() -> None:
+    engine = parallel_engine(saying("hello"), saying("hello"), config=LIMITED)
+    assert {report.readiness for report in await engine.engines()} == {Readiness.STARTING}
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    for number in range(3):
+        await engine.submit(make_request(str(number)))
+    reports = await engine.engines()
+    assert [report.rank for report in reports] == [0, 1]
+    assert all(report.is_ready for report in reports)
+    assert sorted(report.load.num_requests for report in reports) == [1, 2]
+    info = engine.first_model().info
+    assert {report.load.num_kv_tokens for report in reports} == {info.num_blocks * info.block_size}
+    assert (await engine.load()).num_requests == 3
+    await asyncio.to_thread(engine.stop)
+    assert {report.readiness for report in await engine.engines()} == {Readiness.STARTING}
+
+
+def test_an_engine_that_does_not_answer_has_no_load() -> None:
+    load = QueueLoad(num_running=1, num_waiting=2)
+    known = ReadLoads().together([[load], EngineDeadError("gone")])
+    assert known == [load, None]
+    assert load + load == QueueLoad(num_running=2, num_waiting=4)
+
+
 async def test_what_a_load_raises_is_raised_here() -> None:
     def failing(*_: object) -> list[BuiltModel]:
         raise ConfigError("too little memory")
@@ -113,7 +138,7 @@ async def test_engines_that_have_not_loaded_answer_no_question() -> None:
         partial(Router, 2, max_num_seqs=1),
     )
     with pytest.raises(EngineDeadError):
-        await life.query(CountSequences())
+        await life.query(ReadLoads())
 
 
 def test_samples_of_all_engines_are_one_family() -> None:

@@ -27,7 +27,7 @@ class Arrivals:
         request = GenerateRequest(
             request_id=f"{client}{number}",
             model="m",
-            prompt_ids=(1,),
+            prompt_ids=(1,) * (1 + number % 3),
             priority=priority,
             client=client,
         )
@@ -261,6 +261,7 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def holds_what_is_present(self) -> None:
         assert len(self.queue) == len(self.present)
+        assert self.queue.num_tokens == sum(len(s.request.prompt_ids) for s in self.present)
         ids = [sequence.seq_id for sequence in self.queue]
         assert sorted(ids) == [
             sequence.seq_id for sequence in sorted(self.present, key=lambda s: s.seq_id)
