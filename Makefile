@@ -69,7 +69,7 @@ test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more agai
 	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 \
 		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not one_engine" \
 		tests/e2e/test_data_parallel.py tests/e2e/test_llm_data_parallel.py \
-		tests/e2e/test_api_servers.py tests/e2e/test_batch.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
+		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(ENV_WITH_MAKE) $(WITH_MAKE) pytest tests/unit $(ARGS)

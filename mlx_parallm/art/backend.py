@@ -57,8 +57,10 @@ class MLXParallmBackend:
         """
         self._trainer = trainer
         self._path = Path(path).resolve()
-        self._devices = (device_config or DeviceConfig()).resolved()
         self._config = server_config or ServerConfig()
+        self._devices = (device_config or DeviceConfig()).resolved(
+            num_engines=self._config.data_parallel_size
+        )
         self._policies: dict[Path, ServedPolicy] = {}
 
     async def __aenter__(self) -> Self:

@@ -6,7 +6,7 @@ The names are those of the guide to ART's SGLang backend (OpenPipe/ART pull requ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mlx_parallm.types.errors import ConfigError
@@ -31,15 +31,18 @@ class DeviceConfig:
     """The devices of server and trainer.
 
     Attributes:
-        inference_device: index of the server's device.
+        inference_device: index of the server's device; of its first one if it has several engines.
         training_devices: indices of the trainer's devices; shared mode if the server's is one.
         auto_detect: choose by the number of devices: a single device (as on any Mac) is shared; of
             several, the server gets the first and the trainer the others.
+        num_inference_devices: how many devices the server has: one for each of its engines. The
+            backend sets it to ``ServerConfig.data_parallel_size``.
     """
 
     inference_device: int = 0
     training_devices: tuple[int, ...] = (1,)
     auto_detect: bool = True
+    num_inference_devices: int = 1
 
     def __post_init__(self) -> None:
         if self.inference_device < 0 or any(index < 0 for index in self.training_devices):
@@ -47,18 +50,29 @@ class DeviceConfig:
         if not self.training_devices:
             raise ConfigError("training_devices must name at least one device.")
 
-    def resolved(self, num_devices: int | None = None) -> DeviceConfig:
-        """Return the devices on this machine; None for ``num_devices`` counts them."""
+    def resolved(self, num_devices: int | None = None, *, num_engines: int = 1) -> DeviceConfig:
+        """Return the devices on this machine, for a server with ``num_engines``.
+
+        None for ``num_devices`` counts them. If the engines leave none, the trainer shares the
+        first.
+        """
+        devices = replace(self, num_inference_devices=num_engines)
         if not self.auto_detect:
-            return self
+            return devices
         count = count_cuda_devices() if num_devices is None else num_devices
-        training = tuple(range(1, count)) or (0,)
-        return DeviceConfig(inference_device=0, training_devices=training, auto_detect=False)
+        training = tuple(range(num_engines, count)) or (0,)
+        return replace(devices, inference_device=0, training_devices=training, auto_detect=False)
+
+    @property
+    def inference_devices(self) -> tuple[int, ...]:
+        """The indices of the server's devices."""
+        first = self.inference_device
+        return tuple(range(first, first + self.num_inference_devices))
 
     @property
     def is_split(self) -> bool:
-        """True if the trainer does not use the server's device."""
-        return self.inference_device not in self.training_devices
+        """True if the trainer uses none of the server's devices."""
+        return not set(self.inference_devices).intersection(self.training_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +87,7 @@ class ServerConfig:
         weight_sync_method: how the server gets the weights of a training step.
         flush_cache_on_sync: drop cached prefixes with each step. Prefixes of another step are never
             used in any case.
+        data_parallel_size: engines of the server. In split mode each has its own device.
         server_timeout: most seconds for a start.
         python: the interpreter of the server; None: the trainer's. ART and MLX need not be in the
             same environment.
@@ -85,6 +100,7 @@ class ServerConfig:
     context_length: int | None = None
     weight_sync_method: WeightSync = WeightSync.LORA
     flush_cache_on_sync: bool = False
+    data_parallel_size: int = 1
     server_timeout: float = 120.0
     python: str | None = None
     flags: tuple[str, ...] = ()
@@ -94,6 +110,8 @@ class ServerConfig:
             raise ConfigError("mem_fraction_static must be above 0 and at most 1.")
         if self.max_loras_per_batch < 1:
             raise ConfigError("max_loras_per_batch must be at least 1.")
+        if self.data_parallel_size < 1:
+            raise ConfigError("data_parallel_size must be at least 1.")
         if self.context_length is not None and self.context_length < 1:
             raise ConfigError("context_length must be at least 1.")
         if self.server_timeout <= 0:
@@ -114,6 +132,8 @@ class ServerConfig:
             *("--kv-memory-fraction", str(self.mem_fraction_static)),
             *("--max-loras", str(self.max_loras_per_batch)),
         ]
+        if self.data_parallel_size > 1:
+            flags += ["--data-parallel-size", str(self.data_parallel_size)]
         if self.disable_radix_cache:
             flags.append("--no-enable-prefix-caching")
         if self.context_length is not None:

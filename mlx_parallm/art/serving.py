@@ -13,6 +13,7 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.control import ServerControl
 from mlx_parallm.art.errors import BackendError, CheckpointError, UnservedStepError
 from mlx_parallm.art.server import ManagedServer
+from mlx_parallm.worker.device.gpus import VISIBLE
 
 #: ``EMBEDDED_MODEL``: the name of the model in the package, which is served without ``--model``.
 EMBEDDED_MODEL = "mlx-parallm-demo"
@@ -199,7 +200,7 @@ class ServedPolicy:
             port=address.port or 0,
             log=self._log,
             python=self._config.python,
-            environment=secrets | self._visible_device(),
+            environment=secrets | self._visible_devices(),
         )
         await self._server.wait_until_ready(self._config.server_timeout)
         self._control = ServerControl(self._server.url, key)
@@ -221,11 +222,11 @@ class ServedPolicy:
             *self._config.to_flags(),
         ]
 
-    def _visible_device(self) -> dict[str, str]:
+    def _visible_devices(self) -> dict[str, str]:
         """Return the variables that hide other devices from the server; none on a Mac."""
         if not self._devices.is_split:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": str(self._devices.inference_device)}
+        return {VISIBLE: ",".join(map(str, self._devices.inference_devices))}
 
     async def _stop(self) -> None:
         if self._control is not None:

@@ -20,6 +20,9 @@ from tests.adapter_files import save
 KEY = "art-key"
 SHARED = DeviceConfig(inference_device=0, training_devices=(0,), auto_detect=False)
 SPLIT = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
+SPLIT_OF_TWO = DeviceConfig(
+    inference_device=0, training_devices=(2,), auto_detect=False, num_inference_devices=2
+)
 # A small context and one sequence at a time start faster.
 FLAGS = ("--max-num-seqs", "4", "--client-timeout", "0")
 NEVER_S = 1e6
@@ -38,9 +41,12 @@ def save_model(folder: Path, step: int) -> None:
 class Trainee:
     """A policy, and what its server answers."""
 
-    def __init__(self, folder: Path, method: WeightSync, devices: DeviceConfig) -> None:
+    def __init__(
+        self, folder: Path, method: WeightSync, devices: DeviceConfig, num_engines: int = 1
+    ) -> None:
         config = ServerConfig(
             weight_sync_method=method,
+            data_parallel_size=num_engines,
             context_length=256,
             mem_fraction_static=0.2,
             flush_cache_on_sync=True,
@@ -84,17 +90,23 @@ class Trainee:
 
 @pytest.fixture
 async def trainee(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Trainee]:
-    method, devices = request.param
-    trainee = Trainee(tmp_path, method, devices)
+    method, devices, *num_engines = request.param
+    trainee = Trainee(tmp_path, method, devices, *num_engines)
     await trainee.policy.start(Address(api_key=KEY))
     yield trainee
     await trainee.policy.stop()
 
 
-CASES = [(WeightSync.LORA, SHARED), (WeightSync.DISK, SHARED), (WeightSync.RESTART, SHARED)]
+CASES = [
+    pytest.param((WeightSync.LORA, SHARED), id="lora"),
+    pytest.param((WeightSync.DISK, SHARED), id="disk"),
+    pytest.param((WeightSync.RESTART, SHARED), id="restart"),
+    pytest.param((WeightSync.LORA, SHARED, 2), id="lora-2", marks=pytest.mark.engines),
+    pytest.param((WeightSync.DISK, SHARED, 2), id="disk-2", marks=pytest.mark.engines),
+]
 
 
-@pytest.mark.parametrize("trainee", CASES, indirect=True, ids=["lora", "disk", "restart"])
+@pytest.mark.parametrize("trainee", CASES, indirect=True)
 async def test_shared_mode(trainee: Trainee) -> None:
     """Check that memory is freed, and the trained step served, or the old one after a failure."""
     policy, keeps = trainee.policy, trainee.policy._config.weight_sync_method is WeightSync.LORA
@@ -122,7 +134,14 @@ async def test_shared_mode(trainee: Trainee) -> None:
             await trainee.answer(0)
 
 
-@pytest.mark.parametrize("trainee", [(WeightSync.LORA, SPLIT)], indirect=True)
+@pytest.mark.parametrize(
+    "trainee",
+    [
+        (WeightSync.LORA, SPLIT),
+        pytest.param((WeightSync.LORA, SPLIT_OF_TWO, 2), marks=pytest.mark.engines),
+    ],
+    indirect=True,
+)
 async def test_split_mode(trainee: Trainee) -> None:
     """Check that the server answers during training, and refuses what it cannot use."""
     policy = trainee.policy

@@ -37,6 +37,26 @@ def test_one_device_is_shared_and_several_are_split(count: int) -> None:
     assert resolved.training_devices == (tuple(range(1, count)) if count > 1 else (0,))
 
 
+@given(count=st.integers(0, 16), num_engines=st.integers(1, 8))
+def test_each_engine_has_a_device_and_the_trainer_has_the_others(
+    count: int, num_engines: int
+) -> None:
+    resolved = DeviceConfig().resolved(count, num_engines=num_engines)
+    assert resolved.is_split == (count > num_engines)
+    assert resolved.inference_devices == tuple(range(num_engines))
+    others = tuple(range(num_engines, count))
+    assert resolved.training_devices == (others or (0,))
+
+
+def test_devices_of_several_engines_are_not_shared_in_part() -> None:
+    named = DeviceConfig(inference_device=1, training_devices=(0,), auto_detect=False)
+    assert named.resolved(num_engines=3).inference_devices == (1, 2, 3)
+    assert named.resolved(num_engines=3).is_split
+    shared = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
+    assert shared.is_split
+    assert not shared.resolved(num_engines=2).is_split
+
+
 def test_named_devices_stay_as_they_are() -> None:
     named = DeviceConfig(inference_device=2, training_devices=(0, 1), auto_detect=False)
     assert named.resolved(1) == named
@@ -69,9 +89,11 @@ def test_every_setting_becomes_a_flag_that_serve_knows() -> None:
         disable_radix_cache=True,
         max_loras_per_batch=2,
         context_length=512,
+        data_parallel_size=2,
         flags=("--seed", "3"),
     )
     flags = config.to_flags()
+    assert flags[flags.index("--data-parallel-size") + 1] == "2"
     assert flags[-2:] == ["--seed", "3"]
     assert flags[flags.index("--kv-memory-fraction") + 1] == "0.25"
     assert flags[flags.index("--max-loras") + 1] == "2"
@@ -98,6 +120,7 @@ def test_defaults_are_those_of_the_guide() -> None:
         {"mem_fraction_static": 0},
         {"mem_fraction_static": 1.01},
         {"max_loras_per_batch": 0},
+        {"data_parallel_size": 0},
         {"context_length": 0},
         {"server_timeout": 0},
         {"weight_sync_method": "nccl"},
