@@ -14,9 +14,12 @@ from pathlib import Path
 
 from benchmarks.checks import Check, conclude
 from benchmarks.measure import (
+    add_engines,
     completion,
+    engine_flags,
     load_tokenizer,
     make_parser,
+    name_for,
     prepare_model,
     send_all,
     text_of_tokens,
@@ -32,6 +35,7 @@ def main() -> int:
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
+    add_engines(parser)
     parser.set_defaults(repetitions=5)
     args = parser.parse_args()
     model = prepare_model(args.model)
@@ -46,7 +50,8 @@ def main() -> int:
     ]
     with mlx_lm_server(model) as server:
         old = measure(server, separate, samples * size)
-    with mlx_parallm_server(model, shlex.split(args.server_options)) as server:
+    options = [*shlex.split(args.server_options), *engine_flags(args)]
+    with mlx_parallm_server(model, options) as server:
         new = measure(server, grouped, samples * size)
     ratio = statistics.median(new) / statistics.median(old)
     checks = [
@@ -54,7 +59,8 @@ def main() -> int:
         Check(f"mlx_parallm, n={samples}: tokens/s", statistics.median(new)),
         Check("ratio", ratio, ">=", 4.0),
     ]
-    return conclude("group_sampling", checks, {"tokens_per_s": {"old": old, "new": new}})
+    name = name_for("group_sampling", args.engines)
+    return conclude(name, checks, {"tokens_per_s": {"old": old, "new": new}})
 
 
 def make_prompts(model: Path, num_tokens: int, count: int) -> list[str]:

@@ -41,6 +41,21 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of benchmarks whose server may have several engines."""
+    parser.add_argument("--engines", type=int, default=1, help="as serve's --data-parallel-size")
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of ``mlx_parallm serve`` for ``--engines``."""
+    return ["--data-parallel-size", str(args.engines)] if args.engines > 1 else []
+
+
+def name_for(benchmark: str, engines: int) -> str:
+    """Return under which name a benchmark's results are written."""
+    return benchmark if engines == 1 else f"{benchmark}_{engines}_engines"
+
+
 def prepare_model(folder: Path) -> Path:
     """Return ``folder``, with the benchmark model in it unless another model is there."""
     return folder if (folder / "config.json").exists() else make_model(folder)
