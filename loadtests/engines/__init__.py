@@ -1,0 +1,1 @@
+"""Several engines and HTTP processes that are killed while they serve."""
