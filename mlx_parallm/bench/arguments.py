@@ -61,6 +61,14 @@ def lengths(text: str) -> Lengths:
         ) from None
 
 
+def header(text: str) -> tuple[str, str]:
+    """Return the name and the value of a header, written as NAME=VALUE."""
+    name, mark, value = text.partition("=")
+    if not (mark and name and text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {text!r}")
+    return name, value
+
+
 def output_file(text: str) -> Path:
     """Return the path of a file after checking that it can be written."""
     path = Path(text)

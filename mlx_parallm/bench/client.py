@@ -25,10 +25,12 @@ class LoadClient:
         *,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._target = target
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {**key, **(headers or {})}
         self._timeout_s = timeout_s
         self._clock = clock
 
@@ -56,11 +58,15 @@ class LoadClient:
             OSError: the server cannot be reached.
             ResponseError: the status is no success.
         """
+        return json.loads(await self.get_text(path))
+
+    async def get_text(self, path: str) -> str:
+        """Return the text that ``GET path`` answers; raise as ``get_json`` does."""
         async with request(self._target, "GET", path, headers=self._headers) as response:
             body = await response.read()
             if response.status != 200:
                 raise ResponseError(f"GET {path} answered {response.status}")
-            return json.loads(body)
+            return body.decode(errors="replace")
 
     async def _follow(self, planned: PlannedRequest, record: RequestRecord) -> None:
         body = json.dumps(planned.body).encode()

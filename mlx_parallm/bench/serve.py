@@ -8,10 +8,12 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mlx_parallm.bench.arguments import (
     FlagGroup,
+    header,
     lengths,
     not_negative,
     not_negative_number,
@@ -20,6 +22,13 @@ from mlx_parallm.bench.arguments import (
     positive_number,
 )
 from mlx_parallm.bench.client import LoadClient
+from mlx_parallm.bench.engine_shares import (
+    Counts,
+    EngineShare,
+    engine_shares,
+    format_shares,
+    read_counts,
+)
 from mlx_parallm.bench.http_stream import ResponseError, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
@@ -51,6 +60,14 @@ def _add_target_arguments(group: FlagGroup) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
     group.add_argument("--model", help="default: the first in GET /v1/models")
     group.add_argument("--api-key", help="sent as a bearer token")
+    group.add_argument(
+        "--header",
+        type=header,
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="sent with each request, such as X-data-parallel-rank=1, which chooses the engine",
+    )
     group.add_argument("--endpoint", choices=["chat", "completions"], default="completions")
     group.add_argument("--timeout-s", type=positive_number, default=600.0, help="per request")
 
@@ -114,17 +131,23 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         client = LoadClient(
-            Target.from_url(args.base_url), api_key=args.api_key, timeout_s=args.timeout_s
+            Target.from_url(args.base_url),
+            api_key=args.api_key,
+            timeout_s=args.timeout_s,
+            headers=dict(args.header),
         )
-        records = asyncio.run(_measure(client, args))
+        records, shares = asyncio.run(_measure(client, args))
     except (OSError, ValueError, ResponseError) as error:
         raise ConfigError(f"cannot measure {args.base_url}: {error}") from error
     summary = summarise(records)
     print(format_table(summary))
+    if shares:
+        print("\n" + format_shares(shares))
     if note := format_short_outputs(records, ignores_eos=args.ignore_eos):
         print(note, file=sys.stderr)
     if args.output:
         outcome = to_json(_settings(args), summary, records)
+        outcome["engines"] = [asdict(share) for share in shares]
         args.output.write_text(json.dumps(outcome, indent=1) + "\n")
     if args.plot:
         _plot(records, args)
@@ -133,14 +156,28 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.num_failed else 0
 
 
-async def _measure(client: LoadClient, args: argparse.Namespace) -> list[RequestRecord]:
+async def _measure(
+    client: LoadClient, args: argparse.Namespace
+) -> tuple[list[RequestRecord], list[EngineShare]]:
+    """Return a record of each request, and what each of several engines did."""
     model = args.model or await _first_model(client)
     requests = plan_requests(make_workload(args, model))
     warmups = plan_requests(make_workload(args, model, is_warmup=True))
     await closed_loop(warmups, client.send, concurrency=max(1, len(warmups)))
+    before = await _counts(client)
     if args.rate:
-        return await open_loop(requests, client.send, max_concurrency=args.concurrency)
-    return await _closed_loop(requests, client, args)
+        records = await open_loop(requests, client.send, max_concurrency=args.concurrency)
+    else:
+        records = await _closed_loop(requests, client, args)
+    return records, engine_shares(before, await _counts(client))
+
+
+async def _counts(client: LoadClient) -> Counts:
+    """Return the counters of each engine; empty if the server does not tell them."""
+    try:
+        return read_counts(await client.get_text("/metrics"))
+    except (OSError, ResponseError):
+        return {}
 
 
 async def _closed_loop(
@@ -181,7 +218,7 @@ def make_workload(
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    hidden = {"api_key", "output", "plot"}
+    hidden = {"api_key", "header", "output", "plot"}
     return {
         name: value if isinstance(value, int | float | None) else str(value)
         for name, value in vars(args).items()

@@ -19,19 +19,35 @@ def parse(*flags):
     return parser.parse_args(list(flags))
 
 
+def sample(engine, tokens):
+    labels = f'engine="{engine}",model_name="tiny"'
+    return f"vllm:generation_tokens_total{{{labels}}} {tokens}.0\n"
+
+
 @contextlib.contextmanager
-def serving(status=200, models=({"id": "tiny"},)):
-    """Stream two words for every request; yield the server's address and the bodies."""
+def serving(status=200, models=({"id": "tiny"},), num_engines=0):
+    """Stream two words for every request; yield the server's address and the bodies.
+
+    Of several engines, the one that the header names counts the tokens.
+    """
     bodies = []
+    generated = [0] * num_engines
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.path == "/metrics":
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write("".join(map(sample, range(num_engines), generated)).encode())
+                return
             self.send_response(200 if models is not None else 404)
             self.end_headers()
             self.wfile.write(json.dumps({"data": models}).encode())
 
         def do_POST(self):
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if num_engines:
+                generated[int(self.headers["X-data-parallel-rank"])] += 2
             self.send_response(status)
             self.end_headers()
             for text in ("a ", "b"):
@@ -68,6 +84,18 @@ def test_a_run_prints_its_figures_and_writes_them_as_json(tmp_path, capsys):
     assert len(content["requests"]) == 6
     assert len(bodies) == 8
     assert {body["model"] for body in bodies} == {"tiny"}
+
+
+def test_the_engine_of_a_header_has_all_tokens(tmp_path, capsys):
+    output = tmp_path / "run.json"
+    with serving(num_engines=2) as (url, _):
+        flags = ["--base-url", url, "--num-requests", "6", "--ramp-s", "0", "--output", str(output)]
+        assert run(parse(*flags, "--header", "X-data-parallel-rank=1")) == 0
+    printed = capsys.readouterr().out
+    assert "engine 0      0 output tokens (0%), 0 prompt tokens" in printed
+    assert "engine 1      12 output tokens (100%)" in printed
+    engines = json.loads(output.read_text())["engines"]
+    assert [engine["output_tokens"] for engine in engines] == [0, 12]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +160,8 @@ def test_flags_that_make_no_sense_are_configuration_errors(flags):
         (("--num-warmups", "-1"), "--num-warmups: must be at least 0, not '-1'"),
         (("--rate", "0"), "--rate: must be above 0, not '0'"),
         (("--timeout-s", "nan"), "--timeout-s: must be a number, not 'nan'"),
+        (("--header", "X-data-parallel-rank"), "must be NAME=VALUE, not 'X-data-parallel-rank'"),
+        (("--header", "A=1\r\nB: 2"), "must be NAME=VALUE"),
         (("--temperature", "-1"), "--temperature: must be at least 0, not '-1'"),
         (("--prompt-lengths", "uniform:9,2"), "--prompt-lengths: must be N, uniform:LOW,HIGH"),
         (("--output", "/does/not/exist.json"), "--output: /does/not/exist.json: No such file"),
