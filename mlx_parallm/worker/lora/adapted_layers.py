@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -140,6 +140,11 @@ class AdaptedLayers:
     def drop(self, slot: int) -> None:
         """Remove the adapter from a slot, if it has one."""
         self._clear(slot, kept={})
+
+    def wrap(self, paths: Iterable[str]) -> None:
+        """Let these modules be changed by the stacks of a forward; see ``changed_by``."""
+        for path in paths:
+            self._adapt(path)
 
     def refresh(self) -> None:
         """Compute DoRA's gains anew after the model's weights were replaced."""

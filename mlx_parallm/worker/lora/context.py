@@ -81,3 +81,19 @@ class AdapterContext:
         finally:
             self.rows, self.head_rows = before
             self.forward_id += 1
+
+    @contextmanager
+    def changed_by(self, stacks: Mapping[str, AdapterStack]) -> Iterator[None]:
+        """Let these stacks change a forward in place of the resident adapters, without kernels.
+
+        The graph of a forward keeps the arrays that it was built from, so resident adapters and
+        steps in flight are not affected.
+        """
+        before = self._stacks, self._key, self.kernels
+        self.set_stacks(stacks)
+        self.kernels = None
+        try:
+            with self.during(AdapterRows(mx.zeros(1, mx.int32))):
+                yield
+        finally:
+            self._stacks, self._key, self.kernels = before

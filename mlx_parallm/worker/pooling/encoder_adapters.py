@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from mlx_parallm.worker.lora.adapted_layers import (
 )
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
+from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
@@ -189,6 +190,48 @@ class EncoderAdapters:
                 for row, result in zip(rows, answers, strict=True):
                     results[row] = result
         return StagedJob(outputs, [result for result in results if result is not None])
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules of the model, by path."""
+        return self._modules
+
+    @property
+    def shared(self) -> Collection[str]:
+        """Return the paths of modules whose result all rows of a forward share."""
+        return self._calls.shared
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers of the model, in order."""
+        return self._stages.layers
+
+    def forward(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
+        """Return last hidden states ``[B, L, D]`` and the mask ``[B, L]`` without any adapter."""
+        return self._forward(inputs)
+
+    def length(self, inputs: Sequence[PoolingInput]) -> int:
+        """Return the length L of a forward of these inputs."""
+        return self._shapes.length(max(len(item.token_ids) for item in inputs))
+
+    def changed_job(
+        self,
+        inputs: Sequence[PoolingInput],
+        stacks: Mapping[str, AdapterStack],
+        first_layer: int = 0,
+    ) -> StagedJob:
+        """Return a batch that given stacks change, in place of the adapters in slots.
+
+        Args:
+            inputs: name no adapters.
+            stacks: the changes, by the paths of linear layers.
+            first_layer: the first layer that is computed, whose output ends the first stage.
+        """
+        self._layers.wrap(stacks)
+        with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
+            hidden, mask = self._forward(inputs)
+            results = self._heads.run(inputs, hidden, mask)
+        return StagedJob(outputs, results)
 
     def _hidden(
         self, inputs: Sequence[PoolingInput], rows: np.ndarray, own: np.ndarray

@@ -31,11 +31,16 @@ class LayerStages:
         ]
         self._layers: list[Any] = max(lists, key=len, default=[])
 
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The layers, in order."""
+        return self._layers
+
     @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[mx.array]]:
-        """Yield a list to which each layer that runs in this context appends its output."""
+    def recorded(self, first: int = 0) -> Iterator[list[mx.array]]:
+        """Yield a list to which each layer from ``first`` on appends its output in this context."""
         outputs: list[mx.array] = []
-        with WrappedCalls(self._layers, partial(_recording, outputs=outputs)):
+        with WrappedCalls(self._layers[first:], partial(_recording, outputs=outputs)):
             yield outputs
 
 

@@ -1,0 +1,74 @@
+"""Random directions and steps along them."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.worker.training.directions import Distribution, directions, stepped
+
+SIZE = 1000
+REPLAY = """
+import sys, hashlib
+import mlx.core as mx, numpy as np
+from mlx_parallm.worker.training.directions import Distribution, stepped
+theta, distribution = mx.zeros(1000), Distribution(sys.argv[1])
+for step in range(1000):
+    coefficients = [1e-3 * (step % 7 - 3), 2e-3]
+    theta = stepped(theta, 2**63 + step, coefficients, distribution, 0.999)
+print(hashlib.sha256(np.array(theta).tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_directions_have_mean_0_and_variance_1(distribution: Distribution) -> None:
+    numbers = np.array(directions(7, 4, 10_000, distribution))
+    assert numbers.shape == (4, 10_000)
+    assert np.abs(numbers.mean(axis=1)).max() < 0.05
+    assert np.abs(numbers.var(axis=1) - 1).max() < 0.05
+    assert np.abs(np.corrcoef(numbers) - np.eye(4)).max() < 0.05
+
+
+def test_rademacher_numbers_are_signs() -> None:
+    numbers = np.array(directions(7, 1, SIZE, Distribution.RADEMACHER))
+    assert set(numbers.ravel().tolist()) == {1.0, -1.0}
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_seeds_decide_directions(distribution: Distribution) -> None:
+    drawn = [np.array(directions(seed, 2, SIZE, distribution)) for seed in (0, 0, 1, 2**64 - 1)]
+    assert (drawn[0] == drawn[1]).all()
+    assert not (drawn[0] == drawn[2]).all()
+    assert not (drawn[2] == drawn[3]).all()
+
+
+def test_a_step_goes_along_its_directions() -> None:
+    theta = mx.arange(SIZE).astype(mx.float32)
+    along = np.array(directions(3, 2, SIZE, Distribution.GAUSSIAN))
+    after = np.array(stepped(theta, 3, [0.5, -0.25], Distribution.GAUSSIAN, keep=0.5))
+    expected = 0.5 * np.arange(SIZE) - 0.5 * along[0] + 0.25 * along[1]
+    np.testing.assert_allclose(after, expected, rtol=1e-6, atol=1e-4)
+
+
+def test_coefficients_of_zero_change_no_bit() -> None:
+    theta = mx.random.normal([SIZE], key=mx.random.key(1))
+    assert (stepped(theta, 3, [0.0, 0.0], Distribution.RADEMACHER) == theta).all().item()
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_a_thousand_steps_give_the_same_bits_in_another_process(
+    distribution: Distribution,
+) -> None:
+    theta = mx.zeros(SIZE)
+    for step in range(1000):
+        coefficients = [1e-3 * (step % 7 - 3), 2e-3]
+        theta = stepped(theta, 2**63 + step, coefficients, distribution, 0.999)
+    replayed = subprocess.run(
+        [sys.executable, "-c", REPLAY, distribution], capture_output=True, text=True, check=True
+    )
+    assert replayed.stdout.strip() == hashlib.sha256(np.array(theta).tobytes()).hexdigest()
