@@ -2,6 +2,10 @@
 #
 #   docker build -t mlx-parallm .
 #   docker run --rm -p 8000:8000 -v "$HOME/.cache/huggingface:/cache" mlx-parallm serve --api-key secret
+#
+# One engine on each GPU (docs/scaling.md):
+#
+#   docker run --rm --gpus all -p 8000:8000 mlx-parallm serve --api-key secret --data-parallel-size auto
 
 FROM python:3.12.11-slim-trixie
 

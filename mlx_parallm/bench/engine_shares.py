@@ -1,4 +1,4 @@
-"""What each engine of a server did during a run, by the label ``engine`` of its metrics."""
+"""Tells the tokens of each engine of a server in a run, by the label ``engine`` of its metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Counts = Mapping[int, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShare:
-    """The tokens that one engine handled, whoever sent the requests.
+    """The tokens of one engine, for the requests of all clients.
 
     Attributes:
         engine: its number.

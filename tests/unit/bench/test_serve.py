@@ -28,7 +28,7 @@ def sample(engine, tokens):
 def serving(status=200, models=({"id": "tiny"},), num_engines=0):
     """Stream two words for every request; yield the server's address and the bodies.
 
-    Of several engines, the one that the header names counts the tokens.
+    With several engines, the header of a request says which one counts its tokens.
     """
     bodies = []
     generated = [0] * num_engines
