@@ -131,9 +131,9 @@ class ServerConfig:
         flags = [
             *("--kv-memory-fraction", str(self.mem_fraction_static)),
             *("--max-loras", str(self.max_loras_per_batch)),
+            # The server sees a device for each engine, so a variable must not ask for others.
+            *("--data-parallel-size", str(self.data_parallel_size)),
         ]
-        if self.data_parallel_size > 1:
-            flags += ["--data-parallel-size", str(self.data_parallel_size)]
         if self.disable_radix_cache:
             flags.append("--no-enable-prefix-caching")
         if self.context_length is not None:
