@@ -11,6 +11,7 @@ from mlx_parallm.pooling.kind import PoolingKind
 from mlx_parallm.pooling.metrics import PoolingFamilies
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
+from mlx_parallm.worker.training.sessions import EncoderSessions
 from mlx_parallm.worker.worker import Worker
 
 
@@ -23,7 +24,7 @@ class PoolingBuilder(PoolingKind, KindBuilder):
 
     def install(self, worker: Worker) -> None:
         """See ``KindBuilder``."""
-        worker.install(PoolingSpec, PoolingLoader())
+        worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """See ``KindBuilder``."""

@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
+from mlx_parallm.types.training import (
+    Distribution,
+    Segment,
+    TrainableInfo,
+    TrainableSpec,
+)
+from mlx_parallm.types.training import Step as TrainingStep
 
 if TYPE_CHECKING:
     from mlx_parallm.grammar.compiler import GrammarCompiler
@@ -258,6 +265,78 @@ class Wake(Op[bool]):
 
     model: str
     tag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTraining(Op[TrainableInfo]):
+    """Make the adapter of a training session, which changes nothing yet; return facts about it.
+
+    Raises InvalidRequestError if the model has no such layers.
+
+    Attributes:
+        model: the model.
+        session: the name by which later ops call the session.
+        spec: the adapter.
+        distribution: of the directions along which it is trained.
+        keeps_prefix: True to keep what enters the lowest trained layer.
+    """
+
+    model: str
+    session: str
+    spec: TrainableSpec
+    distribution: Distribution
+    keeps_prefix: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairForward(Op[list[np.ndarray]]):
+    """Run inputs through perturbed copies of a session's adapter, all copies in one forward.
+
+    Return one float32 array for each row of each segment, in this order; see ``Task``.
+
+    Attributes:
+        model: the model.
+        session: the session.
+        inputs: name no adapters.
+        segments: the copies; all have equally many rows.
+        seed: draws the directions.
+        num_directions: how many.
+        epsilon: the size of the perturbation.
+    """
+
+    model: str
+    session: str
+    inputs: Sequence[PoolingInput]
+    segments: Sequence[Segment]
+    seed: int
+    num_directions: int
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplySteps(Op[None]):
+    """Change the parameters of a session by steps, in their order."""
+
+    model: str
+    session: str
+    steps: Sequence[TrainingStep]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materialise(Op[AdapterWeights]):
+    """Return a session's adapter as it is after these steps from its beginning; None: as it is."""
+
+    model: str
+    session: str
+    steps: Sequence[TrainingStep] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseTraining(Op[None]):
+    """Forget a session; unknown ones are ignored."""
+
+    model: str
+    session: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

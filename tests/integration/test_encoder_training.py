@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import Distribution
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
-from mlx_parallm.worker.training.directions import Distribution, directions
+from mlx_parallm.worker.training.directions import directions
 from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
@@ -85,9 +85,7 @@ class Trained:
 
     def served(self, copy: mx.array, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results with one copy as an ordinary adapter in a slot."""
-        before, self.trainable.theta = self.trainable.theta, copy
-        adapter: AdapterWeights = self.trainable.weights()
-        self.trainable.theta = before
+        adapter = self.trainable.weights(copy)
         store = AdapterStore(self.runner.adapters)
         store.add(adapter.digest, adapter)
         store.place({1: adapter.digest})

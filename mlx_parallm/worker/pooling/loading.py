@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,6 @@ from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.ops import (
     AddAdapter,
-    Done,
     DropAdapter,
     Load,
     Pending,
@@ -34,7 +33,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
 from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
-from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
 from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
@@ -44,13 +43,31 @@ from mlx_parallm.worker.worker import Device, Tensors
 PART_BYTES = 4 << 20
 
 
+class Sessions(Protocol):
+    """The training sessions of a model."""
+
+    def begin(self, op: Any, /) -> Pending[Any]:
+        """Begin an op that names a session; raise if it is refused."""
+        ...
+
+    def release(self) -> None:
+        """Forget all sessions."""
+        ...
+
+
 class PoolingLoader:
     """Loads pooling models. Implements ``Loader``."""
+
+    def __init__(self, make_sessions: Callable[[EncoderAdapters], Sessions]) -> None:
+        """``make_sessions`` returns a place for the training sessions of a model."""
+        self._make_sessions = make_sessions
 
     def begin(self, op: Load, device: Device) -> PendingEncoder:
         """See ``Loader``."""
         del device
-        return open_runner(op.spec, op.plan)
+        pending = open_runner(op.spec, op.plan)
+        pending.make_sessions = self._make_sessions
+        return pending
 
 
 class PendingEncoder:
@@ -59,6 +76,7 @@ class PendingEncoder:
     Attributes:
         num_bytes: size of its weights.
         model: the loaded model; None until ``wait`` has returned.
+        make_sessions: returns a place for its training sessions; None: there is none.
     """
 
     def __init__(
@@ -66,6 +84,7 @@ class PendingEncoder:
     ) -> None:
         """``finish`` makes the runner, once all parameters of ``model`` are evaluated."""
         self.model: EncoderModel | None = None
+        self.make_sessions: Callable[[EncoderAdapters], Sessions] | None = None
         self._folder = folder
         self._finish = finish
         self._is_cast = is_cast
@@ -98,16 +117,18 @@ class PendingEncoder:
         """Return the plan, see ``Pending``; raise as ``advance`` does."""
         with load_failures(self._folder):
             runner = self.finish()
-        self.model = EncoderModel(runner)
+        sessions = None if self.make_sessions is None else self.make_sessions(runner.adapters)
+        self.model = EncoderModel(runner, sessions)
         return PoolingPlan(info=runner.info, is_cast=self._is_cast)
 
 
 class EncoderModel:
     """A loaded pooling model. Implements ``WorkerModel``."""
 
-    def __init__(self, runner: AdaptedEncoder) -> None:
+    def __init__(self, runner: AdaptedEncoder, sessions: Sessions | None = None) -> None:
         self._runner = runner
         self._adapters = AdapterStore(runner.adapters)
+        self._sessions = sessions
 
     def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
         """See ``WorkerModel``."""
@@ -117,7 +138,8 @@ class EncoderModel:
             case AddAdapter() | StageAdapter() | DropAdapter():
                 return self._adapters.begin(op, tensors)
             case _:
-                return Done(_refuse(op))
+                assert self._sessions is not None, f"a pooling model does not know {op}"
+                return self._sessions.begin(op)
 
     def _begin_batch(self, op: PoolBatch) -> Pending[list[np.ndarray]]:
         self._adapters.place({slot: content for content, slot in op.slots.items()})
@@ -125,12 +147,10 @@ class EncoderModel:
 
     def release(self) -> None:
         """See ``WorkerModel``."""
+        if self._sessions is not None:
+            self._sessions.release()
         self._adapters.release()
         self._runner.release()
-
-
-def _refuse(op: Any) -> None:
-    raise AssertionError(f"a pooling model does not know {op}")
 
 
 def open_runner(spec: PoolingSpec, plan: PoolingPlan | None = None) -> PendingEncoder:

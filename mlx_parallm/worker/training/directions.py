@@ -7,21 +7,9 @@ seeds and coefficients give the same bits on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import StrEnum
-
 import mlx.core as mx
 
-
-class Distribution(StrEnum):
-    """How the numbers of a direction are distributed; both have mean 0 and variance 1.
-
-    rademacher: 1 or -1.
-    gaussian: normal.
-    """
-
-    RADEMACHER = "rademacher"
-    GAUSSIAN = "gaussian"
+from mlx_parallm.types.training import Distribution, Step
 
 
 def directions(seed: int, count: int, size: int, distribution: Distribution) -> mx.array:
@@ -40,29 +28,21 @@ def directions(seed: int, count: int, size: int, distribution: Distribution) -> 
     return mx.stack(rows)
 
 
-def stepped(
-    theta: mx.array,
-    seed: int,
-    coefficients: Sequence[float],
-    distribution: Distribution,
-    keep: float = 1.0,
-) -> mx.array:
+def stepped(theta: mx.array, step: Step, distribution: Distribution) -> mx.array:
     """Return ``keep * theta - sum_j coefficients[j] * z_j``, float32 ``[size]``.
 
     This is the only place that changes trainable parameters. The products are subtracted one after
-    the other, so that a replay gives the same bits.
+    the other, so that a replay gives the same bits. Coefficients are rounded to float32.
 
     Args:
         theta: the parameters, float32 ``[size]``.
-        seed: draws the directions ``z``, as many as there are coefficients.
-        coefficients: how far to go along each direction; they are rounded to float32.
+        step: the coefficients, and the seed that draws as many directions ``z``.
         distribution: of the directions.
-        keep: the factor of weight decay.
     """
-    if keep != 1.0:
-        theta = theta * mx.array(keep, mx.float32)
-    along = directions(seed, len(coefficients), theta.size, distribution)
-    for coefficient, direction in zip(coefficients, along, strict=True):
+    if step.keep != 1.0:
+        theta = theta * mx.array(step.keep, mx.float32)
+    along = directions(step.seed, len(step.coefficients), theta.size, distribution)
+    for coefficient, direction in zip(step.coefficients, along, strict=True):
         theta = theta - mx.array(coefficient, mx.float32) * direction
     return theta
 

@@ -61,7 +61,9 @@ class TrainableAdapter:
         self._scale = scale
         self._trains_first = trains_first
         self._first = {layer.path: first_factors[layer.path] for layer in self.layers}
-        self.theta = mx.concatenate([part for layer in self.layers for part in self._start(layer)])
+        #: The parameters at the beginning.
+        self.start = mx.concatenate([part for layer in self.layers for part in self._start(layer)])
+        self.theta = self.start
         self.num_parameters: int = self.theta.size
 
     def _start(self, layer: TrainedLayer) -> list[mx.array]:
@@ -81,9 +83,9 @@ class TrainableAdapter:
             stacks[layer.path] = SegmentStack(a, b, self._scale)
         return stacks
 
-    def weights(self) -> AdapterWeights:
-        """Return the adapter with the parameters now, which can be served."""
-        stacks = self.stacks(self.theta[None])
+    def weights(self, theta: mx.array) -> AdapterWeights:
+        """Return the adapter with these parameters, float32 ``[P]``; it can be served."""
+        stacks = self.stacks(theta[None])
         changes: dict[str, LowRank] = {}
         for path, stack in stacks.items():
             a = stack.a[0] if self._trains_first else stack.a

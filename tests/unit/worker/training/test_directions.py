@@ -10,17 +10,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.worker.training.directions import Distribution, directions, stepped
+from mlx_parallm.types.training import Distribution, Step
+from mlx_parallm.worker.training.directions import directions, stepped
 
 SIZE = 1000
 REPLAY = """
 import sys, hashlib
 import mlx.core as mx, numpy as np
-from mlx_parallm.worker.training.directions import Distribution, stepped
+from mlx_parallm.types.training import Distribution, Step
+from mlx_parallm.worker.training.directions import stepped
 theta, distribution = mx.zeros(1000), Distribution(sys.argv[1])
 for step in range(1000):
     coefficients = [1e-3 * (step % 7 - 3), 2e-3]
-    theta = stepped(theta, 2**63 + step, coefficients, distribution, 0.999)
+    theta = stepped(theta, Step(2**63 + step, coefficients, 0.999), distribution)
 print(hashlib.sha256(np.array(theta).tobytes()).hexdigest())
 """
 
@@ -50,14 +52,15 @@ def test_seeds_decide_directions(distribution: Distribution) -> None:
 def test_a_step_goes_along_its_directions() -> None:
     theta = mx.arange(SIZE).astype(mx.float32)
     along = np.array(directions(3, 2, SIZE, Distribution.GAUSSIAN))
-    after = np.array(stepped(theta, 3, [0.5, -0.25], Distribution.GAUSSIAN, keep=0.5))
+    after = np.array(stepped(theta, Step(3, [0.5, -0.25], 0.5), Distribution.GAUSSIAN))
     expected = 0.5 * np.arange(SIZE) - 0.5 * along[0] + 0.25 * along[1]
     np.testing.assert_allclose(after, expected, rtol=1e-6, atol=1e-4)
 
 
 def test_coefficients_of_zero_change_no_bit() -> None:
     theta = mx.random.normal([SIZE], key=mx.random.key(1))
-    assert (stepped(theta, 3, [0.0, 0.0], Distribution.RADEMACHER) == theta).all().item()
+    after = stepped(theta, Step(3, [0.0, 0.0]), Distribution.RADEMACHER)
+    assert (after == theta).all().item()
 
 
 @pytest.mark.parametrize("distribution", Distribution)
@@ -67,7 +70,7 @@ def test_a_thousand_steps_give_the_same_bits_in_another_process(
     theta = mx.zeros(SIZE)
     for step in range(1000):
         coefficients = [1e-3 * (step % 7 - 3), 2e-3]
-        theta = stepped(theta, 2**63 + step, coefficients, distribution, 0.999)
+        theta = stepped(theta, Step(2**63 + step, coefficients, 0.999), distribution)
     replayed = subprocess.run(
         [sys.executable, "-c", REPLAY, distribution], capture_output=True, text=True, check=True
     )

@@ -1,0 +1,166 @@
+"""The training sessions of one encoder: their parameters, and the ops that they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.training import Distribution, Segment, Step, TrainableInfo, TrainableSpec
+from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
+from mlx_parallm.worker.ops import (
+    ApplySteps,
+    CloseTraining,
+    Done,
+    Materialise,
+    OpenTraining,
+    PairForward,
+    Pending,
+)
+from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
+from mlx_parallm.worker.training.directions import directions, stepped
+from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
+from mlx_parallm.worker.training.prefix_pool import PrefixPool
+from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
+
+TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining
+
+#: ``POOL_BYTES``: most memory of what all sessions of a model keep.
+POOL_BYTES = 256 << 20
+
+
+class _Session:
+    """One session's adapter, and the forwards of its copies."""
+
+    def __init__(self, encoder: EncoderAdapters, op: OpenTraining, pool: PrefixPool | None) -> None:
+        layers = trained_layers(encoder, op.spec)
+        self.trainable = TrainableAdapter(
+            layers,
+            first_factors(layers, op.spec.seed),
+            scale=op.spec.alpha / op.spec.rank,
+            trains_first=op.spec.trains_first,
+        )
+        self.forwards = EncoderForwards(encoder, self.trainable, pool)
+        self.distribution: Distribution = op.distribution
+        self.info = TrainableInfo(
+            paths=tuple(layer.path for layer in self.trainable.layers),
+            num_parameters=self.trainable.num_parameters,
+            first_layer=self.forwards.first_layer,
+        )
+
+    def copies(self, op: PairForward) -> mx.array:
+        """Return the perturbed parameters of each segment, float32 ``[S, P]``."""
+        theta = self.trainable.theta
+        along = directions(op.seed, op.num_directions, theta.size, self.distribution)
+        return mx.stack([_copy(theta, along, segment, op.epsilon) for segment in op.segments])
+
+    def after(self, theta: mx.array, steps: Sequence[Step]) -> mx.array:
+        """Return parameters after steps."""
+        for step in steps:
+            theta = stepped(theta, step, self.distribution)
+            mx.eval(theta)
+        return theta
+
+
+class EncoderSessions:
+    """The sessions of one encoder, by their names."""
+
+    def __init__(self, encoder: EncoderAdapters, pool_bytes: int = POOL_BYTES) -> None:
+        self._encoder = encoder
+        #: What enters the lowest trained layers of all sessions.
+        self.pool = PrefixPool(pool_bytes)
+        self._sessions: dict[str, _Session] = {}
+
+    def begin(self, op: TrainingOp) -> Pending[Any]:
+        """Begin an op; raise InvalidRequestError if it is refused."""
+        match op:
+            case OpenTraining():
+                pool = self.pool if op.keeps_prefix else None
+                session = self._sessions[op.session] = _Session(self._encoder, op, pool)
+                return Done(session.info)
+            case PairForward():
+                session = self._sessions[op.session]
+                rows = [segment.rows for segment in op.segments]
+                return session.forwards.begin(op.inputs, rows, session.copies(op))
+            case ApplySteps():
+                session = self._sessions[op.session]
+                trainable = session.trainable
+                trainable.theta = session.after(trainable.theta, op.steps)
+                return Done(None)
+            case Materialise():
+                return Done(self._materialised(self._sessions[op.session], op))
+            case CloseTraining():
+                self._sessions.pop(op.session, None)
+                if not self._sessions:
+                    self.pool.clear()
+                return Done(None)
+
+    def release(self) -> None:
+        """Forget all sessions, because the model is unloaded."""
+        self._sessions.clear()
+        self.pool.clear()
+
+    @staticmethod
+    def _materialised(session: _Session, op: Materialise) -> AdapterWeights:
+        trainable = session.trainable
+        if op.steps is None:
+            return trainable.weights(trainable.theta)
+        return trainable.weights(session.after(trainable.start, op.steps))
+
+
+def trained_layers(encoder: EncoderAdapters, spec: TrainableSpec) -> list[TrainedLayer]:
+    """Return the linear layers that a spec names.
+
+    Raises:
+        InvalidRequestError: the model has no such layers.
+    """
+    count = len(encoder.layers)
+    indices = range(count) if spec.layers is None else spec.layers
+    unknown = [index for index in indices if not 0 <= index < count]
+    if unknown:
+        raise InvalidRequestError(
+            f"layers: the model has layers 0 to {count - 1}, and no {unknown[0]}.", param="layers"
+        )
+    chosen = {id(encoder.layers[index]) for index in indices}
+    roots = [path for path, module in encoder.modules.items() if id(module) in chosen]
+    layers: list[TrainedLayer] = []
+    for target in spec.targets:
+        paths = [
+            path
+            for path, module in encoder.modules.items()
+            if path.endswith(f".{target}")
+            and kind_of(module) == "linear"
+            and any(path.startswith(f"{root}.") for root in roots)
+        ]
+        if not paths:
+            raise InvalidRequestError(
+                f"targets: these layers have no linear layer {target[:100]!r}.", param="targets"
+            )
+        layers += [_layer(encoder, path, spec.rank) for path in paths]
+    return list({layer.path: layer for layer in layers}.values())
+
+
+def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:
+    """Return random first factors ``[rank, inputs]`` by path; each depends on its path's place."""
+    ordered = sorted(layers, key=lambda layer: layer.path)
+    keys = mx.random.split(mx.random.key(seed), len(ordered))
+    factors: dict[str, mx.array] = {}
+    for layer, key in zip(ordered, keys, strict=True):
+        most = layer.num_inputs**-0.5
+        shape = [layer.rank, layer.num_inputs]
+        factors[layer.path] = mx.random.uniform(-most, most, shape, key=key)
+    return factors
+
+
+def _layer(encoder: EncoderAdapters, path: str, rank: int) -> TrainedLayer:
+    outputs, inputs = plain_shape(encoder.modules[path])
+    return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
+
+
+def _copy(theta: mx.array, along: mx.array, segment: Segment, epsilon: float) -> mx.array:
+    if segment.direction is None:
+        return theta
+    return theta + segment.sign * epsilon * along[segment.direction]

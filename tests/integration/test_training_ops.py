@@ -1,0 +1,191 @@
+"""Training sessions as ops of the worker: a model learns by forward passes alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import Distribution, Segment, Step, TrainableSpec
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    ApplySteps,
+    CloseTraining,
+    Load,
+    Materialise,
+    OpenTraining,
+    PairForward,
+    PoolBatch,
+    tensor_ops,
+)
+from mlx_parallm.worker.pooling.loading import PoolingLoader
+from mlx_parallm.worker.pooling.plan import PoolingSpec
+from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.worker import Worker
+from tests.encoder_folders import read_golden, write_golden
+
+MODEL, SESSION = "model", "session"
+SPEC = TrainableSpec(targets=("query", "value"), layers=(1,), rank=2, alpha=4.0)
+WORDS = (3, 9)
+#: ``EXAMPLES``: a text, whose last token is masked, and the right one of the two words.
+EXAMPLES = tuple(
+    (PoolingInput((*text, 4), "mlm", places=(len(text),), candidates=WORDS), label)
+    for text, label in (((5, 6, 7), 0), ((8, 9), 1), ((5, 7, 6, 6), 0), ((9, 10, 8), 1))
+)
+INPUTS = [item for item, _ in EXAMPLES]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    worker = Worker()
+    worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
+    folder = write_golden(tmp_path, read_golden("bert_masked_lm"))
+    spec = PoolingSpec(
+        config=ModelConfig(path=str(folder)), path=folder, task="auto", chosen=(), free_bytes=None
+    )
+    worker.execute(Load(model=MODEL, spec=spec))
+    return worker
+
+
+@pytest.fixture
+def session(worker: Worker) -> Worker:
+    open_session(worker)
+    return worker
+
+
+def open_session(worker: Worker, spec: TrainableSpec = SPEC, **options: Any) -> Any:
+    return worker.execute(
+        OpenTraining(
+            model=MODEL,
+            session=SESSION,
+            spec=spec,
+            distribution=options.pop("distribution", Distribution.RADEMACHER),
+            **options,
+        )
+    )
+
+
+def losses(results: Sequence[np.ndarray]) -> list[float]:
+    """Return the cross entropy of the right word for each result, ``[1, 2]``."""
+    labels = [label for _, label in EXAMPLES] * (len(results) // len(EXAMPLES))
+    return [
+        float(np.logaddexp(*result[0]) - result[0, label])
+        for result, label in zip(results, labels, strict=True)
+    ]
+
+
+def forward(worker: Worker, seed: int, epsilon: float = 1e-2) -> tuple[float, float]:
+    """Return the mean losses of both signs of one direction."""
+    rows = tuple(range(len(INPUTS)))
+    op = PairForward(
+        model=MODEL,
+        session=SESSION,
+        inputs=INPUTS,
+        segments=(Segment(0, 1, rows), Segment(0, -1, rows)),
+        seed=seed,
+        num_directions=1,
+        epsilon=epsilon,
+    )
+    every = losses(worker.execute(op))
+    return float(np.mean(every[: len(rows)])), float(np.mean(every[len(rows) :]))
+
+
+def train(worker: Worker, count: int, rate: float) -> list[Step]:
+    """Train by MeZO with the sign of each projected gradient; return the steps."""
+    steps: list[Step] = []
+    for seed in range(count):
+        plus, minus = forward(worker, seed)
+        steps.append(Step(seed, [rate * float(np.sign(plus - minus))]))
+        worker.execute(ApplySteps(model=MODEL, session=SESSION, steps=steps[-1:]))
+    return steps
+
+
+def test_forward_passes_alone_reduce_the_loss(session: Worker) -> None:
+    before = sum(forward(session, 0, epsilon=0.0)) / 2
+    train(session, 150, 2e-2)
+    after = sum(forward(session, 0, epsilon=0.0)) / 2
+    assert after < 0.7 * before
+
+
+def test_the_log_gives_the_same_bits_at_every_step(session: Worker) -> None:
+    adapters: list[str] = []
+    steps: list[Step] = []
+    for _ in range(3):
+        steps += train(session, 2, 1e-2)
+        adapters.append(session.execute(Materialise(model=MODEL, session=SESSION)).digest)
+    assert len(set(adapters)) == 3
+    session.execute(CloseTraining(model=MODEL, session=SESSION))
+    open_session(session)
+    for count, digest in zip((2, 4, 6), adapters, strict=True):
+        op = Materialise(model=MODEL, session=SESSION, steps=steps[:count])
+        assert session.execute(op).digest == digest
+
+
+def test_what_was_trained_can_be_served(session: Worker) -> None:
+    train(session, 20, 5e-2)
+    adapter: AdapterWeights = session.execute(Materialise(model=MODEL, session=SESSION))
+    layout, host = split_adapter(adapter)
+    for op in tensor_ops("upload", host):
+        session.execute(op)
+    session.execute(AddAdapter(model=MODEL, content="a", layout=layout, handle="upload"))
+    named = [
+        PoolingInput(i.token_ids, i.task, places=i.places, candidates=i.candidates, adapter="a")
+        for i in INPUTS
+    ]
+    served = losses(session.execute(PoolBatch(model=MODEL, inputs=named, slots={"a": 1})))
+    trained = sum(forward(session, 0, epsilon=0.0)) / 2
+    assert np.mean(served) == pytest.approx(trained, abs=1e-5)
+
+
+def test_a_session_changes_no_bit_of_the_model(worker: Worker) -> None:
+    batch = PoolBatch(model=MODEL, inputs=INPUTS, slots={})
+    digests: list[str] = []
+    for act in (lambda: None, lambda: open_session(worker), lambda: train(worker, 3, 1e-1)):
+        act()
+        results = worker.execute(batch)
+        digests.append(hashlib.sha256(b"".join(r.tobytes() for r in results)).hexdigest())
+    worker.execute(CloseTraining(model=MODEL, session=SESSION))
+    assert len(set(digests)) == 1
+
+
+def test_a_rerun_gives_the_same_log_whatever_is_kept(worker: Worker) -> None:
+    logs: list[list[float]] = []
+    for _ in range(2):
+        open_session(worker)
+        logs.append([c for step in train(worker, 10, 1e-2) for c in step.coefficients])
+        logs.append([loss for seed in range(3) for loss in forward(worker, seed)])
+        worker.execute(CloseTraining(model=MODEL, session=SESSION))
+    assert logs[0] == logs[2]
+    assert logs[1] == logs[3]
+
+
+@pytest.mark.parametrize(
+    ("spec", "param"),
+    [
+        (TrainableSpec(targets=("query", "nothing")), "targets"),
+        (TrainableSpec(targets=("LayerNorm",)), "targets"),
+        (TrainableSpec(targets=("query",), layers=(2,)), "layers"),
+        (TrainableSpec(targets=("query",), layers=(-1,)), "layers"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(worker: Worker, spec: TrainableSpec, param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        open_session(worker, spec)
+    assert caught.value.param == param
+
+
+def test_facts_about_a_session(worker: Worker) -> None:
+    info = open_session(worker)
+    assert [path.rpartition(".")[2] for path in info.paths] == ["query", "value"]
+    assert info.first_layer == 1
+    everything = open_session(worker, TrainableSpec(targets=("query",), rank=2, trains_first=True))
+    assert everything.first_layer == 0
+    assert everything.num_parameters == 2 * info.num_parameters
