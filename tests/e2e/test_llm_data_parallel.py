@@ -23,6 +23,7 @@ from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import (
     ConfigError,
     ContextLengthError,
+    EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
@@ -189,6 +190,38 @@ def test_no_process_is_left(two: LLM) -> None:
     with pytest.raises(Exception, match="no-such-folder"):
         LLM("./no-such-folder", data_parallel_size=2)
     assert own_engines() == before
+
+
+def test_another_thread_may_be_the_last_that_has_it() -> None:
+    before = own_engines()
+
+    def use() -> None:
+        LLM("demo:embed", data_parallel_size=2).embed(TEXTS)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    while own_engines() != before:
+        sleep(0.05)
+
+
+def test_dead_engines_answer_nothing() -> None:
+    others = own_engines()
+    llm = LLM("demo:embed", data_parallel_size=2)
+    llm.embed(TEXTS)
+    engines = own_engines() - others
+    for engine in engines:
+        os.kill(engine, signal.SIGKILL)
+
+    def embed_until_an_error() -> None:
+        while True:
+            llm.embed(TEXTS)
+
+    # The death of the first may be known before that of the second.
+    with pytest.raises(EngineDeadError):
+        embed_until_an_error()
+    llm.close()
+    assert not own_engines() & engines
 
 
 @pytest.mark.parametrize(
