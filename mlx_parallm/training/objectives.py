@@ -1,0 +1,81 @@
+"""Objectives: the loss of each row from what the model's head returned for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+
+class Measure(StrEnum):
+    """What is to become small.
+
+    cross_entropy: the negative log-probability of the right label.
+    error: 1 for a wrong label and 0 for the right one; it has no gradient.
+    """
+
+    CROSS_ENTROPY = "cross_entropy"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How well labels were predicted.
+
+    Attributes:
+        loss: mean cross entropy.
+        accuracy: share of right labels.
+        f1: mean over the labels of the harmonic mean of precision and recall; labels that occur
+            neither as right nor as predicted ones are left out.
+    """
+
+    loss: float
+    accuracy: float
+    f1: float
+
+
+def losses(results: Sequence[np.ndarray], labels: Sequence[int], measure: Measure) -> np.ndarray:
+    """Return the loss of each row, float64 ``[rows]``.
+
+    Args:
+        results: logits of the labels for each row, float32 ``[labels]`` or ``[1, labels]``.
+        labels: the right ones.
+        measure: what is measured.
+    """
+    logits = _logits(results)
+    right = np.asarray(labels)
+    if measure is Measure.ERROR:
+        return (logits.argmax(axis=1) != right).astype(np.float64)
+    return _cross_entropy(logits, right)
+
+
+def scores(results: Sequence[np.ndarray], labels: Sequence[int]) -> Scores:
+    """Return how well labels were predicted; see ``losses`` for the arguments."""
+    logits, right = _logits(results), np.asarray(labels)
+    chosen = logits.argmax(axis=1)
+    return Scores(
+        loss=float(_cross_entropy(logits, right).mean()),
+        accuracy=float((chosen == right).mean()),
+        f1=_macro_f1(chosen, right),
+    )
+
+
+def _logits(results: Sequence[np.ndarray]) -> np.ndarray:
+    """Return logits, float64 ``[rows, labels]``."""
+    return np.stack([result.reshape(-1) for result in results]).astype(np.float64)
+
+
+def _cross_entropy(logits: np.ndarray, right: np.ndarray) -> np.ndarray:
+    most = logits.max(axis=1, keepdims=True)
+    total = np.log(np.exp(logits - most).sum(axis=1)) + most[:, 0]
+    return total - logits[np.arange(len(right)), right]
+
+
+def _macro_f1(chosen: np.ndarray, right: np.ndarray) -> float:
+    values: list[float] = []
+    for label in np.union1d(chosen, right):
+        both = np.sum((chosen == label) & (right == label))
+        values.append(2 * both / (np.sum(chosen == label) + np.sum(right == label)))
+    return float(np.mean(values))
