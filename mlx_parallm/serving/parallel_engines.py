@@ -70,6 +70,8 @@ def _devices(config: ServerConfig) -> list[str]:
                 "--data-parallel-devices lets engines share a GPU."
             )
         return visible[:count]
+    if not visible:
+        raise ConfigError("--data-parallel-devices names NVIDIA GPUs, and this machine has none.")
     chosen = config.data_parallel_devices
     indices = [int(index) for index in chosen if index.isdecimal()]
     if len(indices) != count or not all(index < len(visible) for index in indices):

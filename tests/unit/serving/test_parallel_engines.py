@@ -34,6 +34,7 @@ def test_auto_is_one_engine_for_each_gpu() -> None:
         ({"CUDA_VISIBLE_DEVICES": "0"}, (), "there are 1 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, ("0", "1"), "below 1"),
         ({"CUDA_VISIBLE_DEVICES": "0"}, ("0",), "needs 2 indices"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ("0", "0"), "this machine has none"),
     ],
 )
 def test_engines_that_cannot_be_are_refused_in_one_sentence(
