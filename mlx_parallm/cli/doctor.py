@@ -102,12 +102,24 @@ class Diagnosis:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``mlx_parallm doctor``."""
     parser.add_argument("--json", action="store_true", help="print JSON, for issue reports")
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="measure how many engines of the first model pay on this machine (see "
+        "--data-parallel-size of serve), and report only that",
+    )
     add_settings(parser, SETTING_GROUPS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the diagnosis; return 1 if a kernel is wrong or a model cannot be loaded, else 0."""
-    diagnosis = diagnose(read_settings(args)[0])
+    engine_config, server_config = read_settings(args)
+    if args.engines:
+        # The import is here, so that the rest of the report works even if this fails.
+        from mlx_parallm.cli import engine_counts  # noqa: PLC0415
+
+        return engine_counts.run(engine_config, server_config, as_json=args.json)
+    diagnosis = diagnose(engine_config)
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:

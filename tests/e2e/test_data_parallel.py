@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 
+from mlx_parallm.cli.main import main
 from tests.adapter_files import CONFIG, upload
 from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
 from tests.processes import engines_of
@@ -227,6 +228,19 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
         assert not set(before) & set(engines_of(server.process.pid))
         assert texts(client, "p", 8) == expected
         assert min(tokens_by_engine(server)) > 0
+
+
+def test_doctor_measures_how_many_engines_pay(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", MODEL, "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "256"]
+    assert main(["doctor", "--engines", "--json", *flags]) == 0
+    report = json.loads(capfd.readouterr().out)
+    measured = [row["engines"] for row in report["rows"]]
+    assert measured[:2] == ([1, 2] if (os.cpu_count() or 1) > 1 else [1])
+    assert all(row["tokens_per_s"] > 0 for row in report["rows"])
+    first, *others = [row["memory_bytes"] for row in report["rows"]]
+    # The KV is divided, the weights are not.
+    assert all(first < both < 2 * first for both in others)
+    assert report["flags"] == f"--data-parallel-size {report['recommended']}"
 
 
 def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
