@@ -6,6 +6,7 @@ import { test } from "node:test";
 const at = (name) => new URL(`../../mlx_parallm/api/page/assets/${name}`, import.meta.url);
 const { readEvents } = await import(at("sse.js"));
 const { parseMetrics, quantile, rate, ratio, Reading } = await import(at("metrics.js"));
+const { engineLoads } = await import(at("models.js"));
 const { Answer, Conversation } = await import(at("conversation.js"));
 const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
@@ -231,4 +232,16 @@ test("numbers are written short", () => {
   assert.deepEqual(write(percent, [null, 0, 0.0001, 0.034, 0.5, 1]), ["–", "0 %", "<0.1 %", "3.4 %", "50 %", "100 %"]);
   assert.equal(pretty('{"a":1}'), '{\n  "a": 1\n}');
   assert.equal(pretty('{"a":'), '{"a":');
+});
+
+test("several engines have a row each, and one engine has none", () => {
+  const text = [
+    'vllm:num_requests_running{engine="0",model_name="m"} 3',
+    'vllm:num_requests_running{engine="1",model_name="m"} 2',
+    'vllm:num_requests_waiting{engine="1",model_name="m"} 7',
+    'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5',
+  ].join("\n");
+  assert.deepEqual(engineLoads(new Reading(parseMetrics(text), 1)), [["0", 3, 0, 0.5], ["1", 2, 7, 0]]);
+  const alone = 'vllm:num_requests_running{model_name="m"} 3';
+  assert.deepEqual(engineLoads(new Reading(parseMetrics(alone), 1)), []);
 });

@@ -6,7 +6,7 @@ import { part, setText } from "./dom.js";
 import { amount } from "./format.js";
 import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
-import { generates, offerModels, showModels } from "./models.js";
+import { generates, offerModels, showEngines, showModels } from "./models.js";
 import { Playground } from "./playground.js";
 
 const THEMES = ["system", "light", "dark"];
@@ -136,6 +136,7 @@ class App {
     setText(part(root, "running"), `${amount(running)} running`);
     setText(part(root, "speed"), `${amount(speed ?? 0)} tokens/s`);
     offerModels(document.getElementById("chart-model"), now);
+    showEngines(document.getElementById("engines"), now);
     const isFirst = this.reading === null;
     this.reading = now;
     if (this.isDown) this.#loadModels();

@@ -1,7 +1,7 @@
 // The table of served models.
 
 import { el } from "./dom.js";
-import { amount, bytes } from "./format.js";
+import { amount, bytes, percent } from "./format.js";
 
 const COLUMNS = [
   ["Model", (model) => el("code", {}, model.id)],
@@ -45,10 +45,41 @@ export function showModels(table, models, reading) {
 
 /** Offer the models that the metrics name; the choice is only shown if there are several. */
 export function offerModels(select, reading) {
-  const names = reading.samples("vllm:num_requests_running").map(({ labels }) => labels.model_name);
+  // Every engine has a sample of each model.
+  const samples = reading.samples("vllm:num_requests_running");
+  const names = [...new Set(samples.map(({ labels }) => labels.model_name))];
   const offered = [...select.options].slice(1).map((option) => option.value);
   if (names.join("\n") !== offered.join("\n")) {
     select.replaceChildren(new Option("all models", ""), ...names.map((name) => new Option(name, name)));
   }
   select.closest("label").hidden = names.length < 2;
+}
+
+/** The load of each engine: `[number, running, waiting, share of the KV pool]`; none if there is one. */
+export function engineLoads(reading) {
+  const ranks = [...new Set(reading.samples("vllm:num_requests_running").map(({ labels }) => labels.engine))];
+  if (ranks.length < 2) return [];
+  return ranks.map((rank) => {
+    const isOwn = (labels) => labels.engine === rank;
+    const pools = reading.samples("vllm:kv_cache_usage_perc").filter(({ labels }) => isOwn(labels));
+    return [
+      rank,
+      reading.sum("vllm:num_requests_running", isOwn),
+      reading.sum("vllm:num_requests_waiting", isOwn),
+      Math.max(0, ...pools.map(({ value }) => value)),
+    ];
+  });
+}
+
+/** Show a row for each engine that answers, if there are several. */
+export function showEngines(section, reading) {
+  const loads = engineLoads(reading);
+  section.hidden = !loads.length;
+  const names = ["Engine", "Running", "Waiting", "KV cache"];
+  const head = el("tr", {}, ...names.map((name) => el("th", { scope: "col" }, name)));
+  const rows = loads.map(([rank, running, waiting, share]) => {
+    const texts = [rank, amount(running), amount(waiting), percent(share)];
+    return el("tr", {}, ...texts.map((text, index) => el("td", { "data-name": names[index] }, text)));
+  });
+  section.querySelector("table").replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
 }
