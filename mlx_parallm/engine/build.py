@@ -26,7 +26,6 @@ from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
-from mlx_parallm.worker.device.host_scheduling import compute_in_batches
 from mlx_parallm.worker.device.kernels import kernels_kept_in
 from mlx_parallm.worker.device.properties import active_memory_bytes
 from mlx_parallm.worker.worker import Worker
@@ -119,14 +118,13 @@ def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit | None) -> lis
 
 @contextlib.contextmanager
 def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[EngineConfig]:
-    """Prepare process and thread to load models; yield the configuration with all their names.
+    """Prepare the process to load models; yield the configuration with all their names.
 
     Raises:
         ConfigError: two models have the same name.
     """
     check_names(config.models)
     keep_freed_memory()
-    compute_in_batches()
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))
 

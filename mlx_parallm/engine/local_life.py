@@ -16,6 +16,7 @@ from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.types.errors import EngineDeadError
+from mlx_parallm.worker.device.host_scheduling import compute_in_batches
 from mlx_parallm.worker.device.properties import end_thread
 from mlx_parallm.worker.worker import Worker
 
@@ -43,6 +44,7 @@ class LocalLife:
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
+        compute_in_batches()
         worker = Worker()
         built = self._build(self._config, self._families, worker, self._on_progress)
         spare_garbage_collection()
