@@ -11,8 +11,8 @@ from pathlib import Path
 
 try:
     import numpy as np
-    import sentence_transformers
-    import torch
+    import sentence_transformers  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
 except ImportError as problem:
     print(json.dumps({"missing": str(problem)}))
     sys.exit()

@@ -26,7 +26,7 @@ def main() -> None:
     for line in sys.stdin:
         texts = json.loads(line)
         pipeline(texts[:8], batch_size=8)
-        rates = {}
+        rates, answers = {}, []
         for batch_size in BATCH_SIZES:
             begin_s = time.perf_counter()
             answers = pipeline(texts, batch_size=batch_size)

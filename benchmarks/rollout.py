@@ -87,7 +87,7 @@ def main() -> int:
     dtype = "bfloat16" if args.gpu else "float32"
     if args.gpu:
         args.model = make_model(FOLDER, config=SERVED)
-    model, tokenizer = mlx_lm.load(str(args.model or DEMO_FOLDER))
+    model, tokenizer = mlx_lm.load(str(args.model or DEMO_FOLDER))[:2]
     model.set_dtype(getattr(mx, dtype))
     options = ["--dtype", dtype, *shlex.split(args.server_options)]
     loop, ours = [], []
@@ -154,7 +154,7 @@ def run_loop(model: Any, prompts: list[list[int]], args: Namespace) -> None:
             return_token_ids=True,
             return_logprobs=True,
         )
-        if any(len(ids) != args.output_tokens for ids in made.token_ids):
+        if any(len(ids) != args.output_tokens for ids in made.token_ids or ()):
             raise SystemExit("a sample ended early")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ def _text_of(choice: dict[str, Any]) -> str:
     return (delta.get("reasoning") or "") + (delta.get("content") or "")
 
 
-def _events(base_url: str, route: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+def _events(base_url: str, route: str, body: dict[str, Any]) -> Generator[dict[str, Any] | None]:
     """Yield the events of the stream, None for its end mark; closing it closes the connection."""
     address = urlsplit(base_url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT_S)

@@ -53,7 +53,7 @@ class CheckingUser(User):
         self.report(case.name, lambda: self._compare(case, right))
 
     def _compare(self, case: Case, right: Answer) -> int:
-        answer = ask(self.host, case.route, case.body)
+        answer = ask(self.host or "", case.route, case.body)
         if answer != right:
             raise WrongAnswerError(f"{answer} is not {right} for {case.body}")
         return len(answer.text)
@@ -103,4 +103,4 @@ class LeavingUser(CheckingUser):
         case, _ = self.draw.choice(self.cases)
         body = case.body | {"max_tokens": LONG_OUTPUT_TOKENS}
         count = self.draw.randint(0, 12)
-        self.report("left", lambda: ask_and_leave(self.host, case.route, body, count))
+        self.report("left", lambda: ask_and_leave(self.host or "", case.route, body, count))

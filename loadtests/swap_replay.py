@@ -42,8 +42,8 @@ class Replay:
         output = sample.output
         logits = mx.concatenate(self.logits(sample.case, output, seeds))
         expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        expected = expected[mx.arange(len(output.token_ids)), mx.array(output.token_ids)]
-        return cast("float", mx.abs(expected - mx.array(output.logprobs)).max().item())
+        expected = expected[mx.arange(len(output.token_ids)), mx.array(list(output.token_ids))]
+        return cast("float", mx.abs(expected - mx.array(list(output.logprobs))).max().item())
 
     def logits(self, case: str, output: Output, seeds: dict[int, int]) -> list[mx.array]:
         """Return, for each span, the logits of its tokens, ``[tokens, vocab]``."""

@@ -69,6 +69,7 @@ CLEAN_ROOMS = (
     "tests/unit/parsing",
     "tests/unit/pooling",
     "tests/unit/scripts",
+    "tests/unit/serving",
     "tests/unit/tokenizer",
     "tests/unit/types",
     "tests/unit/worker",

@@ -120,9 +120,11 @@ async def test_an_abort_ends_the_request_where_the_engines_are(
     assert [each.request_id for each in engine.open_requests()] == ["a"]
     await pair.remote.abort(handle.request_id)
     await engine.wait_until_idle()
-    told = await pair.remote.submit(make_request("b"))
+    cancelled = await pair.remote.submit(make_request("b"))
     await pair.remote.cancel("b")
-    reasons = [event.finish_reason async for event in told.events if isinstance(event, TokenEvent)]
+    reasons = [
+        event.finish_reason async for event in cancelled.events if isinstance(event, TokenEvent)
+    ]
     assert reasons[-1] is FinishReason.ABORT
 
 
