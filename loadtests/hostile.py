@@ -88,9 +88,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="which ones, by name")
     parser.add_argument("--server-options", default=shlex.join(SERVER_OPTIONS))
+    parser.add_argument("--http-processes", type=int, default=1, help="--api-server-count")
     args = parser.parse_args()
     keys = [HOSTILE_KEY, *(normal_key(i) for i in range(NUM_NORMAL))]
     options = [part for key in keys for part in ("--api-key", key)]
+    options += ["--api-server-count", str(args.http_processes)]
     names = args.attacks.split(",")
     cases = {name: [name] for name in names} | ({"all": names} if len(names) > 1 else {})
     with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
@@ -103,7 +105,8 @@ def main() -> int:
         "load_average_before_each_phase": result.loads,
         "server_options": args.server_options,
     }
-    return conclude("hostile", checks_of(result), details)
+    several = f"_{args.http_processes}_http_processes" if args.http_processes > 1 else ""
+    return conclude(f"hostile{several}", checks_of(result), details)
 
 
 def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: float) -> Result:
