@@ -54,10 +54,9 @@ def parallel_life(
         )
         for rank in range(count)
     ]
-    ask.engines = [life.ask for life in lives]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
     free = _unknown if devices else shared_free_bytes
-    return ParallelLife(lives, make_router, seed=config.seed, read_free_bytes=free)
+    return ParallelLife(lives, make_router, ask=ask, seed=config.seed, read_free_bytes=free)
 
 
 def _devices(config: ServerConfig) -> list[str]:

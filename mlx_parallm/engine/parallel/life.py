@@ -36,6 +36,7 @@ class ParallelLife:
         lives: Sequence[EngineLife],
         make_router: Callable[[], Router],
         *,
+        ask: SharedAsk | None = None,
         seed: int = 0,
         read_free_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
@@ -44,6 +45,7 @@ class ParallelLife:
         Args:
             lives: one for each engine; all load the same models.
             make_router: returns a router for that many engines, which have nothing to do.
+            ask: asks any of these engines; None makes one.
             seed: draws the seeds of requests without one.
             read_free_bytes: see ``Fleet``.
         """
@@ -51,10 +53,10 @@ class ParallelLife:
         self._seed = seed
         self._lives = lives
         self._make_router = make_router
-        self._ask = SharedAsk()
+        self._ask = ask or SharedAsk()
+        self._ask.engines = [life.ask for life in lives]
         # The engines while they live.
         self._fleet: Fleet | None = None
-        self._ask.engines = [life.ask for life in lives]
 
     def run(
         self,
