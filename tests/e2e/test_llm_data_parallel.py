@@ -229,7 +229,7 @@ def test_dead_engines_answer_nothing() -> None:
     [
         ({"data_parallel_size": 0}, "at least 1"),
         ({"data_parallel_devices": [0]}, "data_parallel_size above 1"),
-        ({"data_parallel_size": 2, "data_parallel_devices": [0]}, "needs 2 indices"),
+        ({"data_parallel_size": 2, "data_parallel_devices": [0]}, "data-parallel-devices"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
