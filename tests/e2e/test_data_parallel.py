@@ -17,7 +17,7 @@ import pytest
 from mlx_parallm.cli.main import main
 from tests.adapter_files import CONFIG, upload
 from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
-from tests.processes import engines_of
+from tests.processes import are_gone, engines_of
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -241,6 +241,26 @@ def test_doctor_measures_how_many_engines_pay(capfd: pytest.CaptureFixture[str])
     # The KV is divided, the weights are not.
     assert all(first < both < 2 * first for both in others)
     assert report["flags"] == f"--data-parallel-size {report['recommended']}"
+
+
+def test_a_server_that_is_told_to_stop_ends_its_streams_and_its_processes() -> None:
+    process = ServerProcess(*FLAGS, "--api-server-count", "2", "--model", MODEL)
+    process.wait_until_ready()
+    engines = engines_of(process.process.pid)
+    with openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client:
+        streams = [
+            client.completions.create(model=MODEL, prompt="1,", stream=True, **ASKED)
+            for _ in range(4)
+        ]
+        for stream in streams:
+            next(stream)
+        process.process.send_signal(signal.SIGTERM)
+        # What has begun is finished before the processes end.
+        reasons = [[part.choices[0].finish_reason for part in stream][-1] for stream in streams]
+    assert reasons == ["length"] * 4
+    assert process.stop() == 0
+    assert len(engines) == 2
+    assert are_gone(engines)
 
 
 def test_every_process_ends_with_its_server(server: ServerProcess) -> None:
