@@ -11,6 +11,7 @@
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   ├── MisdirectedRequestError the request names a host that is not served    (HTTP 421)
+    │   ├── ConflictError           the state of what is named does not allow it   (HTTP 409)
     │   ├── VersionMismatchError    the weights are of another version than expected (HTTP 412)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
@@ -20,6 +21,7 @@
     ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
+    ├── SessionLostError            the engine has no such training session        (HTTP 503)
     ├── StorageError                the data folder does not work                  (HTTP 500)
     │   └── StorageInUseError       another process has the data folder            (HTTP 503)
     ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
@@ -130,6 +132,10 @@ class MisdirectedRequestError(InvalidRequestError):
     """The request names a host that this server does not answer for."""
 
 
+class ConflictError(InvalidRequestError):
+    """What the request names exists, but its state does not allow this."""
+
+
 class VersionMismatchError(InvalidRequestError):
     """The weights are not of the version that an update expected; nothing was changed."""
 
@@ -183,6 +189,10 @@ class PausedError(ParallmError):
 
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
+
+
+class SessionLostError(ParallmError):
+    """The engine does not have a training session: the model was loaded anew since."""
 
 
 class StorageError(ParallmError):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Distribution(StrEnum):
@@ -50,11 +54,36 @@ class TrainableInfo:
         num_parameters: how many numbers are trained.
         first_layer: index of the lowest trained layer; the layers before it compute the same in
             every step.
+        num_layers: of the model.
+        keeps_prefix: True if what enters the lowest trained layer is kept: it was asked for, there
+            are layers before it, and a trial has shown that it changes no bit.
+        base: the SHA-256 of the model's weights, in hex.
     """
 
     paths: tuple[str, ...]
     num_parameters: int
     first_layer: int
+    num_layers: int
+    keeps_prefix: bool
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """The results of a forward of perturbed copies.
+
+    Attributes:
+        results: for each row of each segment, what the head gives; see ``Task``.
+        lookups: texts whose states before the lowest trained layer were looked up.
+        hits: those that were kept.
+        frozen_tokens: tokens that were computed before the lowest trained layer, for texts that
+            were not kept.
+    """
+
+    results: list[np.ndarray]
+    lookups: int = 0
+    hits: int = 0
+    frozen_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from mlx_parallm.types.pooling import OwnHead, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
 from mlx_parallm.types.training import (
     Distribution,
+    PairResult,
     Segment,
     TrainableInfo,
     TrainableSpec,
@@ -271,7 +272,8 @@ class Wake(Op[bool]):
 class OpenTraining(Op[TrainableInfo]):
     """Make the adapter of a training session, which changes nothing yet; return facts about it.
 
-    Raises InvalidRequestError if the model has no such layers.
+    Later ops about the session raise SessionLostError once the model has been loaded anew. This one
+    raises InvalidRequestError if the model has no such layers.
 
     Attributes:
         model: the model.
@@ -279,6 +281,7 @@ class OpenTraining(Op[TrainableInfo]):
         spec: the adapter.
         distribution: of the directions along which it is trained.
         keeps_prefix: True to keep what enters the lowest trained layer.
+        samples: inputs with which it is tried whether that changes no bit.
     """
 
     model: str
@@ -286,13 +289,12 @@ class OpenTraining(Op[TrainableInfo]):
     spec: TrainableSpec
     distribution: Distribution
     keeps_prefix: bool = True
+    samples: Sequence[PoolingInput] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairForward(Op[list[np.ndarray]]):
+class PairForward(Op[PairResult]):
     """Run inputs through perturbed copies of a session's adapter, all copies in one forward.
-
-    Return one float32 array for each row of each segment, in this order; see ``Task``.
 
     Attributes:
         model: the model.

@@ -81,7 +81,7 @@ class Trained:
         """Return the results of both copies, all in one forward."""
         forwards = EncoderForwards(self.runner.adapters, self.trainable, pool)
         everything = range(len(inputs))
-        return forwards.begin(inputs, [everything, everything], self.copies()).wait()
+        return forwards.begin(inputs, [everything, everything], self.copies()).wait().results
 
     def served(self, copy: mx.array, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results with one copy as an ordinary adapter in a slot."""
@@ -180,7 +180,7 @@ def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
     inputs = trained.inputs(TEXTS[:4])
     plus, minus = trained.copies()
     copies = mx.stack([plus, minus, minus])
-    results = forwards.begin(inputs, [[0, 1], [0, 1], [3, 2]], copies).wait()
+    results = forwards.begin(inputs, [[0, 1], [0, 1], [3, 2]], copies).wait().results
     expected = [
         *trained.served(plus, inputs[:2]),
         *trained.served(minus, inputs[:2]),

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, SessionLostError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import Distribution, Segment, Step, TrainableSpec
 from mlx_parallm.worker.ops import (
@@ -28,9 +28,10 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
+from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
 from mlx_parallm.worker.training.sessions import EncoderSessions
 from mlx_parallm.worker.worker import Worker
-from tests.encoder_folders import read_golden, write_golden
+from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden
 
 MODEL, SESSION = "model", "session"
 SPEC = TrainableSpec(targets=("query", "value"), layers=(1,), rank=2, alpha=4.0)
@@ -94,7 +95,7 @@ def forward(worker: Worker, seed: int, epsilon: float = 1e-2) -> tuple[float, fl
         num_directions=1,
         epsilon=epsilon,
     )
-    every = losses(worker.execute(op))
+    every = losses(worker.execute(op).results)
     return float(np.mean(every[: len(rows)])), float(np.mean(every[len(rows) :]))
 
 
@@ -189,3 +190,52 @@ def test_facts_about_a_session(worker: Worker) -> None:
     everything = open_session(worker, TrainableSpec(targets=("query",), rank=2, trains_first=True))
     assert everything.first_layer == 0
     assert everything.num_parameters == 2 * info.num_parameters
+    assert (info.num_layers, info.keeps_prefix, everything.keeps_prefix) == (2, True, False)
+
+
+def test_the_weights_are_told_by_their_digest(worker: Worker, tmp_path: Path) -> None:
+    base = open_session(worker, samples=INPUTS[:2]).base
+    assert open_session(worker, SPEC).base == base
+    golden = read_golden("bert_masked_lm")
+    weights = golden_arrays(golden)
+    name = min(weights)
+    folder = write_encoder(
+        tmp_path / "other", golden["config"], weights | {name: weights[name] + 1e-3}
+    )
+    spec = PoolingSpec(
+        config=ModelConfig(path=str(folder)), path=folder, task="auto", chosen=(), free_bytes=None
+    )
+    worker.execute(Load(model=MODEL, spec=spec))
+    assert open_session(worker).base != base
+
+
+def test_a_prefix_is_kept_only_if_that_changes_no_bit(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert open_session(worker, samples=INPUTS).keeps_prefix
+    exact = EncoderForwards._computed
+    monkeypatch.setattr(EncoderForwards, "_computed", lambda *args: exact(*args) + 1e-3)
+    assert not open_session(worker, samples=INPUTS).keeps_prefix
+
+
+def test_a_session_is_lost_with_its_model(session: Worker) -> None:
+    session.execute(CloseTraining(model=MODEL, session=SESSION))
+    with pytest.raises(SessionLostError):
+        forward(session, 0)
+
+
+def test_what_was_found_is_counted(session: Worker) -> None:
+    rows = tuple(range(len(INPUTS)))
+    op = PairForward(
+        model=MODEL,
+        session=SESSION,
+        inputs=INPUTS,
+        segments=(Segment(0, 1, rows), Segment(0, -1, rows)),
+        seed=1,
+        num_directions=1,
+        epsilon=1e-2,
+    )
+    counts = [session.execute(op) for _ in range(2)]
+    assert [(each.lookups, each.hits) for each in counts] == [(4, 0), (4, 4)]
+    tokens = sum(len(item.token_ids) for item in INPUTS)
+    assert [each.frozen_tokens for each in counts] == [tokens, 0]

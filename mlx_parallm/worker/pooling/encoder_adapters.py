@@ -35,6 +35,7 @@ from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
 from mlx_parallm.worker.pooling.own_heads import HeadMaker
 from mlx_parallm.worker.pooling.trunk_calls import TrunkCalls, trunk_calls
+from mlx_parallm.worker.weights.loader import parameters_of
 
 #: ``Forward`` computes hidden states ``[B, L, D]`` and the bool mask ``[B, L]`` of inputs.
 Forward = Callable[[Sequence[PoolingInput]], tuple[mx.array, mx.array]]
@@ -195,6 +196,11 @@ class EncoderAdapters:
     def modules(self) -> Mapping[str, nn.Module]:
         """The modules of the model, by path."""
         return self._modules
+
+    @property
+    def parameters(self) -> Mapping[str, mx.array]:
+        """The parameters of the model, by name."""
+        return parameters_of(self._model)
 
     @property
     def shared(self) -> Collection[str]:

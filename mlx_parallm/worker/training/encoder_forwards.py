@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import PairResult
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.layer_entry import LayerEntry
-from mlx_parallm.worker.training.prefix_pool import PrefixPool
+from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded
+from mlx_parallm.worker.training.segment_stack import SegmentStack
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
+
+
+class PairJob:
+    """A forward of perturbed copies, and what was found for it. Implements ``Pending``."""
+
+    def __init__(
+        self, job: StagedJob, lookups: int = 0, hits: int = 0, frozen_tokens: int = 0
+    ) -> None:
+        """See ``PairResult`` for the counts."""
+        self._job = job
+        self._counts = lookups, hits, frozen_tokens
+
+    @property
+    def num_stages(self) -> int:
+        """See ``Pending``."""
+        return self._job.num_stages
+
+    def advance(self) -> None:
+        """See ``Pending``."""
+        self._job.advance()
+
+    def wait(self) -> PairResult:
+        """See ``Pending``."""
+        return PairResult(self._job.wait(), *self._counts)
 
 
 class EncoderForwards:
@@ -23,6 +50,7 @@ class EncoderForwards:
 
     Attributes:
         first_layer: index of the lowest trained layer.
+        pool: what enters it; None if every forward computes all layers.
     """
 
     def __init__(
@@ -50,12 +78,21 @@ class EncoderForwards:
         self._encoder = encoder
         self._trainable = trainable
         self.first_layer = first_trained(encoder, trainable.layers)
-        self._pool = pool if self.first_layer else None
+        self.pool = pool if self.first_layer else None
         self._entry = LayerEntry(encoder.layers, self.first_layer)
+
+    def keep_prefix_if_exact(self, samples: Sequence[PoolingInput]) -> None:
+        """Use no pool from now on if kept states change any bit of these samples' results.
+
+        A model may pass more from layer to layer than hidden states.
+        """
+        stacks = self._trainable.stacks(self._trainable.theta[None])
+        if self.pool is not None and not all(self._is_exact(item, stacks) for item in samples):
+            self.pool = None
 
     def begin(
         self, inputs: Sequence[PoolingInput], segments: Sequence[Sequence[int]], copies: mx.array
-    ) -> StagedJob:
+    ) -> PairJob:
         """Return the forward of all segments, of which only the frozen layers are computed.
 
         Its results are those of the heads for each row, in the order of the segments.
@@ -67,18 +104,26 @@ class EncoderForwards:
         """
         rows = [inputs[index] for segment in segments for index in segment]
         stacks = self._trainable.stacks(copies)
-        if self._pool is None:
-            return self._encoder.changed_job(rows, stacks)
-        hidden = self._entering(self._pool, inputs, self._encoder.length(rows))
+        if self.pool is None:
+            return PairJob(self._encoder.changed_job(rows, stacks))
+        keys = [self._key(item) for item in inputs]
+        missing = self.pool.missing(keys)
+        by_key = dict(zip(keys, inputs, strict=True))
+        computed = {key: self._computed(by_key[key]) for key in missing}
+        hidden = self.pool.gather(keys, computed, self._encoder.length(rows))
         index = mx.array([index for segment in segments for index in segment])
         with self._entry.replaced(hidden[index]):
-            return self._encoder.changed_job(rows, stacks, self.first_layer)
+            job = self._encoder.changed_job(rows, stacks, self.first_layer)
+        frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
+        return PairJob(job, len(keys), len(keys) - len(missing), frozen_tokens)
 
-    def _entering(self, pool: PrefixPool, inputs: Sequence[PoolingInput], length: int) -> mx.array:
-        """Return the hidden states that enter the lowest trained layer, ``[B, length, D]``."""
-        by_key = {self._key(item): item for item in inputs}
-        computed = {key: self._computed(by_key[key]) for key in pool.missing(list(by_key))}
-        return pool.gather([self._key(item) for item in inputs], computed, length)
+    def _is_exact(self, item: PoolingInput, stacks: Mapping[str, SegmentStack]) -> bool:
+        """True if a result is the same with states that were computed before."""
+        (expected,) = self._encoder.changed_job([item], stacks).wait()
+        states = padded(self._computed(item), self._encoder.length([item]))
+        with self._entry.replaced(states[None]):
+            (result,) = self._encoder.changed_job([item], stacks, self.first_layer).wait()
+        return np.array_equal(result, expected)
 
     def _computed(self, item: PoolingInput) -> mx.array:
         """Return the states of one text, ``[tokens, D]``.

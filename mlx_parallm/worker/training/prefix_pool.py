@@ -92,7 +92,7 @@ class PrefixPool:
         if all(key in self._rows for key in keys):
             return self._gathered(keys, length)
         # The pool has no room for the batch.
-        return mx.stack([_padded(self._states_of(key, computed), length) for key in keys])
+        return mx.stack([padded(self._states_of(key, computed), length) for key in keys])
 
     def clear(self) -> None:
         """Forget all texts and free the memory."""
@@ -147,7 +147,7 @@ class PrefixPool:
         self._free += range(size - 1, old - 1, -1)
 
 
-def _padded(states: mx.array, length: int) -> mx.array:
+def padded(states: mx.array, length: int) -> mx.array:
     """Return states ``[tokens, D]`` with the first one repeated at the end, ``[length, D]``."""
     missing = length - states.shape[0]
     if not missing:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, SessionLostError
 from mlx_parallm.types.training import Distribution, Segment, Step, TrainableInfo, TrainableSpec
 from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
 from mlx_parallm.worker.ops import (
@@ -21,6 +22,7 @@ from mlx_parallm.worker.ops import (
     Pending,
 )
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
+from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import directions, stepped
 from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
@@ -44,11 +46,18 @@ class _Session:
             trains_first=op.spec.trains_first,
         )
         self.forwards = EncoderForwards(encoder, self.trainable, pool)
+        self.forwards.keep_prefix_if_exact(op.samples)
         self.distribution: Distribution = op.distribution
-        self.info = TrainableInfo(
+
+    def info(self, num_layers: int, base: str) -> TrainableInfo:
+        """Return facts about the adapter; see there for the arguments."""
+        return TrainableInfo(
             paths=tuple(layer.path for layer in self.trainable.layers),
             num_parameters=self.trainable.num_parameters,
             first_layer=self.forwards.first_layer,
+            num_layers=num_layers,
+            keeps_prefix=self.forwards.pool is not None,
+            base=base,
         )
 
     def copies(self, op: PairForward) -> mx.array:
@@ -65,6 +74,27 @@ class _Session:
         return theta
 
 
+class _Opening:
+    """A session that is being opened: first the model's weights are hashed, once for all sessions.
+
+    Implements ``Pending``.
+    """
+
+    def __init__(self, digest: BaseDigest, finish: Callable[[str], TrainableInfo]) -> None:
+        self._digest = digest
+        self._finish = finish
+
+    @property
+    def num_stages(self) -> int:
+        return 1 if self._digest.is_complete else 2
+
+    def advance(self) -> None:
+        self._digest.advance()
+
+    def wait(self) -> TrainableInfo:
+        return self._finish(self._digest.value())
+
+
 class EncoderSessions:
     """The sessions of one encoder, by their names."""
 
@@ -73,30 +103,40 @@ class EncoderSessions:
         #: What enters the lowest trained layers of all sessions.
         self.pool = PrefixPool(pool_bytes)
         self._sessions: dict[str, _Session] = {}
+        self._digest: BaseDigest | None = None
 
     def begin(self, op: TrainingOp) -> Pending[Any]:
         """Begin an op; raise InvalidRequestError if it is refused."""
         match op:
             case OpenTraining():
-                pool = self.pool if op.keeps_prefix else None
-                session = self._sessions[op.session] = _Session(self._encoder, op, pool)
-                return Done(session.info)
+                self._digest = self._digest or BaseDigest(self._encoder.parameters)
+                return _Opening(self._digest, partial(self._open, op))
             case PairForward():
-                session = self._sessions[op.session]
+                session = self._session(op.session)
                 rows = [segment.rows for segment in op.segments]
                 return session.forwards.begin(op.inputs, rows, session.copies(op))
             case ApplySteps():
-                session = self._sessions[op.session]
+                session = self._session(op.session)
                 trainable = session.trainable
                 trainable.theta = session.after(trainable.theta, op.steps)
                 return Done(None)
             case Materialise():
-                return Done(self._materialised(self._sessions[op.session], op))
+                return Done(self._materialised(self._session(op.session), op))
             case CloseTraining():
                 self._sessions.pop(op.session, None)
                 if not self._sessions:
                     self.pool.clear()
                 return Done(None)
+
+    def _open(self, op: OpenTraining, base: str) -> TrainableInfo:
+        pool = self.pool if op.keeps_prefix else None
+        session = self._sessions[op.session] = _Session(self._encoder, op, pool)
+        return session.info(len(self._encoder.layers), base)
+
+    def _session(self, name: str) -> _Session:
+        if name not in self._sessions:
+            raise SessionLostError(f"The engine does not have the training session {name}.")
+        return self._sessions[name]
 
     def release(self) -> None:
         """Forget all sessions, because the model is unloaded."""
