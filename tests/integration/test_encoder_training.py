@@ -169,7 +169,7 @@ def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
     inputs, theta = trained.inputs(), trained.trainable.theta
     everything = range(len(inputs))
     job = forwards.begin(inputs, [everything, everything], mx.stack([theta, theta]))
-    results = job.wait()
+    results = job.wait().results
     for plus, minus in zip(results[: len(inputs)], results[len(inputs) :], strict=True):
         np.testing.assert_allclose(plus, minus, atol=1e-6, rtol=0)
 
