@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
-from mlx_parallm.serving.build import build_engines
+from mlx_parallm.serving.build import build_engines, training_beside
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve over an inherited socket until the server sends stop, or is gone."""
     (end,) = begin(arguments)
-    return serve_engines(Channel(end), build_engines)
+    return serve_engines(Channel(end), build_engines, training_beside)
 
 
 if __name__ == "__main__":

@@ -226,11 +226,11 @@ class Pause(Change, HostCommand[int]):
 
     def __call__(self, host: EngineLoop) -> int:
         """Apply the command."""
-        for engine in host.engines.values():
+        for engine in host.takers():
             engine.is_paused = True
             # No token may come after the answer.
             host.deliver(engine.settle())
-        return sum(engine.num_requests for engine in host.engines.values())
+        return sum(engine.num_requests for engine in host.takers())
 
     def together(self, results: Sequence[int]) -> int:
         """See ``JoinsResults``: each engine has requests of its own."""
@@ -243,7 +243,7 @@ class Resume(Change, HostCommand[None]):
 
     def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
-        for engine in host.engines.values():
+        for engine in host.takers():
             engine.is_paused = False
 
 

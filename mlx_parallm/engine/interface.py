@@ -210,6 +210,43 @@ class ServedEngine(TurnTaker, Protocol):
         return 0
 
 
+class WorkBeside(TurnTaker, Protocol):
+    """Work beside the served models, such as training. It lives on the engine thread.
+
+    Such work inherits from this class. It takes requests of its own kind, which name a model.
+
+    Attributes:
+        is_paused: True while it begins no step, whatever waits.
+    """
+
+    is_paused: bool = False
+
+    def takes(self, request: Any) -> bool:
+        """True if a request is of its kind."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        ...
+
+    def submit(self, request: Any, *, arrival_s: float | None = None) -> Sequence[Event]:
+        """Queue a request; see ``ServedEngine.submit``."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not here."""
+        ...
+
+    def cancel(self, request_id: str) -> Sequence[Event]:
+        """End a request as ``abort`` does; return the last events for its reader."""
+        ...
+
+
+#: Makes the work beside the models, once they are loaded.
+MakeBeside = Callable[["Worker", "MetricFamilies"], Sequence[WorkBeside]]
+
+
 class PackedModel(Protocol):
     """A ``ServedModel`` on its way to another process."""
 

@@ -10,7 +10,14 @@ from typing import Any, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import BuiltModel, Readiness, StartedModel, TellProgress
+from mlx_parallm.engine.interface import (
+    BuiltModel,
+    MakeBeside,
+    Readiness,
+    StartedModel,
+    TellProgress,
+    WorkBeside,
+)
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -26,13 +33,25 @@ T = TypeVar("T")
 Build = Callable[[EngineConfig, MetricFamilies, Worker, TellProgress], Sequence[BuiltModel]]
 
 
+def nothing_beside(_worker: Worker, _families: MetricFamilies) -> Sequence[WorkBeside]:
+    """Return no work; see ``MakeBeside``."""
+    return ()
+
+
 class LocalLife:
     """Implements ``EngineLife`` on the thread that runs it; metrics go on from life to life."""
 
-    def __init__(self, config: EngineConfig, on_progress: TellProgress, build: Build) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: TellProgress,
+        build: Build,
+        beside: MakeBeside = nothing_beside,
+    ) -> None:
         self._config = config
         self._on_progress = on_progress
         self._build = build
+        self._beside = beside
         self._families = MetricFamilies()
         self._state: EngineState | None = None
 
@@ -60,6 +79,7 @@ class LocalLife:
             deliver,
             families=self._families,
             worker=worker,
+            beside=self._beside(worker, self._families),
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
         ).run()
 

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
-from mlx_parallm.engine.interface import Event, EventReader, PendingModel, ServedEngine
+from mlx_parallm.engine.interface import (
+    Event,
+    EventReader,
+    PendingModel,
+    ServedEngine,
+    WorkBeside,
+)
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.turns import Turns, TurnTaker
+from mlx_parallm.engine.turns import Turns
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
 
 if TYPE_CHECKING:
@@ -30,7 +36,7 @@ class EngineLoop:
         worker: the door to the device.
         pending: models that are being loaded, by their commands' number.
         stagings: adapters that are being uploaded into a slot, likewise.
-        beside: turn-takers that are no served models.
+        beside: work beside the models.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class EngineLoop:
         *,
         families: MetricFamilies,
         worker: Worker,
+        beside: Sequence[WorkBeside] = (),
         max_stall_s: float | None = None,
     ) -> None:
         """Prepare.
@@ -51,6 +58,7 @@ class EngineLoop:
             deliver: sends events to the event loop.
             families: see the class.
             worker: see the class.
+            beside: see the class.
             max_stall_s: how long a decode step and a batch may take together, in seconds, if that
                 is bounded.
         """
@@ -60,7 +68,7 @@ class EngineLoop:
         self.worker = worker
         self.pending: dict[int, PendingModel] = {}
         self.stagings: dict[int, AdapterStaging] = {}
-        self.beside: list[TurnTaker] = []
+        self.beside = beside
         self._deliver = deliver
         self._readers: dict[str, EventReader] = {}
         self._inbox = inbox
@@ -70,9 +78,13 @@ class EngineLoop:
         """Serve until ``Stop``."""
         wait_s: float | None = 0.0
         while self._take_commands(wait_s):
-            wait_s = self._turns.take([*self.engines.values(), *self.beside])
+            wait_s = self._turns.take(self.takers())
             if wait_s is None and self._prepare():
                 wait_s = 0.0
+
+    def takers(self) -> Sequence[ServedEngine | WorkBeside]:
+        """Return all that takes turns."""
+        return [*self.engines.values(), *self.beside]
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Send events to their readers: on this thread, or on the event loop."""
@@ -152,12 +164,15 @@ class EngineLoop:
         engine = self.engines.get(command.request.model)
         if engine is None:
             raise ModelNotFoundError(command.request.model)
+        for work in self.beside:
+            if work.takes(command.request):
+                return work.submit(command.request, arrival_s=command.arrival_s)
         if command.upload is not None:
             engine.policies.ensure(command.upload)
         return engine.submit(command.request, arrival_s=command.arrival_s)
 
     def _abort(self, command: Abort) -> None:
-        for engine in self.engines.values():
+        for engine in self.takers():
             if command.is_notified:
                 self.deliver(engine.cancel(command.request_id))
             elif engine.abort(command.request_id):

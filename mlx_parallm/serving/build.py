@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_models, loading, sort_by_kind
-from mlx_parallm.engine.interface import BuildContext, KindBuilder, TellProgress
+from mlx_parallm.engine.interface import BuildContext, KindBuilder, TellProgress, WorkBeside
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.build import GenerationBuilder, kv_shares
@@ -19,6 +20,8 @@ from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.training.engine import TrainingEngine
+from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.worker import Worker
 
@@ -29,9 +32,14 @@ BUILDERS: tuple[KindBuilder, ...] = (PoolingBuilder(), GenerationBuilder())
 build_engines = partial(build_models, BUILDERS)
 
 
+def training_beside(worker: Worker, families: MetricFamilies) -> Sequence[WorkBeside]:
+    """Return what runs training sessions beside the models; see ``MakeBeside``."""
+    return [TrainingEngine(worker, TrainingMetrics(families))]
+
+
 def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
     """Return engines on a thread of this process; nothing is loaded yet."""
-    return LocalLife(config, on_progress, build_engines)
+    return LocalLife(config, on_progress, build_engines, training_beside)
 
 
 @dataclass(frozen=True, slots=True)

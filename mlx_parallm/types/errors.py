@@ -133,7 +133,7 @@ class MisdirectedRequestError(InvalidRequestError):
 
 
 class ConflictError(InvalidRequestError):
-    """What the request names exists, but its state does not allow this."""
+    """The state of what the request names does not allow this."""
 
 
 class VersionMismatchError(InvalidRequestError):

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
-from mlx_parallm.engine.interface import Event, StartedModel
-from mlx_parallm.engine.local_life import Build, LocalLife
+from mlx_parallm.engine.interface import Event, MakeBeside, StartedModel
+from mlx_parallm.engine.local_life import Build, LocalLife, nothing_beside
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
@@ -37,20 +37,26 @@ logger = logging.getLogger(__name__)
 ORPHANED = 3
 
 
-def serve_engines(channel: Channel, build: Build) -> int:
+def serve_engines(channel: Channel, build: Build, beside: MakeBeside = nothing_beside) -> int:
     """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX."""
     start, _ = channel.receive()
     assert isinstance(start, Start)
     find_remote_code(start.config)
-    return _Host(channel, start.config, build).run()
+    return _Host(channel, start.config, build, beside).run()
 
 
 class _Host:
-    def __init__(self, channel: Channel, config: EngineConfig, build: Build) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        config: EngineConfig,
+        build: Build,
+        beside: MakeBeside = nothing_beside,
+    ) -> None:
         self._channel = channel
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
-            config, lambda text, share: channel.send(Progress(text, share)), build=build
+            config, lambda text, share: channel.send(Progress(text, share)), build, beside
         )
         # Pending answers, by the numbers of their queries.
         self._futures: dict[int, Future[Any]] = {}
