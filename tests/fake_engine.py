@@ -33,11 +33,13 @@ from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import (
     EngineDeadError,
     ModelNotFoundError,
     OverloadedError,
     ParallmError,
+    SessionLostError,
     ShuttingDownError,
 )
 from mlx_parallm.types.events import (
@@ -232,6 +234,9 @@ class FakeEngine:
     @property
     def config(self) -> EngineConfig:
         return self.engine_config
+
+    async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
+        raise SessionLostError(f"{request.session} is not here")
 
     def open_requests(self) -> Sequence[GenerateRequest]:
         return self.open

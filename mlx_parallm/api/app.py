@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -38,6 +39,7 @@ from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
+from mlx_parallm.training.service import TrainingService
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (
@@ -71,6 +73,7 @@ SLICES = (
     "control.sleep.routes",
     "control.weights.routes",
     "control.fleet.routes",
+    "mezo.routes",
     "vllm.routes",
     "page.docs",
     "pooling.hf.routes",
@@ -127,6 +130,7 @@ def create_app(
     )
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
+    app.state.training = _training(engine, config)
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
@@ -134,16 +138,28 @@ def create_app(
     return app
 
 
+def _training(engine: EngineClient, config: ServerConfig) -> TrainingService | None:
+    """Return the training sessions of an application; None if it has no data folder."""
+    if config.data_dir is None:
+        return None
+    return TrainingService(Path(config.data_dir) / "mezo", engine.train)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
     service: BatchService | None = app.state.batches
+    training: TrainingService | None = app.state.training
     if service is not None:
         service.start()
+    if training is not None:
+        training.start()
     try:
         yield
     finally:
         if service is not None:
             await service.stop()
+        if training is not None:
+            await training.stop()
         await app.state.responses.stop()
 
 

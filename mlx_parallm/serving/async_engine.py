@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.life import EngineLife
@@ -13,6 +16,7 @@ from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.serving.generators import Generators
 from mlx_parallm.serving.kinds import KINDS, ignore_progress
+from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.request import GenerateRequest
 
 
@@ -42,6 +46,16 @@ class AsyncEngine(EngineCore, Generators):
         self.get_model(request.model)
         stream: EventStream = await self.open_reader(request)
         return RequestHandle(request_id=request.request_id, events=stream, gather=stream.gather)
+
+    async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
+        """See ``EngineClient``."""
+        reader = AnswerReader[tuple[Any, ...]](request)
+        await self.open_reader(request, reader)
+        try:
+            return await reader.results()
+        except asyncio.CancelledError:
+            await self.abort(request.request_id)
+            raise
 
     def open_requests(self) -> Sequence[GenerateRequest]:
         """See ``EngineClient``."""

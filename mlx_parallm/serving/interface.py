@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
@@ -18,6 +18,7 @@ from mlx_parallm.engine.interface import (
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
@@ -189,6 +190,17 @@ class EngineClient(RequestClient, Protocol):
         Raises:
             ModelNotFoundError: none has the name.
             InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
+        ...
+
+    async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
+        """Have ops of a training session run; return the result of each.
+
+        Raises:
+            SessionLostError: the engine does not have the session.
+            ModelNotFoundError, InvalidRequestError: as the ops say.
+            PausedError, RequestAbortedError, ShuttingDownError, EngineDeadError: they were not run,
+                or not all.
         """
         ...
 

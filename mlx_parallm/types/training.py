@@ -28,8 +28,9 @@ class TrainableSpec:
 
     Attributes:
         targets: names of the linear layers in each of the model's layers: the ends of their paths,
-            such as "query" or "attention.output.dense".
+            such as "query" or "attention.output.dense"; empty: all that can be trained.
         layers: indices of the model's layers, from 0; None: all of them.
+        top: train only so many of the last layers, in place of ``layers``; None: all.
         rank: the rank of each change.
         alpha: the change is scaled by alpha / rank.
         trains_first: True to train the first factors too, False to keep them as they were drawn
@@ -37,8 +38,9 @@ class TrainableSpec:
         seed: draws the first factors, as PEFT does: uniformly in 1 / sqrt(inputs) around 0.
     """
 
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
+    top: int | None = None
     rank: int = 8
     alpha: float = 16.0
     trains_first: bool = False

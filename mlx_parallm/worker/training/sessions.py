@@ -157,30 +157,51 @@ def trained_layers(encoder: EncoderAdapters, spec: TrainableSpec) -> list[Traine
     Raises:
         InvalidRequestError: the model has no such layers.
     """
-    count = len(encoder.layers)
+    chosen = {id(encoder.layers[index]) for index in _indices(len(encoder.layers), spec)}
+    roots = [path for path, module in encoder.modules.items() if id(module) in chosen]
+    paths = [
+        path
+        for path, module in encoder.modules.items()
+        if kind_of(module) == "linear" and any(path.startswith(f"{root}.") for root in roots)
+    ]
+    if not spec.targets:
+        paths = [path for path in paths if path not in encoder.shared]
+        return [_layer(encoder, path, spec.rank) for path in paths]
+    named: dict[str, TrainedLayer] = {}
+    for target in spec.targets:
+        matching = [path for path in paths if path.endswith(f".{target}")]
+        if not matching:
+            known = sorted({_below(path, roots) for path in paths})
+            raise InvalidRequestError(
+                f"targets: these layers have no linear layer {target[:100]!r}; they have "
+                f"{', '.join(known)}.",
+                param="targets",
+            )
+        named |= {path: _layer(encoder, path, spec.rank) for path in matching}
+    return list(named.values())
+
+
+def _indices(count: int, spec: TrainableSpec) -> Sequence[int]:
+    """Return the indices of the chosen layers of a model; raise InvalidRequestError."""
+    if spec.top is not None:
+        if not 1 <= spec.top <= count:
+            raise InvalidRequestError(
+                f"layers: the model has {count} layers, and no {spec.top} at the top.",
+                param="layers",
+            )
+        return range(count - spec.top, count)
     indices = range(count) if spec.layers is None else spec.layers
     unknown = [index for index in indices if not 0 <= index < count]
     if unknown:
         raise InvalidRequestError(
             f"layers: the model has layers 0 to {count - 1}, and no {unknown[0]}.", param="layers"
         )
-    chosen = {id(encoder.layers[index]) for index in indices}
-    roots = [path for path, module in encoder.modules.items() if id(module) in chosen]
-    layers: list[TrainedLayer] = []
-    for target in spec.targets:
-        paths = [
-            path
-            for path, module in encoder.modules.items()
-            if path.endswith(f".{target}")
-            and kind_of(module) == "linear"
-            and any(path.startswith(f"{root}.") for root in roots)
-        ]
-        if not paths:
-            raise InvalidRequestError(
-                f"targets: these layers have no linear layer {target[:100]!r}.", param="targets"
-            )
-        layers += [_layer(encoder, path, spec.rank) for path in paths]
-    return list({layer.path: layer for layer in layers}.values())
+    return indices
+
+
+def _below(path: str, roots: Sequence[str]) -> str:
+    """Return a path within its layer."""
+    return next(path[len(root) + 1 :] for root in roots if path.startswith(f"{root}."))
 
 
 def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:

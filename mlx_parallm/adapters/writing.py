@@ -1,0 +1,85 @@
+"""Writes adapters as PEFT and mlx-lm read them; see ``formats`` for their names."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights
+
+Format = Literal["peft", "mlx"]
+CONFIG = "adapter_config.json"
+# TIME: of files in an archive, so that equal adapters give equal archives.
+TIME = (1980, 1, 1, 0, 0, 0)
+
+
+def adapter_archive(adapter: AdapterWeights, form: Format) -> bytes:
+    """Return a zip archive of an adapter's files."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as files:
+        for name, content in adapter_files(adapter, form).items():
+            files.writestr(zipfile.ZipInfo(name, TIME), content)
+    return archive.getvalue()
+
+
+def adapter_files(adapter: AdapterWeights, form: Format) -> Mapping[str, bytes]:
+    """Return the files of a LoRA of linear layers by name.
+
+    All modules have the same rank and scale, and no module is saved in full.
+    """
+    scales = {module.scale for module in adapter.modules.values()}
+    assert len(scales) == 1, "one session has one scale"
+    (scale,) = scales
+    config, tensors = _peft(adapter, scale) if form == "peft" else _mlx(adapter, scale)
+    name = "adapter_model.safetensors" if form == "peft" else "adapters.safetensors"
+    metadata = {"format": "pt"} if form == "peft" else {"format": "mlx"}
+    return {
+        CONFIG: json.dumps(config, indent=2).encode() + b"\n",
+        name: save(tensors, metadata=metadata),
+    }
+
+
+def _peft(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    tensors: dict[str, NDArray[Any]] = {}
+    for path, module in adapter.modules.items():
+        prefix = f"base_model.model.{path}"
+        tensors[f"{prefix}.lora_A.weight"] = _float32(module.a)
+        tensors[f"{prefix}.lora_B.weight"] = _float32(module.b)
+    config = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": scale * adapter.rank,
+        "target_modules": sorted(adapter.modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "task_type": adapter.task_type,
+    }
+    return config, tensors
+
+
+def _mlx(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    tensors: dict[str, NDArray[Any]] = {}
+    for path, module in adapter.modules.items():
+        tensors[f"{path}.lora_a"] = _float32(module.a.transposed())
+        tensors[f"{path}.lora_b"] = _float32(module.b.transposed())
+    parameters = {"rank": adapter.rank, "scale": scale, "dropout": 0.0}
+    keys = sorted(adapter.modules)
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": -1,
+        "lora_parameters": {**parameters, "keys": keys},
+    }
+    return config, tensors
+
+
+def _float32(tensor: HostTensor) -> NDArray[Any]:
+    assert not tensor.is_bfloat16, "what is trained is float32"
+    return np.ascontiguousarray(tensor.array, np.float32)

@@ -1,0 +1,1 @@
+"""Training sessions: a served model learns by forward passes beside its traffic."""

@@ -1,0 +1,59 @@
+"""Answers about training sessions."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mlx_parallm.api.mezo.schema import SessionAnswer, StepAnswer, Totals
+from mlx_parallm.training.records import StepRecord
+from mlx_parallm.training.session import Session
+
+
+def step_answer(record: StepRecord) -> StepAnswer:
+    """Return the description of a step."""
+    return StepAnswer.model_validate({**asdict(record), "forward_time": record.seconds})
+
+
+def session_answer(session: Session) -> SessionAnswer:
+    """Return the description of a session."""
+    config, state, info = session.config, session.state, session.info
+    return SessionAnswer(
+        id=config.id,
+        model=config.model,
+        status=state.status,
+        reason=state.reason,
+        created_at=config.created_at,
+        step=session.num_steps,
+        until=state.until,
+        num_examples=session.num_examples,
+        num_parameters=info and info.num_parameters,
+        trained_layers=None if info is None else list(info.paths),
+        first_layer=info and info.first_layer,
+        prefix_cache=None if info is None else _availability(is_kept=info.keeps_prefix),
+        base=state.base,
+        published=list(state.published),
+        totals=_totals(session),
+        last=None if session.last is None else step_answer(session.last),
+        config=_settings(session),
+    )
+
+
+def _availability(*, is_kept: bool) -> str:
+    return "available" if is_kept else "unavailable"
+
+
+def _settings(session: Session) -> dict[str, Any]:
+    settings = session.config.to_json()
+    return {name: value for name, value in settings.items() if name not in ("id", "created_at")}
+
+
+def _totals(session: Session) -> Totals:
+    costs = asdict(session.costs)
+    return Totals.model_validate(
+        {
+            **costs,
+            "forward_time": session.costs.seconds,
+            "zero_gradient_steps": session.num_zero,
+        }
+    )

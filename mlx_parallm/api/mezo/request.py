@@ -1,0 +1,266 @@
+"""From the body of a new session to its settings, and from rows to examples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
+
+from mlx_parallm.api.http.dependencies import get_client
+from mlx_parallm.api.mezo.schema import (
+    MAX_ROWS,
+    CreateSession,
+    EstimatorBody,
+    Labels,
+    LabelWords,
+    Objective,
+    Row,
+    Trainable,
+)
+from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
+from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
+from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.training.estimators import PAPER, EstimatorSettings
+from mlx_parallm.training.records import Example, SessionConfig
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import TrainableSpec
+
+DATA = "data"
+PURPOSE = "fine-tune"
+TEXT, MASK = "{text}", "[MASK]"
+OBJECTIVES: TypeAdapter[LabelWords | Labels] = TypeAdapter(Objective)
+# ESTIMATOR_FIELDS: fields of the body by those of the settings.
+ESTIMATOR_FIELDS = {
+    "sides": "kind",
+    "num_directions": "directions",
+    "splits_batch": "groups",
+    "distribution": "distribution",
+    "epsilon": "epsilon",
+    "learning_rate": "learning_rate",
+    "normalises": "normalise",
+    "decay_steps": "decay_steps",
+    "weight_decay": "weight_decay",
+}
+
+
+def config_maker(body: CreateSession, model: str) -> Callable[[str, int], SessionConfig]:
+    """Return what makes the settings of a session of its id and its time.
+
+    Args:
+        body: the request.
+        model: the first name of the model.
+    """
+
+    def make(session_id: str, created_at: int) -> SessionConfig:
+        return SessionConfig(
+            id=session_id,
+            model=model,
+            trainable=_trainable(body.trainable, body.estimator),
+            estimator=_estimator(body.estimator),
+            measure=body.objective.measure,
+            objective=body.objective.model_dump(mode="json"),
+            batch_size=body.batch_size,
+            order=body.batches,
+            mode=body.mode,
+            max_tokens=body.max_batch_tokens,
+            seed=body.seed,
+            created_at=created_at,
+        )
+
+    return make
+
+
+def _trainable(body: Trainable, estimator: EstimatorBody) -> TrainableSpec:
+    top = layers = None
+    if isinstance(body.layers, str):
+        top = int(body.layers.removeprefix("top:")) if body.layers != "all" else None
+    else:
+        layers = tuple(body.layers)
+    trains_first = body.train == "ab"
+    if estimator.preset == "paper" and "train" not in body.model_fields_set:
+        trains_first = True
+    return TrainableSpec(
+        targets=tuple(body.targets),
+        layers=layers,
+        top=top,
+        rank=body.rank,
+        alpha=body.alpha,
+        trains_first=trains_first,
+    )
+
+
+def _estimator(body: EstimatorBody) -> EstimatorSettings:
+    settings = {name: getattr(body, field) for name, field in ESTIMATOR_FIELDS.items()}
+    if body.preset is None:
+        return EstimatorSettings(**settings)
+    was_set = body.model_fields_set
+    chosen = {name: settings[name] for name, field in ESTIMATOR_FIELDS.items() if field in was_set}
+    paper = {name: getattr(PAPER, name) for name in ESTIMATOR_FIELDS}
+    return EstimatorSettings(**(paper | chosen))
+
+
+def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
+    """Raise InvalidRequestError if a batch or the adapter would be too large."""
+    if body.batch_size > num_examples:
+        raise InvalidRequestError(
+            f"batch_size is {body.batch_size}, and the data has {num_examples} examples.",
+            param="batch_size",
+        )
+    if body.estimator.groups and body.batch_size % body.estimator.directions:
+        raise InvalidRequestError(
+            f"batch_size {body.batch_size} cannot be divided into {body.estimator.directions} "
+            "equal groups.",
+            param="batch_size",
+        )
+    if body.trainable.rank > max_rank:
+        raise InvalidRequestError(
+            f"trainable.rank is {body.trainable.rank}; adapters of more than --max-lora-rank "
+            f"{max_rank} could not be published.",
+            param="trainable.rank",
+        )
+
+
+def model_of(name: str, objective: LabelWords | Labels, engine: EngineClient) -> PoolingModel:
+    """Return the model of a session; raise as ``PoolingClient.get`` does."""
+    task = "mlm" if isinstance(objective, LabelWords) else "classify"
+    model = engine.pooling.get(name, task)
+    if model.parent is not None:
+        raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
+    return model
+
+
+async def rows_of(
+    data: str | Sequence[Row], request: Request, batches: BatchService | None
+) -> Sequence[Row]:
+    """Return the rows of a body, or of a file of the caller.
+
+    Raises:
+        NotFoundError: the caller has no such file.
+        InvalidRequestError: the file has another purpose, or a line is no row.
+    """
+    if not isinstance(data, str):
+        return data
+    if batches is None:
+        raise InvalidRequestError("Files are kept with --data-dir only.", param=DATA)
+    owner = await get_client(request)
+    record = batches.files.get(data, owner)
+    if record.purpose != PURPOSE:
+        raise InvalidRequestError(
+            f"{data} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=DATA
+        )
+    path = batches.files.path(data)
+    return await asyncio.to_thread(lambda: _parsed(path.read_bytes()))
+
+
+def _parsed(content: bytes) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Row.model_validate(json.loads(line)))
+        except ValidationError as problem:
+            first = problem.errors(include_url=False)[0]
+            raise _bad_line(number, first["msg"]) from None
+        except (ValueError, RecursionError):
+            raise _bad_line(number, "it is not JSON") from None
+        if len(rows) > MAX_ROWS:
+            raise _bad_line(number, f"there are more than {MAX_ROWS} rows")
+    if not rows:
+        raise InvalidRequestError("The file has no rows.", param=DATA)
+    return rows
+
+
+def _bad_line(number: int, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Line {number} of the file: {why[:200]}.", param=DATA)
+
+
+async def examples_of(
+    rows: Sequence[Row], objective: LabelWords | Labels, model: PoolingModel
+) -> list[Example]:
+    """Return examples for a model.
+
+    Raises:
+        InvalidRequestError: a label, a word or a template is not usable; the message names it.
+        ContextLengthError: a text is too long.
+    """
+    names = list(objective.label_words) if isinstance(objective, LabelWords) else model.info.labels
+    labels = [_label(row, number, names) for number, row in enumerate(rows)]
+    inputs: list[PoolingInput | None] = [None] * len(rows)
+    for is_text in (True, False):
+        places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]
+        if places:
+            sources = [_source(rows[place], objective, model) for place in places]
+            made = await _inputs(sources, objective, model)
+            for place, item in zip(places, made, strict=True):
+                inputs[place] = item
+    return [
+        Example(item, label) for item, label in zip(inputs, labels, strict=True) if item is not None
+    ]
+
+
+def _label(row: Row, number: int, names: Sequence[str]) -> int:
+    if isinstance(row.label, int) and 0 <= row.label < len(names):
+        return row.label
+    if row.label in names:
+        return list[str | int](names).index(row.label)
+    raise InvalidRequestError(
+        f"Row {number} has the label {str(row.label)[:100]!r}; the labels are "
+        f"{', '.join(names[:20])}.",
+        param=DATA,
+    )
+
+
+def _source(row: Row, objective: LabelWords | Labels, model: PoolingModel) -> Any:
+    if row.text is None:
+        return row.token_ids
+    filled = objective.template.replace(TEXT, row.text)
+    if isinstance(objective, LabelWords):
+        filled = objective.template.replace(MASK, model.tokenizer.mask_token or MASK)
+        filled = filled.replace(TEXT, row.text)
+    return filled
+
+
+async def _inputs(
+    sources: Sequence[Any], objective: LabelWords | Labels, model: PoolingModel
+) -> Sequence[PoolingInput]:
+    reading = Reading(param=DATA)
+    if isinstance(objective, Labels):
+        return await single_inputs(sources, model, "classify", reading)
+    words = await label_words(objective, model)
+    inputs = await masked_inputs(sources, model, "mlm", reading, words)
+    for number, item in enumerate(inputs):
+        if len(item.places) != 1:
+            raise InvalidRequestError(
+                f"Row {number} has {len(item.places)} masks instead of one.", param=DATA
+            )
+    return inputs
+
+
+async def label_words(objective: LabelWords, model: PoolingModel) -> tuple[int, ...]:
+    """Return the token of each label.
+
+    Raises:
+        InvalidRequestError: a word is not one token, or two are the same.
+    """
+    param = "objective.label_words"
+    words = await candidates_of(objective.label_words, model, param)
+    if words.warnings:
+        raise InvalidRequestError(words.warnings[0], param=param)
+    return words.ids
+
+
+def check_template(objective: LabelWords | Labels) -> None:
+    """Raise InvalidRequestError if a template has no place for the text, or not one mask."""
+    template, param = objective.template, "objective.template"
+    if template.count(TEXT) != 1:
+        raise InvalidRequestError(f"The template must have {TEXT} once.", param=param)
+    if isinstance(objective, LabelWords) and template.count(MASK) != 1:
+        raise InvalidRequestError(f"The template must have {MASK} once.", param=param)

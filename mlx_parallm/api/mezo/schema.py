@@ -1,0 +1,281 @@
+"""Bodies and answers of training sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    StringConstraints,
+    model_validator,
+)
+
+from mlx_parallm.training.batches import BatchOrder
+from mlx_parallm.training.estimators import Sides
+from mlx_parallm.training.objectives import Measure
+from mlx_parallm.training.records import Mode
+from mlx_parallm.types.training import Distribution
+
+MAX_NAME_CHARS = 256
+MAX_STEPS = 10_000_000
+MAX_ROWS = 1_000_000
+
+Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+#: ``Top`` is "top:" and a number of layers.
+Top = Annotated[str, StringConstraints(pattern=r"^top:[1-9][0-9]{0,3}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Strict(BaseModel):
+    """A body of which every field must be known: a typing error must not train something else."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Trainable(Strict):
+    """The adapter that is trained: a LoRA of some linear layers."""
+
+    targets: list[Name] = Field(
+        default_factory=list[str],
+        max_length=64,
+        description="Ends of the paths of linear layers, such as query; all if there are none.",
+    )
+    layers: Literal["all"] | Top | list[StrictInt] = Field(
+        "all", description="The model's layers: all, top:N for the last N, or indices from 0."
+    )
+    rank: StrictInt = Field(8, ge=1, le=1024, description="Rank of each change.")
+    alpha: Finite = Field(16.0, gt=0, description="The change is scaled by alpha / rank.")
+    train: Literal["b", "ab"] = Field("b", description="Train the second factors only, or both.")
+
+
+class EstimatorBody(Strict):
+    """How gradients are estimated from losses, and how far a step goes."""
+
+    preset: Literal["paper"] | None = Field(
+        None, description="paper: MeZO as published; other fields given change it."
+    )
+    kind: Sides = Field(Sides.TWO_SIDED, description="Losses at both signs, or at one and none.")
+    directions: StrictInt = Field(1, ge=1, le=256, description="Directions of a step.")
+    groups: StrictBool = Field(
+        False, description="Try each direction on its own part of the batch."
+    )
+    distribution: Distribution = Field(
+        Distribution.RADEMACHER, description="Of the directions' numbers."
+    )
+    epsilon: Finite = Field(1e-2, gt=0, description="Size of the perturbation.")
+    learning_rate: Finite = Field(
+        1e-2, ge=0, description="If normalised, how far a parameter goes in a step."
+    )
+    normalise: StrictBool = Field(
+        True, description="Divide by the running root mean square of the estimates."
+    )
+    decay_steps: StrictInt | None = Field(
+        None, ge=1, le=MAX_STEPS, description="The learning rate falls to 0 in so many steps."
+    )
+    weight_decay: Finite = Field(0.0, ge=0, description="Share taken away by a step of rate 1.")
+
+
+class LabelWords(Strict):
+    """A masked LM chooses between words at the mask of a template."""
+
+    kind: Literal["label_words"] = "label_words"
+    template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
+        "{text} It was [MASK].", description="{text} is a row's text; it has one [MASK]."
+    )
+    label_words: dict[str, StrictStr | StrictInt] = Field(
+        min_length=2, max_length=1000, description="The word, or token id, of each label."
+    )
+    measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
+
+
+class Labels(Strict):
+    """A classifier chooses between its own labels."""
+
+    kind: Literal["labels"] = "labels"
+    template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
+        "{text}", description="{text} is a row's text."
+    )
+    measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
+
+
+Objective = Annotated[LabelWords | Labels, Field(discriminator="kind")]
+
+
+class Row(Strict):
+    """An example: a text, or its token ids as the model reads them, and its label."""
+
+    text: Annotated[StrictStr, Field(min_length=1)] | None = Field(None, description="The text.")
+    token_ids: list[StrictInt] | None = Field(
+        None, min_length=1, description="All tokens, special ones and the mask included."
+    )
+    label: StrictStr | StrictInt = Field(description="The label's name, or its index.")
+
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("a row has either text or token_ids")
+        return self
+
+
+#: ``Data`` is rows, or the id of a file of the caller with one row as JSON in each line.
+Data = Name | Annotated[list[Row], Field(min_length=1, max_length=MAX_ROWS)]
+
+
+class CreateSession(Strict):
+    """A new session."""
+
+    model: Name = Field(description="The model.")
+    trainable: Trainable = Field(
+        default_factory=lambda: Trainable.model_validate({}), description="The adapter."
+    )
+    estimator: EstimatorBody = Field(
+        default_factory=lambda: EstimatorBody.model_validate({}),
+        description="How steps are made.",
+    )
+    objective: Objective = Field(description="What is learnt.")
+    data: Data = Field(description="Rows, or the id of a file of purpose fine-tune.")
+    batch_size: StrictInt = Field(16, ge=1, le=65536, description="Examples of a step.")
+    batches: BatchOrder = Field(BatchOrder.RANDOM, description="How batches are drawn.")
+    mode: Mode = Field(Mode.PAIRED, description="naive computes all copies apart, to compare.")
+    max_batch_tokens: StrictInt = Field(
+        4096, ge=1, le=1 << 20, description="Most tokens of a forward."
+    )
+    seed: StrictInt = Field(0, ge=0, lt=2**63, description="Draws batches and directions.")
+
+
+class MakeSteps(Strict):
+    """Steps to make now."""
+
+    steps: StrictInt = Field(1, ge=1, le=10_000, description="How many.")
+    batch: list[Row] | None = Field(
+        None, min_length=1, max_length=65536, description="Rows in place of the session's data."
+    )
+
+
+class TrainStep(MakeSteps):
+    """Steps of a session that the body names."""
+
+    session_id: Name = Field(description="The session.")
+
+
+class RunSteps(Strict):
+    """Steps to make in the background."""
+
+    steps: StrictInt = Field(ge=1, le=MAX_STEPS, description="How many.")
+
+
+class Evaluate(Strict):
+    """Rows whose labels are predicted."""
+
+    data: Data = Field(description="Rows, or the id of a file of purpose fine-tune.")
+
+
+class Publish(Strict):
+    """An adapter to be served."""
+
+    name: Name = Field(description="The name that requests use as their model.")
+    version: Name | None = Field(None, description="Label of its answers.")
+    expected_version: Name | None = Field(
+        None, description="The version to replace; 412 if another is loaded."
+    )
+    step: StrictInt | None = Field(
+        None, ge=0, description="As it was after so many steps; as it is by default."
+    )
+
+
+class StepAnswer(BaseModel):
+    """A step that was made."""
+
+    step: int = Field(description="Its number, from 1.")
+    seed: int = Field(description="Draws its directions.")
+    loss_plus: float = Field(description="Mean loss with sign 1.")
+    loss_minus: float = Field(description="Mean loss with sign -1, or without a perturbation.")
+    gradients: list[float] = Field(description="Projected gradient along each direction.")
+    lookups: int = Field(description="Texts looked up in the prefix cache.")
+    hits: int = Field(description="Those that it had.")
+    layer_tokens: int = Field(description="Tokens computed, times their layers.")
+    naive_layer_tokens: int = Field(description="The same of the mode naive.")
+    forward_time: float = Field(description="Seconds that the forwards took.")
+
+
+class Steps(BaseModel):
+    """Steps that were made."""
+
+    object: str = "mezo.steps"
+    session_id: str
+    data: list[StepAnswer]
+
+
+class Totals(BaseModel):
+    """The costs of all steps of a session."""
+
+    lookups: int
+    hits: int
+    layer_tokens: int
+    naive_layer_tokens: int
+    forward_time: float
+    zero_gradient_steps: int
+
+
+class SessionAnswer(BaseModel):
+    """A session."""
+
+    id: str
+    object: str = "mezo.session"
+    model: str
+    status: str = Field(description="ready, running or paused.")
+    reason: str | None = Field(description="Why it was paused, if nobody asked for that.")
+    created_at: int
+    step: int = Field(description="Steps that were made.")
+    until: int = Field(description="Steps after which the run in the background ends.")
+    num_examples: int
+    num_parameters: int | None
+    trained_layers: list[str] | None
+    first_layer: int | None = Field(description="The lowest trained layer.")
+    prefix_cache: str | None = Field(description="available or unavailable.")
+    base: str | None = Field(description="SHA-256 of the weights that it trains on.")
+    published: list[str] = Field(description="Adapters that it has published.")
+    totals: Totals
+    last: StepAnswer | None
+    config: dict[str, Any] = Field(description="The settings.")
+
+
+class SessionList(BaseModel):
+    """All sessions."""
+
+    object: str = "list"
+    data: list[SessionAnswer]
+
+
+class EvaluationAnswer(BaseModel):
+    """How well labels are predicted."""
+
+    object: str = "mezo.evaluation"
+    session_id: str
+    step: int
+    num_examples: int
+    loss: float
+    accuracy: float
+    f1: float
+
+
+class CheckpointAnswer(BaseModel):
+    """A step of a session that can be returned to."""
+
+    object: str = "mezo.checkpoint"
+    session_id: str
+    step: int
+    adapter_sha256: str = Field(description="Of what the adapter computes.")
+
+
+class DeletedSession(BaseModel):
+    """A session that was deleted."""
+
+    id: str
+    object: str = "mezo.session.deleted"
+    deleted: bool = True

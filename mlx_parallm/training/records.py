@@ -1,0 +1,225 @@
+"""What a session is made of, as it is kept on disk, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from mlx_parallm.training.batches import BatchOrder
+from mlx_parallm.training.estimators import EstimatorSettings, Sides
+from mlx_parallm.training.objectives import Measure
+from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import Distribution, TrainableSpec
+
+
+class Mode(StrEnum):
+    """How the forwards of a step are computed; the losses are the same.
+
+    paired: all copies in one forward, cut by length, from states that are kept.
+    naive: one forward for each copy, of all layers, padded to the longest: for comparison.
+    """
+
+    PAIRED = "paired"
+    NAIVE = "naive"
+
+
+class Status(StrEnum):
+    """Whether steps are run without being asked for.
+
+    ready: no.
+    running: yes, in the background.
+    paused: no, until it is resumed; ``SessionState.reason`` says why if it was not asked for.
+    """
+
+    READY = "ready"
+    RUNNING = "running"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """The settings of a session, which never change.
+
+    Attributes:
+        id: unique.
+        model: the first name of the model.
+        trainable: the adapter.
+        estimator: how gradients are estimated, and steps made of them.
+        measure: what is to become small.
+        objective: how rows of data are read, as the caller gave it; plain JSON.
+        batch_size: examples of a step.
+        order: how batches are drawn.
+        mode: how forwards are computed.
+        max_tokens: most tokens of a forward.
+        seed: draws the batches and the directions.
+        created_at: Unix seconds.
+    """
+
+    id: str
+    model: str
+    trainable: TrainableSpec
+    estimator: EstimatorSettings
+    measure: Measure
+    objective: Mapping[str, Any]
+    batch_size: int
+    order: BatchOrder
+    mode: Mode
+    max_tokens: int
+    seed: int
+    created_at: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> SessionConfig:
+        """Return what ``to_json`` was given."""
+        spec, estimator = stored["trainable"], stored["estimator"]
+        layers = spec["layers"]
+        return cls(
+            **{
+                **stored,
+                "trainable": TrainableSpec(
+                    **{
+                        **spec,
+                        "targets": tuple(spec["targets"]),
+                        "layers": None if layers is None else tuple(layers),
+                    }
+                ),
+                "estimator": EstimatorSettings(
+                    **{
+                        **estimator,
+                        "sides": Sides(estimator["sides"]),
+                        "distribution": Distribution(estimator["distribution"]),
+                    }
+                ),
+                "measure": Measure(stored["measure"]),
+                "order": BatchOrder(stored["order"]),
+                "mode": Mode(stored["mode"]),
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """The state of a session.
+
+    Attributes:
+        status: see the class.
+        reason: why it was paused, if nobody asked for that.
+        base: the SHA-256 of the weights that it trains on; None before it was opened.
+        until: the number of steps after which a run in the background ends.
+        published: names of adapters that it has published.
+    """
+
+    status: Status = Status.READY
+    reason: str | None = None
+    base: str | None = None
+    until: int = 0
+    published: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> SessionState:
+        """Return what ``to_json`` was given."""
+        state = cls(**{**stored, "published": tuple(stored["published"])})
+        return replace(state, status=Status(state.status))
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """An input of the model and the index of its right label."""
+
+    input: PoolingInput
+    label: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        item = self.input
+        return {
+            "token_ids": item.token_ids,
+            "task": item.task,
+            "second_at": item.second_at,
+            "places": item.places,
+            "candidates": item.candidates,
+            "num_unattended": item.num_unattended,
+            "label": self.label,
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Example:
+        """Return what ``to_json`` was given."""
+        fields = dict(stored)
+        label = fields.pop("label")
+        tuples = {name: tuple(fields[name]) for name in ("token_ids", "places", "candidates")}
+        return cls(PoolingInput(**{**fields, **tuples}), label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a step has cost.
+
+    Attributes:
+        lookups: texts that were looked up in the prefix cache.
+        hits: those that it had.
+        layer_tokens: tokens that were computed, times the layers that computed them.
+        naive_layer_tokens: what ``Mode.NAIVE`` computes for the same losses.
+        seconds: from the request of its forwards to their results.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    layer_tokens: int = 0
+    naive_layer_tokens: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Costs) -> Costs:
+        """Return the costs of both together."""
+        return Costs(
+            lookups=self.lookups + other.lookups,
+            hits=self.hits + other.hits,
+            layer_tokens=self.layer_tokens + other.layer_tokens,
+            naive_layer_tokens=self.naive_layer_tokens + other.naive_layer_tokens,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord(Costs):
+    """A step that was made.
+
+    Attributes:
+        step: its number, from 1: how many steps the session has made with it.
+        seed: draws its directions.
+        loss_plus: see ``Estimate``.
+        loss_minus: likewise.
+        gradients: the projected gradient along each direction.
+        mean_square: see ``Estimator``; a session that goes on needs it.
+    """
+
+    step: int
+    seed: int
+    loss_plus: float
+    loss_minus: float
+    gradients: tuple[float, ...]
+    mean_square: float | None
+
+    @property
+    def is_zero(self) -> bool:
+        """True if the step changed nothing, because all losses were equal."""
+        return not any(self.gradients)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> StepRecord:
+        """Return what ``to_json`` was given."""
+        return cls(**{**stored, "gradients": tuple(stored["gradients"])})

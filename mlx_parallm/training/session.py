@@ -1,0 +1,280 @@
+"""One training session: it makes steps from losses, writes them down, and has them applied.
+
+The engine's part of a session can be lost with its process, or when its model makes way for another
+one. The log has all of it, so the session opens it again and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.training.batches import Batches, step_seed
+from mlx_parallm.training.estimators import Estimate, Estimator
+from mlx_parallm.training.objectives import Scores, scores
+from mlx_parallm.training.records import (
+    Costs,
+    Example,
+    Mode,
+    SessionConfig,
+    SessionState,
+    StepRecord,
+)
+from mlx_parallm.training.requests import TrainingOp
+from mlx_parallm.training.session_files import SessionFiles
+from mlx_parallm.training.step_forwards import StepForwards
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, SessionLostError
+from mlx_parallm.types.training import PairResult, Segment, Step, TrainableInfo
+from mlx_parallm.worker.ops import (
+    ApplySteps,
+    CloseTraining,
+    Materialise,
+    OpenTraining,
+    PairForward,
+)
+
+#: Has ops of a session run on the engine; returns the result of each.
+Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
+
+# NUM_SAMPLES: examples with which it is tried whether kept states change a bit.
+NUM_SAMPLES = 3
+# MAX_EVALUATED: inputs of one forward of an evaluation.
+MAX_EVALUATED = 64
+
+
+class Session:
+    """A session. Its methods belong to one event loop, and run one after the other.
+
+    Attributes:
+        config: its settings.
+        files: what is on disk.
+        state: as it was saved last.
+        info: facts about its adapter; None before it was opened by this process.
+        costs: of all steps together.
+        num_zero: steps that changed nothing.
+        last: the latest step; None if there was none.
+    """
+
+    def __init__(self, files: SessionFiles, send: Send) -> None:
+        self.config: SessionConfig = files.config
+        self.files = files
+        self.state: SessionState = files.read_state()
+        self.info: TrainableInfo | None = None
+        self._send = send
+        self._examples = files.examples()
+        lengths = [len(example.input.token_ids) for example in self._examples]
+        config = self.config
+        self._batches = Batches(lengths, config.batch_size, config.order, config.seed)
+        records = files.records()
+        self.costs = sum(records, Costs())
+        self.num_zero = sum(record.is_zero for record in records)
+        self.last = records[-1] if records else None
+        self._estimator = Estimator(config.estimator, self.last and self.last.mean_square)
+        # Steps that are logged, and that the engine does not have yet.
+        self._unapplied: list[Step] = []
+        self._turn = asyncio.Lock()
+        # Set when a step was made or the status has changed.
+        self._changed = asyncio.Event()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it has made."""
+        return self.files.num_steps
+
+    @property
+    def num_examples(self) -> int:
+        """How many examples it has."""
+        return len(self._examples)
+
+    def save(self, **changes: Any) -> None:
+        """Change the state; raise StorageError if it cannot be saved."""
+        changed = replace(self.state, **changes)
+        self.files.save_state(changed)
+        self.state = changed
+        self._notify()
+
+    async def open(self) -> TrainableInfo:
+        """Have the engine's part made, if it is not there.
+
+        Raises:
+            InvalidRequestError: the model cannot be trained in this way.
+            ConflictError: the model has other weights than the session was trained on.
+        """
+        async with self._turn:
+            return await self._open()
+
+    async def step(self, examples: Sequence[Example] | None = None) -> StepRecord:
+        """Make one step, on the next batch or on these examples.
+
+        Raises:
+            InvalidRequestError: the batch cannot be divided among the directions.
+            ConflictError: a loss was not finite, so that no step could be made; or see ``open``.
+            StorageError: the step could not be written, and was not made.
+        """
+        async with self._turn:
+            number, config = self.num_steps, self.config
+            if examples is None:
+                examples = [self._examples[row] for row in self._batches.of_step(number)]
+            forwards = StepForwards.of(config, examples, self._segments(len(examples)))
+            seed = step_seed(config.seed, number)
+            begin_s = time.perf_counter()
+            results = await self._ask(*forwards.ops(config, seed))
+            seconds = time.perf_counter() - begin_s
+            estimate = self._estimator.estimate(forwards.losses(results, config.measure))
+            record = self._made(number, seed, estimate, partial(_costs, forwards, results, seconds))
+        self._notify()
+        return record
+
+    def _segments(self, batch_size: int) -> Sequence[Segment]:
+        try:
+            return self._estimator.segments(batch_size)
+        except ValueError as problem:
+            raise InvalidRequestError(f"{problem}.", param="batch") from None
+
+    def _made(
+        self, number: int, seed: int, estimate: Estimate, costs: Callable[[TrainableInfo], Costs]
+    ) -> StepRecord:
+        """Write a step down, which the engine applies before the next op."""
+        if not estimate.is_finite:
+            raise ConflictError(
+                f"Step {number + 1} was not made: a loss is not finite "
+                f"({estimate.loss_plus} and {estimate.loss_minus})."
+            )
+        assert self.info is not None, "it is open"
+        before = self._estimator.mean_square
+        step = self.files.rounded(self._estimator.step(number, seed, estimate))
+        record = StepRecord(
+            step=number + 1,
+            seed=seed,
+            loss_plus=estimate.loss_plus,
+            loss_minus=estimate.loss_minus,
+            gradients=estimate.slopes,
+            mean_square=self._estimator.mean_square,
+            **asdict(costs(self.info)),
+        )
+        try:
+            self.files.append(record, step)
+        except BaseException:
+            self._estimator.mean_square = before
+            raise
+        self._unapplied.append(step)
+        self.costs += record
+        self.num_zero += record.is_zero
+        self.last = record
+        return record
+
+    async def wait_for_steps(self, after: int) -> None:
+        """Return once there are more steps than ``after``, or the status has changed."""
+        status = self.state.status
+        while self.num_steps <= after and self.state.status is status:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def evaluate(self, examples: Sequence[Example]) -> Scores:
+        """Return how well labels are predicted now."""
+        async with self._turn:
+            results: list[np.ndarray] = []
+            for begin in range(0, len(examples), MAX_EVALUATED):
+                inputs = [each.input for each in examples[begin : begin + MAX_EVALUATED]]
+                now = Segment(None, 1, tuple(range(len(inputs))))
+                forward = PairForward(
+                    model=self.config.model,
+                    session=self.config.id,
+                    inputs=inputs,
+                    segments=(now,),
+                    seed=0,
+                    num_directions=1,
+                    epsilon=0.0,
+                )
+                (result,) = await self._ask(forward)
+                results += result.results
+            return scores(results, [example.label for example in examples])
+
+    async def weights(self, step: int | None = None) -> AdapterWeights:
+        """Return the adapter as it is, or as it was after so many steps.
+
+        Raises:
+            InvalidRequestError: it has not made so many steps.
+        """
+        if step is not None and not 0 <= step <= self.num_steps:
+            raise InvalidRequestError(
+                f"step must be from 0 to {self.num_steps}, the steps that were made.", param="step"
+            )
+        async with self._turn:
+            steps = None if step is None else self.files.steps(step)
+            op = Materialise(model=self.config.model, session=self.config.id, steps=steps)
+            return (await self._ask(op))[0]
+
+    async def close(self) -> None:
+        """Have the engine's part dropped, if it is there."""
+        async with self._turn:
+            op = CloseTraining(model=self.config.model, session=self.config.id)
+            await self._send(self.config.model, self.config.id, (op,))
+
+    async def _open(self) -> TrainableInfo:
+        config = self.config
+        opening = OpenTraining(
+            model=config.model,
+            session=config.id,
+            spec=config.trainable,
+            distribution=config.estimator.distribution,
+            keeps_prefix=config.mode is Mode.PAIRED,
+            samples=tuple(example.input for example in self._examples[:NUM_SAMPLES]),
+        )
+        steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
+        info, _ = await self._send(config.model, config.id, (opening, steps))
+        if self.state.base not in (None, info.base):
+            close = CloseTraining(model=config.model, session=config.id)
+            await self._send(config.model, config.id, (close,))
+            raise ConflictError(
+                f"{config.model} has other weights ({info.base[:16]}) than this session was "
+                f"trained on ({self.state.base[:16] if self.state.base else None})."
+            )
+        if self.state.base is None:
+            self.save(base=info.base)
+        self.info = info
+        self._unapplied.clear()
+        return info
+
+    async def _ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
+        """Have ops run after all steps were applied; open the session anew if it was lost."""
+        model, session = self.config.model, self.config.id
+        if self.info is None:
+            await self._open()
+        applied = tuple(self._unapplied)
+        before: tuple[TrainingOp, ...] = ()
+        if applied:
+            before = (ApplySteps(model=model, session=session, steps=applied),)
+        try:
+            results = await self._send(model, session, (*before, *ops))
+        except SessionLostError:
+            await self._open()
+            return await self._send(model, session, ops)
+        except BaseException:
+            # It is not known whether the steps were applied.
+            self.info = None
+            raise
+        self._unapplied.clear()
+        return results[len(before) :]
+
+
+def _costs(
+    forwards: StepForwards, results: Sequence[PairResult], seconds: float, info: TrainableInfo
+) -> Costs:
+    return Costs(
+        lookups=sum(result.lookups for result in results),
+        hits=sum(result.hits for result in results),
+        layer_tokens=forwards.layer_tokens(info, results),
+        naive_layer_tokens=forwards.naive_layer_tokens(info),
+        seconds=seconds,
+    )

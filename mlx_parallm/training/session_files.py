@@ -1,0 +1,208 @@
+"""The files of a session: its settings and state, its examples, its log and its step records.
+
+A step is on disk before it is applied: first its record, a line of ``steps.jsonl``, then its part
+of ``log.bin``. After a crash the longer of the two is cut to the shorter one. Lines are flushed to
+the system and not to the disk, so a killed process loses nothing, and a power cut the last steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.batch_jobs import disk
+from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
+from mlx_parallm.training.step_log import StepLog
+from mlx_parallm.types.training import Step
+
+CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
+STEPS, LOG = "steps.jsonl", "log.bin"
+
+
+@dataclass(slots=True)
+class _Appended:
+    """A file that grows.
+
+    Attributes:
+        descriptor: of the open file.
+        size: in bytes.
+    """
+
+    descriptor: int
+    size: int
+
+    @classmethod
+    def opened(cls, path: Path) -> _Appended:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE)
+        return cls(descriptor, os.fstat(descriptor).st_size)
+
+    def append(self, data: bytes) -> None:
+        """Append; the file is as it was if the disk refuses it."""
+        try:
+            os.lseek(self.descriptor, self.size, os.SEEK_SET)
+            disk.write_all(self.descriptor, data)
+        except OSError:
+            os.ftruncate(self.descriptor, self.size)
+            raise
+        self.size += len(data)
+
+    def cut(self, size: int) -> None:
+        os.ftruncate(self.descriptor, size)
+        self.size = size
+
+    def read(self, begin: int = 0, end: int | None = None) -> bytes:
+        length = (self.size if end is None else end) - begin
+        return os.pread(self.descriptor, length, begin)
+
+
+class SessionFiles:
+    """The folder of one session. Its methods raise StorageError if the disk refuses them."""
+
+    def __init__(self, folder: Path, config: SessionConfig) -> None:
+        """Open the folder of a session that was created."""
+        self.config = config
+        self._folder = folder
+        settings = config.estimator
+        self._log_format = StepLog(
+            settings.num_directions,
+            lambda step: 1.0 - settings.rate(step) * settings.weight_decay,
+        )
+        with disk.storage_errors():
+            self._log = _Appended.opened(folder / LOG)
+            self._steps = _Appended.opened(folder / STEPS)
+            # Where each record begins.
+            self._begins: list[int] = []
+            self._settle()
+
+    @classmethod
+    def create(
+        cls, root: Path, config: SessionConfig, state: SessionState, examples: Sequence[Example]
+    ) -> SessionFiles:
+        """Make the folder of a new session."""
+        folder = root / config.id
+        with disk.storage_errors():
+            try:
+                disk.make_folder(folder)
+                lines = (json.dumps(example.to_json()) + "\n" for example in examples)
+                descriptor = disk.create(folder / EXAMPLES)
+                try:
+                    disk.write_all(descriptor, "".join(lines).encode())
+                finally:
+                    os.close(descriptor)
+                disk.replace_json(folder / STATE, state.to_json())
+                # A folder without this file is no session.
+                disk.replace_json(folder / CONFIG, config.to_json())
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return cls(folder, config)
+
+    @classmethod
+    def open_all(cls, root: Path) -> list[SessionFiles]:
+        """Open all sessions below a folder, in the order of their ids."""
+        with disk.storage_errors():
+            disk.make_folder(root)
+            sessions: list[SessionFiles] = []
+            for folder in sorted(root.iterdir()):
+                if not (folder / CONFIG).is_file():
+                    # The process died while it made or deleted this one.
+                    shutil.rmtree(folder, ignore_errors=True)
+                    continue
+                config = SessionConfig.from_json(json.loads((folder / CONFIG).read_bytes()))
+                sessions.append(cls(folder, config))
+        return sessions
+
+    def read_state(self) -> SessionState:
+        """Return the state that was saved last."""
+        with disk.storage_errors():
+            return SessionState.from_json(json.loads((self._folder / STATE).read_bytes()))
+
+    def save_state(self, state: SessionState) -> None:
+        """Save the state durably."""
+        disk.replace_json(self._folder / STATE, state.to_json())
+
+    def examples(self) -> list[Example]:
+        """Return the examples."""
+        with disk.storage_errors():
+            lines = (self._folder / EXAMPLES).read_bytes().splitlines()
+        return [Example.from_json(json.loads(line)) for line in lines]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps in the log."""
+        return len(self._begins)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of what grows with the steps."""
+        return self._log.size + self._steps.size
+
+    def rounded(self, step: Step) -> Step:
+        """Return a step as the log has it."""
+        return self._log_format.rounded(step)
+
+    def append(self, record: StepRecord, step: Step) -> None:
+        """Write a step and its record; nothing is written if the disk refuses one of them."""
+        begin = self._steps.size
+        with disk.storage_errors():
+            self._steps.append(json.dumps(record.to_json()).encode() + b"\n")
+            try:
+                self._log.append(self._log_format.record(step))
+            except OSError:
+                self._steps.cut(begin)
+                raise
+        self._begins.append(begin)
+
+    def log(self) -> bytes:
+        """Return the log; see ``step_log``."""
+        with disk.storage_errors():
+            return self._log.read()
+
+    def steps(self, count: int | None = None) -> Sequence[Step]:
+        """Return the first steps of the log; all by default."""
+        return self._log_format.steps(self.log())[:count]
+
+    def records(self, after: int = 0, limit: int | None = None) -> list[StepRecord]:
+        """Return the records of steps with numbers above ``after``, oldest first."""
+        last = self.num_steps if limit is None else min(self.num_steps, after + limit)
+        if after >= last:
+            return []
+        end = self._begins[last] if last < self.num_steps else self._steps.size
+        with disk.storage_errors():
+            content = self._steps.read(self._begins[after], end)
+        return [StepRecord.from_json(_parsed(line)) for line in content.splitlines()]
+
+    def delete(self) -> None:
+        """Close and delete the folder."""
+        self.close()
+        with disk.storage_errors():
+            # Without this file it is no session, even if the process dies here.
+            (self._folder / CONFIG).unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._log.descriptor)
+        os.close(self._steps.descriptor)
+
+    def _settle(self) -> None:
+        """Cut records and log to the steps that both have."""
+        content = self._steps.read()
+        begin = 0
+        while (end := content.find(b"\n", begin)) >= 0:
+            self._begins.append(begin)
+            begin = end + 1
+        size = self._log_format.record_bytes
+        count = min(len(self._begins), self._log.size // size)
+        self._steps.cut(self._begins[count] if count < len(self._begins) else begin)
+        self._log.cut(count * size)
+        del self._begins[count:]
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    return json.loads(line)

@@ -1,0 +1,57 @@
+"""How a step's batch is cut into forwards."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.training.estimators import Estimator, EstimatorSettings, Sides
+from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
+from mlx_parallm.types.training import Segment
+
+
+def covered(batches: list[MicroBatch], segments: tuple[Segment, ...]) -> None:
+    """Assert that each segment has each of its rows once."""
+    seen: list[list[int]] = [[] for _ in segments]
+    for batch in batches:
+        for place, segment in zip(batch.places, batch.segments, strict=True):
+            expected = segments[place]
+            assert (segment.direction, segment.sign) == (expected.direction, expected.sign)
+            seen[place] += [batch.rows[row] for row in segment.rows]
+    assert [sorted(rows) for rows in seen] == [sorted(segment.rows) for segment in segments]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=4, max_size=32),
+    sides=st.sampled_from(Sides),
+    directions=st.integers(1, 4),
+    splits=st.booleans(),
+    max_tokens=st.integers(1, 4096),
+)
+def test_every_row_of_every_copy_is_computed_once(
+    lengths: list[int], sides: Sides, directions: int, splits: bool, max_tokens: int
+) -> None:
+    lengths = lengths[: len(lengths) // directions * directions]
+    settings = EstimatorSettings(sides=sides, num_directions=directions, splits_batch=splits)
+    segments = Estimator(settings).segments(len(lengths))
+    batches = micro_batches(lengths, segments, max_tokens)
+    covered(batches, segments)
+    for batch in batches:
+        counts = {len(segment.rows) for segment in batch.segments}
+        assert len(counts) == 1
+        assert batch.length == max(lengths[row] for row in batch.rows)
+        # Only a pair of rows may be larger than the budget.
+        assert batch.num_tokens <= max(max_tokens, 2 * batch.length)
+    covered(naive_batches(lengths, segments), segments)
+
+
+def test_rows_of_like_lengths_share_a_forward() -> None:
+    segments = Estimator(EstimatorSettings()).segments(6)
+    batches = micro_batches([10, 100, 11, 99, 12, 98], segments, 10_000)
+    assert [batch.rows for batch in batches] == [(1, 3, 5), (0, 2, 4)]
+    assert sum(batch.num_tokens for batch in batches) == 2 * 3 * (100 + 12)
+
+
+def test_naive_forwards_are_padded_to_the_longest() -> None:
+    segments = Estimator(EstimatorSettings()).segments(3)
+    assert [batch.num_tokens for batch in naive_batches([10, 100, 10], segments)] == [300, 300]
