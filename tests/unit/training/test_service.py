@@ -1,0 +1,355 @@
+"""Sessions: their steps, what is left of them after a crash, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
+from mlx_parallm.training.objectives import Measure
+from mlx_parallm.training.records import Mode, Status
+from mlx_parallm.training.service import SessionLimits, TrainingService
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.session_files import LOG, STEPS
+from mlx_parallm.types.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    NotFoundError,
+    PausedError,
+    StorageError,
+    StorageInUseError,
+)
+from mlx_parallm.types.training import PairResult
+from tests.encoder_folders import golden_arrays, read_golden, write_encoder
+from tests.unit.training.worker_sessions import EXAMPLES, WorkerTrain, config_of
+
+Open = Callable[..., TrainingService]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> WorkerTrain:
+    return WorkerTrain(tmp_path / "model")
+
+
+@pytest.fixture
+async def opened(tmp_path: Path, train: WorkerTrain) -> AsyncIterator[Open]:
+    """Open the sessions of one folder, as a new process does."""
+    services: list[TrainingService] = []
+
+    def open_service(limits: SessionLimits | None = None) -> TrainingService:
+        services.append(TrainingService(tmp_path / "sessions", train, limits))
+        services[-1].start()
+        return services[-1]
+
+    yield open_service
+    for service in services:
+        await service.stop()
+
+
+async def begin(service: TrainingService, **changes: Any) -> Session:
+    return await service.create(config_of(**changes), EXAMPLES)
+
+
+async def digest(session: Session, step: int | None = None) -> str:
+    return (await session.weights(step)).digest
+
+
+async def test_steps_reduce_the_loss(opened: Open) -> None:
+    session = await begin(opened())
+    before = await session.evaluate(EXAMPLES)
+    for _ in range(150):
+        await session.step()
+    after = await session.evaluate(EXAMPLES)
+    assert after.loss < 0.8 * before.loss
+
+
+@pytest.mark.parametrize("estimator", [EstimatorSettings(), PAPER])
+async def test_paired_losses_are_those_of_separate_forwards(
+    opened: Open, estimator: EstimatorSettings
+) -> None:
+    service = opened()
+    paired = await begin(service, estimator=estimator)
+    naive = await begin(service, estimator=estimator, mode=Mode.NAIVE)
+    for _ in range(20):
+        one, other = await paired.step(), await naive.step()
+        assert one.loss_plus == pytest.approx(other.loss_plus, abs=1e-5)
+        assert one.loss_minus == pytest.approx(other.loss_minus, abs=1e-5)
+        assert one.layer_tokens < other.layer_tokens == other.naive_layer_tokens
+
+
+async def test_a_learning_rate_of_0_changes_nothing(opened: Open) -> None:
+    session = await begin(opened(), estimator=EstimatorSettings(learning_rate=0.0))
+    before = await digest(session)
+    for _ in range(3):
+        await session.step()
+    assert await digest(session) == before
+
+
+async def test_the_sum_of_the_hits_is_the_formula(opened: Open) -> None:
+    session = await begin(opened())
+    for _ in range(50):
+        await session.step()
+    hits, lookups = session.costs.hits, session.costs.lookups
+    assert (lookups, hits) == (50 * 4, 50 * 4 - len(EXAMPLES))
+
+
+async def test_a_later_process_goes_on_as_if_nothing_had_happened(
+    opened: Open, train: WorkerTrain
+) -> None:
+    service = opened()
+    session, other = await begin(service), await begin(service)
+    for _ in range(7):
+        await session.step()
+        await other.step()
+    expected = [await digest(session, step) for step in range(8)]
+    await service.stop()
+    train.load(train.folder)
+    again = opened().get(session.config.id)
+    assert [await digest(again, step) for step in range(8)] == expected
+    more = [await again.step() for _ in range(3)]
+    # The other session was never interrupted, but for its process.
+    assert len({record.seed for record in more}) == 3
+    assert again.num_steps == 10
+
+
+async def test_a_rerun_has_the_same_log_whatever_was_lost_meanwhile(
+    opened: Open, train: WorkerTrain
+) -> None:
+    service = opened()
+    session, again = await begin(service), await begin(service)
+    for number in range(12):
+        await session.step()
+        if number % 3 == 0:
+            train.load(train.folder)
+    for _ in range(12):
+        await again.step()
+    assert session.files.log() == again.files.log()
+    assert len(session.files.log()) == 12 * (8 + 4)
+    assert await digest(session) == await digest(again)
+
+
+@pytest.mark.parametrize("lost", [PausedError(), EngineDeadError("dead")])
+async def test_a_step_that_was_not_run_changes_nothing(
+    opened: Open, train: WorkerTrain, lost: Exception
+) -> None:
+    service = opened()
+    session, again = await begin(service), await begin(service)
+    for number in range(6):
+        if number in (2, 4):
+            train.fail = lost
+            with pytest.raises(type(lost)):
+                await session.step()
+        await session.step()
+        await again.step()
+    assert session.files.log() == again.files.log()
+    assert await digest(session) == await digest(again)
+
+
+@pytest.mark.parametrize(("name", "cut"), [(LOG, 5), (STEPS, 20)])
+async def test_a_log_that_was_cut_ends_at_its_last_whole_record(
+    opened: Open, tmp_path: Path, name: str, cut: int
+) -> None:
+    service = opened()
+    session = await begin(service)
+    for _ in range(4):
+        await session.step()
+    expected = await digest(session, 3)
+    await service.stop()
+    path = tmp_path / "sessions" / session.config.id / name
+    path.write_bytes(path.read_bytes()[:-cut])
+    again = opened().get(session.config.id)
+    assert again.num_steps == 3
+    assert await digest(again) == expected
+    assert (await again.step()).step == 4
+
+
+async def test_weights_of_other_content_are_refused(
+    opened: Open, train: WorkerTrain, tmp_path: Path
+) -> None:
+    service = opened()
+    session = await begin(service)
+    await session.step()
+    golden = read_golden("bert_masked_lm")
+    weights = golden_arrays(golden)
+    name = min(weights)
+    train.load(
+        write_encoder(tmp_path / "other", golden["config"], weights | {name: weights[name] + 1e-3})
+    )
+    with pytest.raises(ConflictError, match="other weights"):
+        await service.step(session.config.id, 1, None)
+    assert session.state.status is Status.PAUSED
+    assert session.state.base is not None
+    assert session.state.base[:16] in (session.state.reason or "")
+    train.load(train.folder)
+    service.resume(session.config.id)
+    assert (await session.step()).step == 2
+
+
+async def test_a_loss_that_is_not_finite_makes_no_step(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, train: WorkerTrain
+) -> None:
+    service = opened()
+    session = await begin(service)
+    await session.step()
+    before = await digest(session)
+    run = WorkerTrain.__call__
+
+    async def broken(self: WorkerTrain, request: Any) -> tuple[Any, ...]:
+        results = await run(self, request)
+        return tuple(
+            PairResult([np.full_like(row, np.nan) for row in each.results])
+            if isinstance(each, PairResult)
+            else each
+            for each in results
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerTrain, "__call__", broken)
+        with pytest.raises(ConflictError, match="not finite"):
+            await service.step(session.config.id, 1, None)
+    assert session.state.status is Status.PAUSED
+    assert "not finite" in (session.state.reason or "")
+    assert (session.num_steps, await digest(session)) == (1, before)
+
+
+async def test_a_full_disk_makes_no_step(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = opened()
+    session, again = await begin(service), await begin(service)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(4):
+        if number == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+                with pytest.raises(StorageError):
+                    await session.step()
+        await session.step()
+        await again.step()
+    assert session.files.log() == again.files.log()
+    losses = [
+        [(record.step, record.loss_plus, record.mean_square) for record in each.files.records()]
+        for each in (session, again)
+    ]
+    assert losses[0] == losses[1]
+
+
+async def test_a_run_goes_on_in_the_background_and_in_the_next_process(
+    opened: Open, train: WorkerTrain
+) -> None:
+    service = opened()
+    session = await begin(service)
+    service.run(session.config.id, 40)
+    with pytest.raises(ConflictError, match="running"):
+        service.run(session.config.id, 1)
+    with pytest.raises(ConflictError, match="running"):
+        await service.step(session.config.id, 1, None)
+    train.fail = EngineDeadError("dead")
+    await session.wait_for_steps(3)
+    await service.stop()
+    assert 3 < session.files.num_steps < 40
+    later = opened()
+    records = [record async for record in later.follow(session.config.id, 2)]
+    assert [record.step for record in records] == list(range(3, 41))
+    assert later.get(session.config.id).state.status is Status.READY
+
+
+async def test_a_pause_ends_a_run_until_it_is_resumed(opened: Open) -> None:
+    service = opened()
+    session = await begin(service)
+    service.run(session.config.id, 30)
+    await session.wait_for_steps(2)
+    service.pause(session.config.id)
+    followed = [record.step async for record in service.follow(session.config.id, 0)]
+    with pytest.raises(ConflictError, match="paused"):
+        await service.step(session.config.id, 1, None)
+    service.resume(session.config.id)
+    records = [record.step async for record in service.follow(session.config.id, len(followed))]
+    assert followed + records == list(range(1, 31))
+
+
+async def test_a_deleted_session_leaves_nothing(
+    opened: Open, tmp_path: Path, train: WorkerTrain
+) -> None:
+    service = opened()
+    session = await begin(service)
+    service.run(session.config.id, 1000)
+    await session.wait_for_steps(1)
+    await service.delete(session.config.id)
+    with pytest.raises(NotFoundError):
+        service.get(session.config.id)
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+    assert service.all() == []
+
+
+async def test_what_cannot_be_trained_leaves_nothing(opened: Open, tmp_path: Path) -> None:
+    service = opened()
+    spec = config_of()("", 0).trainable
+    with pytest.raises(InvalidRequestError):
+        await begin(service, trainable=replace(spec, targets=("nothing",)))
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+
+
+async def test_sessions_and_their_logs_are_bounded(opened: Open) -> None:
+    service = opened(SessionLimits(max_sessions=2, max_session_bytes=300))
+    session = await begin(service)
+    await begin(service)
+    with pytest.raises(ConflictError, match="2 training sessions"):
+        await begin(service)
+    with pytest.raises(ConflictError, match="full"):
+        await service.step(session.config.id, 5, None)
+    assert 1 <= session.num_steps < 5
+
+
+async def test_a_folder_has_one_server(opened: Open) -> None:
+    await begin(opened())
+    other = opened()
+    with pytest.raises(StorageInUseError):
+        await begin(other)
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+async def test_steps_that_were_not_made_cannot_be_returned_to(opened: Open, step: int) -> None:
+    service = opened()
+    session = await begin(service)
+    await session.step()
+    with pytest.raises(InvalidRequestError, match="from 0 to 1"):
+        await session.weights(step)
+    with pytest.raises(InvalidRequestError, match="from 0 to 1"):
+        await anext(service.follow(session.config.id, step))
+
+
+async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> None:
+    estimator = EstimatorSettings(epsilon=1e-6)
+    session = await begin(opened(), estimator=estimator, measure=Measure.ERROR)
+    before = await digest(session)
+    for _ in range(3):
+        assert (await session.step()).is_zero
+    assert session.num_zero == 3
+    assert await digest(session) == before
+
+
+async def test_a_batch_of_the_caller_must_suit_the_directions(opened: Open) -> None:
+    estimator = EstimatorSettings(num_directions=2, splits_batch=True, sides=Sides.ONE_SIDED)
+    session = await begin(opened(), estimator=estimator)
+    record = await session.step(EXAMPLES[:6])
+    assert len(record.gradients) == 2
+    with pytest.raises(InvalidRequestError, match="divided"):
+        await session.step(EXAMPLES[:5])
+
+
+async def test_sessions_run_side_by_side(opened: Open) -> None:
+    service = opened()
+    sessions = [await begin(service, seed=seed) for seed in range(3)]
+    for session in sessions:
+        service.run(session.config.id, 10)
+    await asyncio.gather(*(session.wait_for_steps(9) for session in sessions))
+    assert len({session.files.log() for session in sessions}) == 3
