@@ -198,8 +198,8 @@ class TrainingService:
             await session.close()
         session.files.delete()
 
-    async def follow(self, session_id: str, after: int) -> AsyncGenerator[StepRecord]:
-        """Yield the records of steps after this one, as they come, until no run makes more.
+    def follow(self, session_id: str, after: int) -> AsyncGenerator[StepRecord]:
+        """Return the records of steps after this one, as they come, until no run makes more.
 
         Raises:
             InvalidRequestError: there is no such step.
@@ -210,7 +210,10 @@ class TrainingService:
                 f"after must be from 0 to {session.num_steps}, the steps that were made.",
                 param="after",
             )
-        while session_id in self._sessions:
+        return self._follow(session, after)
+
+    async def _follow(self, session: Session, after: int) -> AsyncGenerator[StepRecord]:
+        while session.config.id in self._sessions:
             for record in session.files.records(after, limit=1000):
                 after = record.step
                 yield record

@@ -324,7 +324,7 @@ async def test_steps_that_were_not_made_cannot_be_returned_to(opened: Open, step
     with pytest.raises(InvalidRequestError, match="from 0 to 1"):
         await session.weights(step)
     with pytest.raises(InvalidRequestError, match="from 0 to 1"):
-        await anext(service.follow(session.config.id, step))
+        service.follow(session.config.id, step)
 
 
 async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> None:

@@ -1,0 +1,292 @@
+"""Training sessions of a real server, beside its traffic."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import FLOATS, read_safetensors
+from tests.server_process import ServerProcess
+
+MODEL = "demo:mlm"
+# WIDTH: of its hidden states.
+WIDTH = 96
+WORDS = {"good": "cat", "bad": "dog"}
+OBJECTIVE = {"kind": "label_words", "template": "{text} It was [MASK].", "label_words": WORDS}
+GOOD = ("a joyful film", "the cast shines", "a warm and clever story", "I loved every minute")
+BAD = ("a dull film", "it drags on", "a cold and empty story", "I hated every minute")
+ROWS = [
+    {"text": text, "label": label}
+    for pair in zip(GOOD, BAD, strict=True)
+    for text, label in zip(pair, WORDS, strict=True)
+]
+SESSION: dict[str, Any] = {
+    "model": MODEL,
+    "trainable": {"layers": "top:1", "targets": ["value", "attention.output.dense"], "rank": 4},
+    "estimator": {"learning_rate": 0.03},
+    "objective": OBJECTIVE,
+    "data": ROWS,
+    "batch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    process = ServerProcess("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=None) as client:
+        yield client
+
+
+@pytest.fixture
+def session(client: httpx2.Client) -> Iterator[str]:
+    path = begin(client)
+    yield path
+    client.delete(path)
+
+
+def begin(client: httpx2.Client, **changes: Any) -> str:
+    """Begin a session; return its path."""
+    answer = client.post("/v1/mezo/sessions", json=SESSION | changes)
+    assert answer.status_code == 200, answer.text
+    return f"/v1/mezo/sessions/{answer.json()['id']}"
+
+
+def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client: httpx2.Client, path: str, after: int = 0) -> list[dict[str, Any]]:
+    """Return the steps of a stream that ends by itself."""
+    answer = client.get(f"{path}/events", params={"after": after})
+    *lines, last = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert last == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def predicted(client: httpx2.Client, model: str) -> list[str]:
+    """Return the label of each row by the model's predictions for the mask."""
+    inputs = [f"{row['text']} It was [MASK]." for row in ROWS]
+    answer = asked(client, "/v1/mlm", model=model, texts=inputs, label_words=WORDS)
+    return [text["predictions"][0]["label"] for text in answer["data"]]
+
+
+def test_a_session_learns_and_what_it_learnt_is_served(client: httpx2.Client) -> None:
+    estimator = {"learning_rate": 0.06, "decay_steps": 400}
+    session = begin(client, batch_size=len(ROWS), estimator=estimator)
+    before = asked(client, f"{session}/evaluate", data=ROWS)
+    asked(client, f"{session}/run", steps=400)
+    steps = events(client, session)
+    assert [step["step"] for step in steps] == list(range(1, 401))
+    assert events(client, session, after=350) == steps[350:]
+    after = asked(client, f"{session}/evaluate", data=ROWS)
+    assert after["loss"] < 0.5 * before["loss"]
+    assert (after["accuracy"], after["f1"]) == (1.0, 1.0)
+    card = asked(client, f"{session}/publish", name="film")
+    assert card["model"] == MODEL
+    labels = [row["label"] for row in ROWS]
+    assert predicted(client, "film") == labels != predicted(client, MODEL)
+    # Its own name may be published again, as the next version.
+    assert asked(client, f"{session}/publish", name="film", step=0)["version"] == "2"
+    assert predicted(client, "film") == predicted(client, MODEL)
+    client.delete("/v1/adapters/film")
+    client.delete(session)
+
+
+def test_what_was_found_is_reported(client: httpx2.Client, session: str) -> None:
+    asked(client, f"{session}/step", steps=10)
+    answer = client.get(session).json()
+    assert answer["prefix_cache"] == "available"
+    assert answer["totals"]["lookups"] == 40
+    assert answer["totals"]["hits"] == 40 - len(ROWS)
+    metrics = client.get("/metrics").text
+    assert "mlx_parallm:mezo_prefix_hits_total" in metrics
+    everything = begin(client, trainable={"layers": "all", "train": "ab"}, mode="naive")
+    assert client.get(everything).json()["prefix_cache"] == "unavailable"
+    client.delete(everything)
+
+
+@pytest.mark.parametrize("form", ["peft", "mlx"])
+def test_an_adapter_can_be_downloaded(client: httpx2.Client, session: str, form: str) -> None:
+    asked(client, f"{session}/step", steps=3)
+    archive = client.get(f"{session}/adapter", params={"format": form}).content
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        config = json.loads(files.read("adapter_config.json"))
+        (name,) = set(files.namelist()) - {"adapter_config.json"}
+        tensors = read_safetensors(files.read(name), dtypes=FLOATS, param="file")
+    adapter = read_adapter(config, tensors, param="file")
+    if form == "peft":
+        assert adapter.digest == asked(client, f"{session}/checkpoint")["adapter_sha256"]
+    # mlx-lm's factors lie the other way round.
+    assert {module.b.shape for module in adapter.modules.values()} == {(WIDTH, 4)}
+    assert {module.scale for module in adapter.modules.values()} == {4.0}
+
+
+def test_a_session_changes_no_token_of_the_traffic(
+    client: httpx2.Client, server: ServerProcess, session: str
+) -> None:
+    def texts() -> list[str]:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as chat:
+            return [
+                chat.completions.create(
+                    model="mlx-parallm-demo", prompt=f"{number},", max_tokens=16, seed=number
+                )
+                .choices[0]
+                .text
+                for number in range(8)
+            ]
+
+    alone, vectors = texts(), predicted(client, MODEL)
+    asked(client, f"{session}/run", steps=300)
+    beside = texts()
+    assert predicted(client, MODEL) == vectors
+    asked(client, f"{session}/pause")
+    assert beside == alone
+
+
+def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
+    flags = ("--model", MODEL, "--data-dir", str(tmp_path))
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        path = begin(client)
+        asked(client, f"{path}/step", steps=5)
+        digest = asked(client, f"{path}/checkpoint")["adapter_sha256"]
+        asked(client, f"{path}/run", steps=100)
+    process.stop(signal.SIGKILL)
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        assert [step["step"] for step in events(client, path)] == list(range(1, 106))
+        archive = client.get(f"{path}/adapter", params={"step": 5}).content
+        assert zipfile.is_zipfile(io.BytesIO(archive))
+        asked(client, f"{path}/publish", name="film", step=5)
+        (card,) = client.get("/v1/adapters").json()["data"]
+        assert card["digest"] == digest
+        assert len(client.get(f"{path}/log").content) == 105 * 12
+    process.stop()
+
+
+def test_data_may_be_a_file(client: httpx2.Client, server: ServerProcess) -> None:
+    content = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        file = api.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+        path = begin(client, data=file.id)
+        assert client.get(path).json()["num_examples"] == len(ROWS)
+        # The session has a copy.
+        api.files.delete(file.id)
+        assert asked(client, f"{path}/step")["data"][0]["step"] == 1
+        client.delete(path)
+        content += b'{"text": 1}'
+        broken = api.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+        answer = client.post("/v1/mezo/sessions", json=SESSION | {"data": broken.id})
+        assert answer.status_code == 400
+        assert "Line 9" in answer.json()["error"]["message"]
+
+
+def test_a_classifier_learns_its_own_labels(client: httpx2.Client) -> None:
+    rows = [{"text": text, "label": 0} for text in GOOD]
+    objective = {"kind": "labels", "measure": "cross_entropy"}
+    path = begin(client, model="demo:sentiment", objective=objective, data=rows)
+    before = asked(client, f"{path}/evaluate", data=rows)["loss"]
+    asked(client, f"{path}/step", steps=30)
+    assert asked(client, f"{path}/evaluate", data=rows)["loss"] < before
+    client.delete(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "param"),
+    [
+        ({"model": "nothing"}, 404, "model"),
+        ({"model": "mlx-parallm-demo"}, 400, "model"),
+        ({"model": "demo:sentiment"}, 400, "model"),
+        ({"data": []}, 400, "data"),
+        ({"data": "file-none"}, 404, "file_id"),
+        ({"data": [{"text": "a", "label": "unknown"}] * 4}, 400, "data"),
+        ({"data": [{"label": "good"}] * 4}, 400, "data"),
+        ({"data": [{"token_ids": [1, 2], "label": "good"}] * 4}, 400, "data"),
+        ({"data": [{"text": "a " * 4000, "label": "good"}] * 4}, 400, "data"),
+        ({"batch_size": 9}, 400, "batch_size"),
+        ({"objective": OBJECTIVE | {"template": "{text} It was."}}, 400, "objective.template"),
+        ({"objective": OBJECTIVE | {"label_words": {"good": "cat"}}}, 400, "objective"),
+        (
+            {"objective": OBJECTIVE | {"label_words": {"good": "cat", "bad": "cat"}}},
+            400,
+            "objective.label_words",
+        ),
+        (
+            {"objective": OBJECTIVE | {"label_words": {"good": "zzqx", "bad": "cat"}}},
+            400,
+            "objective.label_words",
+        ),
+        ({"trainable": {"targets": ["nothing"]}}, 400, "targets"),
+        ({"trainable": {"layers": "top:9"}}, 400, "layers"),
+        ({"trainable": {"rank": 512}}, 400, "trainable.rank"),
+        ({"estimator": {"epsilon": 0}}, 400, "estimator"),
+        ({"estimator": {"directions": 3, "groups": True}}, 400, "batch_size"),
+        ({"estimator": {"learning_rat": 1}}, 400, "estimator"),
+    ],
+)
+def test_bad_input_is_refused_by_its_field(
+    client: httpx2.Client, changes: dict[str, Any], status: int, param: str
+) -> None:
+    answer = client.post("/v1/mezo/sessions", json=SESSION | changes)
+    assert answer.status_code == status, answer.text
+    assert (answer.json()["error"]["param"] or "").startswith(param), answer.text
+    assert client.get("/v1/mezo/sessions").json()["data"] == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_numbers_that_are_not_finite_are_refused(client: httpx2.Client, number: str) -> None:
+    body = json.dumps(SESSION).replace("0.03", number)
+    headers = {"content-type": "application/json"}
+    answer = client.post("/v1/mezo/sessions", content=body, headers=headers)
+    assert answer.status_code == 400
+
+
+def test_requests_that_a_session_cannot_take_now(client: httpx2.Client, session: str) -> None:
+    asked(client, f"{session}/run", steps=100_000)
+    for path, body in (("run", {"steps": 1}), ("step", {})):
+        answer = client.post(f"{session}/{path}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+    asked(client, f"{session}/pause")
+    assert client.post(f"{session}/step", json={}).status_code == 409
+    step = client.get(session).json()["step"]
+    for path in (f"{session}/events?after={step + 1}", f"{session}/adapter?step={step + 1}"):
+        assert client.get(path).status_code == 400
+    taken = client.post(f"{session}/publish", json={"name": "mlx-parallm-demo"})
+    assert taken.status_code == 400
+    assert client.get("/v1/mezo/sessions/mezo_none").status_code == 404
+
+
+def test_many_sessions_leave_no_memory(client: httpx2.Client) -> None:
+    draw = random.Random(0)
+    sizes: list[float] = []
+    for number in range(40):
+        path = begin(client, seed=draw.getrandbits(32))
+        asked(client, f"{path}/step")
+        client.delete(path)
+        if number >= 10:
+            metrics = client.get("/metrics").text
+            lines = [x for x in metrics.splitlines() if x.startswith("mlx_parallm:active_memory")]
+            sizes.append(float(lines[0].split()[-1]))
+    assert max(sizes) - min(sizes) < 1 << 20
