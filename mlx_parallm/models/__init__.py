@@ -1,1 +1,1 @@
-"""Encoder models in MLX, with the heads of their checkpoints."""
+"""Encoders in MLX with the heads of their checkpoints, and decoders that mlx_lm lacks."""

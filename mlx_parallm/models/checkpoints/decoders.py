@@ -16,6 +16,8 @@ DecoderHead = Literal["none", "score", "choice"]
 
 #: ``ALIASES``: model types whose weights and config are those of another architecture.
 ALIASES = {"llama_bidirec": "llama"}
+#: ``TIED``: model types whose LM head is tied if the config does not say.
+TIED = frozenset({"opt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,10 @@ def splits_window(config: Mapping[str, Any]) -> bool:
 def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields that mlx_lm reads, in place of those that it does not know."""
     fields = rope_fields(config)
-    if "tie_word_embeddings" not in config:
+    model_type = str(config.get("model_type"))
+    if "tie_word_embeddings" not in config and model_type not in TIED:
         # The field concerns only the LM head, but some of mlx_lm's models require it.
         fields["tie_word_embeddings"] = False
-    model_type = str(config.get("model_type"))
     if model_type in ALIASES:
         fields["model_type"] = ALIASES[model_type]
     layers = config.get("layer_types") or ()

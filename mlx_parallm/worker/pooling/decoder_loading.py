@@ -1,7 +1,7 @@
 """Loads a decoder through mlx_lm as a pooling model, with a scoring layer instead of an LM head.
 
-It extends mlx_lm's own class of the model: the extension drops the LM head, takes the weights of a
-bare model (whose names lack the trunk's prefix), and keeps the scoring layer.
+It extends the class that generates: the extension drops the LM head, takes the weights of a bare
+model (whose names lack the trunk's prefix), and keeps the scoring layer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
+from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ModelLoadError
@@ -39,14 +40,14 @@ BARE_NAMES = ("embed_tokens.", "layers.", "norm.")
 def open_decoder(
     config: ModelConfig, path: Path, plan: DecoderPlan, cast: CastRule = DECIDE
 ) -> LoadedModel:
-    """Open a folder of an architecture that mlx_lm knows; no parameter is evaluated yet.
+    """Open a folder of an architecture that can generate; no parameter is evaluated yet.
 
     The model has a layer ``score`` if the plan has a head. It has no LM head, so only its trunk can
     be called.
 
     Raises:
         ConfigError: the dtype is unknown.
-        ModelLoadError: mlx_lm does not know the architecture, weights are missing or left over, or
+        ModelLoadError: the architecture is unknown, weights are missing or left over, or
             the head that the plan names is missing.
     """
     check_dtype(config.dtype)
@@ -97,8 +98,8 @@ def drop_lm_head(model: nn.Module) -> None:
 
 
 def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
-    """Return mlx_lm's classes for a config, the model's extended as the module docstring says."""
-    base, args = mlx_lm_utils._get_classes(config)
+    """Return the classes for a config, the model's extended as the module docstring says."""
+    base, args = decoder_classes(config)
 
     class Decoder(base):
         def sanitize(self, weights: Weights) -> Weights:

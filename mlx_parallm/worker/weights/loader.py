@@ -15,6 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
+from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
@@ -109,8 +110,7 @@ def load_model(
 
     Raises:
         ConfigError: an unknown dtype.
-        ModelLoadError: the folder is no model that mlx_lm knows, or has weights that are NaN or
-            infinite.
+        ModelLoadError: the architecture is unknown, or weights are missing, NaN or infinite.
     """
     check_dtype(config.dtype)
     with load_failures(path):
@@ -150,7 +150,7 @@ def load_parameters(config: ModelConfig, path: Path, *, is_cast: bool) -> dict[s
     """Return the parameters of a folder as ``load_model`` had them, by name, not evaluated.
 
     Raises:
-        ModelLoadError: the folder is no model that mlx_lm knows.
+        ModelLoadError: the architecture is unknown, or weights are missing.
     """
     with load_failures(path):
         model, _, _ = _read(config, path, CastRule(is_cast=is_cast))
@@ -178,11 +178,11 @@ def _read(config: ModelConfig, path: Path, cast: CastRule) -> tuple[Any, dict[st
 
 
 def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
-    """mlx_lm's classes of a config, which gets the fields that these would miss.
+    """Return the classes of a config, which gets the fields that these would miss.
 
     Without them such a model would run with RoPE's usual base, whatever its own is.
     """
-    model, args = mlx_lm_utils._get_classes(config)
+    model, args = decoder_classes(config)
     if "rope_parameters" not in getattr(args, "__dataclass_fields__", {}):
         config |= rope_fields(config)
     return model, args

@@ -1,0 +1,25 @@
+"""The choice of the classes that implement a decoder: this package's, or mlx_lm's."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_parallm.models import opt
+
+#: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
+OWN_DECODERS: dict[str, ModuleType] = {"opt": opt}
+
+
+def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """Return the classes of a decoder and of its fields in ``config.json``.
+
+    Raises:
+        ValueError: neither this package nor mlx_lm has them.
+    """
+    module = OWN_DECODERS.get(str(config.get("model_type")))
+    if module is not None:
+        return module.Model, module.ModelArgs
+    return mlx_lm_utils._get_classes(config)
