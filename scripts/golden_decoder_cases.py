@@ -1,4 +1,4 @@
-"""The decoders with golden values, as embedders, classifiers and rerankers."""
+"""The decoders with golden values: as embedders, classifiers and rerankers, and as generators."""
 
 from __future__ import annotations
 
@@ -51,6 +51,35 @@ class DecoderCase(GoldenCase):
 
     chosen: tuple[int, int] | None = None
 
+
+@dataclass(frozen=True, slots=True)
+class GeneratorCase(GoldenCase):
+    """A decoder with the head of a language model, whose logits of all tokens are kept."""
+
+
+OPT: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "max_position_embeddings": 40,
+    "word_embed_proj_dim": 32,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+#: ``OPT_350M``: norms after the blocks, and word embeddings narrower than hidden states.
+OPT_350M: dict[str, Any] = {**OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}
+#: ``OPT_PLAIN``: what OPT's config allows otherwise, all at once.
+OPT_PLAIN: dict[str, Any] = {
+    **OPT,
+    "activation_function": "gelu",
+    "enable_bias": False,
+    "layer_norm_elementwise_affine": False,
+    "_remove_final_layer_norm": True,
+    "tie_word_embeddings": False,
+}
 
 DECODER_CASES: tuple[DecoderCase, ...] = (
     DecoderCase(
@@ -123,4 +152,18 @@ DECODER_CASES: tuple[DecoderCase, ...] = (
         {**DECODER, "tie_word_embeddings": False},
         chosen=(17, 40),
     ),
+    DecoderCase("opt_model", "opt", "OPTModel", OPT, pad_id=1, logits=None),
+    DecoderCase(
+        "opt_350m_sequence",
+        "opt",
+        "OPTForSequenceClassification",
+        {**OPT_350M, **LABELS},
+        pad_id=1,
+    ),
+    DecoderCase("opt_chosen", "opt", "OPTForCausalLM", OPT, pad_id=1, chosen=(17, 40)),
+)
+GENERATOR_CASES: tuple[GeneratorCase, ...] = (
+    GeneratorCase("opt_125m", "opt", "OPTForCausalLM", OPT, pad_id=1),
+    GeneratorCase("opt_350m", "opt", "OPTForCausalLM", OPT_350M, pad_id=1),
+    GeneratorCase("opt_plain", "opt", "OPTForCausalLM", OPT_PLAIN, pad_id=1),
 )

@@ -1,4 +1,4 @@
-"""A writer of transformers' results for tiny pooling models, for the tests: tests/golden.
+"""A writer of transformers' results for tiny models, for the tests: tests/golden.
 
 Run it by hand, in an environment of its own that has torch:
 
@@ -27,7 +27,12 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors.numpy import save_file
 
-from scripts.golden_decoder_cases import DECODER_CASES, DecoderCase
+from scripts.golden_decoder_cases import (
+    DECODER_CASES,
+    GENERATOR_CASES,
+    DecoderCase,
+    GeneratorCase,
+)
 from scripts.golden_encoder_cases import CASES, GoldenCase, RemoteFormat
 from scripts.golden_rotary_cases import ROTARY_CASES
 from tests.golden_weights import golden_weight
@@ -41,14 +46,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Golden values of encoders and decoders.")
     parser.add_argument("--only", default="", help="a part of the names of the cases to write")
     only = parser.parse_args().only
-    cases: list[GoldenCase] = [*CASES, *ROTARY_CASES, *DECODER_CASES]
+    cases: list[GoldenCase] = [*CASES, *ROTARY_CASES, *DECODER_CASES, *GENERATOR_CASES]
     for case in cases:
         if only in case.name:
             text = _lines(golden_values(case))
-            folder = FOLDER / ("decoders" if isinstance(case, DecoderCase) else "encoders")
+            folder = FOLDER / folder_of(case)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{case.name}.json").write_text(text, encoding="utf-8")
             print(f"{case.name}: {len(text)} bytes")
+
+
+def folder_of(case: GoldenCase) -> str:
+    """Return the name of the folder for a case's file."""
+    if isinstance(case, GeneratorCase):
+        return "generators"
+    return "decoders" if isinstance(case, DecoderCase) else "encoders"
 
 
 def golden_values(case: GoldenCase) -> dict[str, Any]:
@@ -143,7 +155,8 @@ def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
         logits = torch.stack([row[chosen[0]] - row[chosen[1]] for row in rows])[:, None]
     if logits is not None and logits.ndim == 3:
         # A masked LM has many logits, so two positions of a sequence are enough.
-        shown = [length if logits.shape[-1] < 10 else min(length, 2) for length in lengths]
+        is_long = logits.shape[-1] >= 10 and not isinstance(case, GeneratorCase)
+        shown = [min(length, 2) if is_long else length for length in lengths]
         logits = [row[:count] for row, count in zip(logits, shown, strict=True)]
     hidden = [row[:length] for row, length in zip(base[0], lengths, strict=True)]
     return {

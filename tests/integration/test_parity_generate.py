@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
-from tests.builders.architectures.configs import WINDOW, config_of
+from tests.builders.architectures.configs import WINDOW, config_of, module_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
 
 PATHS = {
@@ -42,6 +41,9 @@ PATHS = {
     "gemma4": "packed",
     "gpt_oss": "packed",
     "gpt2": "packed",
+    "opt": "packed",
+    "opt-350m": "packed",
+    "opt-4bit": "packed",
     "qwen3_moe": "packed",
     "olmoe": "packed",
     "deepseek_v3": "split",
@@ -50,7 +52,7 @@ PATHS = {
     "mamba2": "split",
     "lfm2": "split",
 }
-STATELESS = ("llama", "gemma3_text", "gemma3n", "gpt_oss", "deepseek_v3")
+STATELESS = ("llama", "gemma3_text", "gemma3n", "gpt_oss", "opt", "opt-350m", "deepseek_v3")
 NEW_TOKENS = 6
 BLOCK_SIZE = 4
 
@@ -65,16 +67,18 @@ class Generated:
 
 
 def build_model(name: str) -> tuple[Any, dict[str, Any]]:
-    architecture = {"mistral": "llama", "llama-4bit": "llama"}.get(name, name)
+    architecture = {"mistral": "llama"}.get(name, name.removesuffix("-350m").removesuffix("-4bit"))
     config = config_of(architecture)
     if name == "mistral":
         config["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    if name == "opt-350m":
+        config |= {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
+    module = module_of(architecture)
     mx.random.seed(7)
     model = module.Model(module.ModelArgs.from_dict(config))
     # Norms and biases start as ones and zeros, which would hide mistakes.
     model.update(tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), model.parameters()))
-    if name == "llama-4bit":
+    if name.endswith("-4bit"):
         nn.quantize(model, group_size=32, bits=4)
     model.eval()
     mx.eval(model.parameters())
@@ -228,6 +232,9 @@ def test_steps_with_prompts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyP
             "gemma3_text",
             "gemma3n",
             "gpt_oss",
+            "opt",
+            "opt-350m",
+            "opt-4bit",
             "qwen3_moe",
             "deepseek_v3",
             "lfm2",
@@ -326,7 +333,9 @@ def test_hybrids_decode_all_rows_in_one_forward(name: str) -> None:
     session.finish()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "lfm2", "mamba2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3_text", "opt", "opt-350m", "deepseek_v3", "lfm2", "mamba2"]
+)
 def test_chunked_prefill_equals_whole(name: str) -> None:
     prompt = random_prompt(40)
     for budget in (8, 64):
@@ -348,7 +357,9 @@ def test_prefix_hit_equals_miss(name: str) -> None:
     assert session.result("hit").cached == 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3n", "gpt_oss", "opt", "opt-350m", "lfm2", "mamba2", "qwen3_next"]
+)
 def test_preempted_sequences_equal_undisturbed_ones(name: str) -> None:
     prompts = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
     # Four sequences of 20 tokens need 20 blocks.
@@ -361,7 +372,7 @@ def test_preempted_sequences_equal_undisturbed_ones(name: str) -> None:
         assert_same(session.result(request_id), alone(name, prompt))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek_v3", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "opt", "deepseek_v3", "lfm2", "qwen3_5"])
 def test_samples_of_one_prompt_equal_requests_of_consecutive_seeds(name: str) -> None:
     prompt, seed = random_prompt(14), 11
     session = Session(shared_runner(name))
@@ -374,7 +385,7 @@ def test_samples_of_one_prompt_equal_requests_of_consecutive_seeds(name: str) ->
         assert_same(session.result("group", index), single.result("single"))
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "opt-350m", "lfm2"])
 def test_prompt_logprobs_are_the_models_own(name: str) -> None:
     prompt = random_prompt(20)
     logits = loaded_model(name).model(mx.array([prompt]))[0]

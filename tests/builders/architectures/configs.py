@@ -1,9 +1,12 @@
-"""A tiny configuration of every architecture in mlx_lm, for parity checks on random weights."""
+"""A tiny configuration of every decoder, for parity checks on random weights."""
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any
 
+from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from tests.builders.architectures.overrides import OVERRIDES
 from tests.builders.architectures.parts import VOCAB_SIZE, WINDOW
 
@@ -89,7 +92,7 @@ WRAPPERS = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(architecture: str) -> dict[str, Any]:
-    """Return a tiny configuration of a module of ``mlx_lm.models``."""
+    """Return a tiny configuration of a decoder."""
     own = OVERRIDES.get(architecture, {})
     if architecture in WRAPPERS:
         own = {"text_config": {"model_type": architecture}}
@@ -97,6 +100,12 @@ def config_of(architecture: str) -> dict[str, Any]:
     if "text_config" in own:
         config["text_config"] = {**COMMON, "model_type": architecture, **own["text_config"]}
     return config
+
+
+def module_of(architecture: str) -> ModuleType:
+    """Return the module of a decoder: of this package, or of ``mlx_lm.models``."""
+    own = OWN_DECODERS.get(architecture)
+    return own or importlib.import_module(f"mlx_lm.models.{architecture}")
 
 
 def long_config_of(architecture: str) -> dict[str, Any]:

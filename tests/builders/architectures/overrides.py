@@ -249,6 +249,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "embedding_size": VOCAB_SIZE,
     },
     "olmo_hybrid": {"linear_allow_neg_eigval": True, "layer_types": SLIDING},
+    "opt": {"ffn_dim": 96, "tie_word_embeddings": True},
     "openelm": {
         "num_transformer_layers": 4,
         "model_dim": 64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.builders.architectures.configs import (
     VOCAB_SIZE,
     config_of,
     long_config_of,
+    module_of,
 )
 
 BLOCK_SIZE = 4
@@ -35,7 +35,7 @@ def try_one(name: str) -> dict[str, Any]:
 
 def build(config: dict[str, Any]) -> Any:
     """Return a model with random weights, norms and biases included."""
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    module = module_of(config["model_type"])
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(config))
 
