@@ -1,4 +1,4 @@
-"""Tries every architecture of mlx_lm and writes docs/models.md.
+"""Tries every architecture of mlx_lm and of this package, and writes docs/models.md.
 
 ``python -m benchmarks.architectures``
 
@@ -21,6 +21,7 @@ import mlx_lm
 import mlx_lm.models
 
 from mlx_parallm import child_process
+from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from tests.builders.architectures.trial import try_one
 
 # PARTS: modules that hold parts of models, or models that this project cannot serve.
@@ -49,7 +50,7 @@ REASONS = {
 }
 INTRO = """# Architectures
 
-This page shows how each architecture of mlx_lm {version} runs.
+This page shows how each architecture of mlx_lm {version} runs, and {own}, which mlx_lm lacks.
 `python -m benchmarks.architectures` found it with tiny random float32 weights on the CPU.
 The same check runs whenever a model is loaded, so this page is a report, not a list that the code
 reads.
@@ -64,7 +65,8 @@ A model runs on one of these paths:
 - **sequential**: the whole model runs once per sequence, over the same pool, in the same batch.
 - **alone**: the model runs with mlx_lm's own caches, one sequence after the other.
 
-The difference is the largest difference of any log-probability from mlx_lm alone on the same text.
+The difference is the largest difference of any log-probability from mlx_lm alone on the same text;
+for {own}, it is from the model of this package alone, whose logits are those of transformers.
 The texts are ragged prompts that are prefilled in chunks beside decoding rows.
 The last column has the paths that the check refused before.
 
@@ -76,9 +78,9 @@ The last column has the paths that the check refused before.
 
 
 def names() -> list[str]:
-    """Return every module of ``mlx_lm.models`` that may be a model."""
+    """Return every module of ``mlx_lm.models`` that may be a model, and this package's own."""
     modules = (module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
-    return sorted(name for name in modules if name not in PARTS)
+    return sorted({name for name in modules if name not in PARTS} | OWN_DECODERS.keys())
 
 
 def run_one(name: str) -> dict[str, Any]:
@@ -102,7 +104,8 @@ def run_one(name: str) -> dict[str, Any]:
 def page(results: dict[str, dict[str, Any]]) -> str:
     """Return the content of docs/models.md."""
     tried = {name: result for name, result in results.items() if "error" not in result}
-    text = INTRO.format(version=mlx_lm.__version__, summary=_summary(tried))
+    own = ", ".join(OWN_DECODERS)
+    text = INTRO.format(version=mlx_lm.__version__, own=own, summary=_summary(tried))
     for name, result in tried.items():
         refused = "; ".join(reason[:90] for reason in result["refused"]).replace("|", "/")
         difference = "—" if result["path"] == "alone" else f"{result['difference']:.0e}"
@@ -121,7 +124,7 @@ def _summary(tried: dict[str, dict[str, Any]]) -> str:
     parts = ", ".join(f"{count} {family}" for family, count in sorted(counts.items()))
     return (
         f"{batched} of {len(tried)} architectures tried run in one continuous batch and agree with "
-        f"mlx_lm ({parts})."
+        f"the model alone ({parts})."
     )
 
 
