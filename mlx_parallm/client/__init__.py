@@ -1,4 +1,4 @@
-"""A client that runs reinforcement-learning loops against a server; it needs no MLX."""
+"""A client for reinforcement learning and training sessions; it needs no MLX."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mlx_parallm.client.errors import (
     ServerUnreachableError,
     UnexpectedAnswerError,
 )
+from mlx_parallm.client.mezo import MezoClient
 from mlx_parallm.client.results import (
     AdapterInfo,
     Group,
@@ -19,11 +20,21 @@ from mlx_parallm.client.results import (
 )
 from mlx_parallm.client.rl import RLClient
 from mlx_parallm.client.tensors import encode_safetensors
+from mlx_parallm.client.training import (
+    Checkpoint,
+    Evaluation,
+    TrainingSession,
+    TrainingStep,
+    TrainingTotals,
+)
 
 __all__ = [
     "AdapterInfo",
+    "Checkpoint",
     "ClientError",
+    "Evaluation",
     "Group",
+    "MezoClient",
     "Prompt",
     "RLClient",
     "RequestFailedError",
@@ -31,6 +42,9 @@ __all__ = [
     "Sample",
     "Score",
     "ServerUnreachableError",
+    "TrainingSession",
+    "TrainingStep",
+    "TrainingTotals",
     "UnexpectedAnswerError",
     "VersionSpan",
     "encode_safetensors",

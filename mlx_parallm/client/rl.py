@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import quote
 
 from mlx_parallm.client.errors import RequestFailedError, ServerUnreachableError, failure_in
+from mlx_parallm.client.mezo import MezoClient
 from mlx_parallm.client.results import (
     AdapterInfo,
     Prompt,
@@ -118,6 +119,9 @@ class RLClient:
 
     Every method raises ``RequestFailedError`` if the server refuses, ``ServerUnreachableError`` if
     there is no answer, and ``UnexpectedAnswerError`` if the answer is of another form.
+
+    Attributes:
+        mezo: the server's training sessions.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class RLClient:
             timeout_s: for an answer, or between two pieces of it; None waits without limit.
         """
         self._transport = Transport(base_url, api_key, timeout_s)
+        self.mezo = MezoClient(self._transport)
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any, cast
 
 import httpx2
@@ -45,30 +45,55 @@ class Transport:
             ServerUnreachableError: there was no answer.
             UnexpectedAnswerError: the answer is not JSON.
         """
+        content = await self.content(method, path, **request)
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise UnexpectedAnswerError(f"The answer of {path} is not JSON.") from None
+
+    async def content(self, method: str, path: str, **request: Any) -> bytes:
+        """Return the bytes of an answer; see ``ask``."""
         with _unreachable(self._client):
             response = await self._client.request(method, path, **request)
         if response.is_error:
             raise failure_of(response.status_code, response.content)
-        if not response.content:
-            return None
-        try:
-            return json.loads(response.content)
-        except ValueError:
-            raise UnexpectedAnswerError(f"The answer of {path} is not JSON.") from None
+        return response.content
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON of each server-sent event of an answer; see ``ask``."""
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the JSON of each server-sent event of the answer to a body; see ``ask``."""
+        async with contextlib.aclosing(self._stream("POST", path, json=body)) as stream:
+            async for data in stream:
+                if data == _DONE:
+                    return
+                yield _event(path, data)
+
+    async def whole_stream(
+        self, path: str, params: Mapping[str, Any]
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the JSON of each server-sent event of a GET; see ``ask``.
+
+        Raises:
+            ServerUnreachableError: the connection broke, or the stream ended without its last
+                event, ``[DONE]``.
+        """
+        async with contextlib.aclosing(self._stream("GET", path, params=params)) as stream:
+            async for data in stream:
+                if data == _DONE:
+                    return
+                yield _event(path, data)
+        raise ServerUnreachableError(f"The stream of {path} ended before it was complete.")
+
+    async def _stream(self, method: str, path: str, **request: Any) -> AsyncGenerator[str]:
+        """Yield the data of each server-sent event."""
         with _unreachable(self._client):
-            async with self._client.stream("POST", path, json=body) as response:
+            async with self._client.stream(method, path, **request) as response:
                 if response.is_error:
                     raise failure_of(response.status_code, await response.aread())
                 async for line in response.aiter_lines():
-                    if not line.startswith(_DATA):
-                        continue
-                    data = line.removeprefix(_DATA).strip()
-                    if data == _DONE:
-                        return
-                    yield _event(path, data)
+                    if line.startswith(_DATA):
+                        yield line.removeprefix(_DATA).strip()
 
 
 @contextlib.contextmanager

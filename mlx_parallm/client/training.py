@@ -1,0 +1,194 @@
+"""Results of training sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """A step that a session has made.
+
+    Attributes:
+        step: its number, from 1.
+        seed: draws its directions.
+        loss_plus: mean loss with sign 1.
+        loss_minus: mean loss with sign -1, or without a perturbation.
+        gradients: the projected gradient along each direction.
+        lookups: number of texts that were looked up in the prefix cache.
+        hits: number of those that it had.
+        layer_tokens: number of computed tokens, times their layers.
+        naive_layer_tokens: what ``mode="naive"`` computes for the same losses.
+        forward_s: seconds that the forwards took.
+    """
+
+    step: int
+    seed: int
+    loss_plus: float
+    loss_minus: float
+    gradients: Sequence[float]
+    lookups: int
+    hits: int
+    layer_tokens: int
+    naive_layer_tokens: int
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingTotals:
+    """The costs of all steps of a session; see ``TrainingStep``.
+
+    Attributes:
+        num_zero_gradients: number of steps that changed nothing, because all losses were equal.
+    """
+
+    lookups: int
+    hits: int
+    layer_tokens: int
+    naive_layer_tokens: int
+    forward_s: float
+    num_zero_gradients: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSession:
+    """A training session.
+
+    Attributes:
+        id: its id.
+        model: the first name of the model.
+        status: "ready", "running" or "paused".
+        reason: why it was paused, if nobody asked for that.
+        created_at: Unix seconds.
+        step: number of steps that were made.
+        until: number of steps after which the run in the background ends.
+        num_examples: number of rows of its data.
+        num_parameters: number of trained parameters; None, like the next three, if the server
+            has restarted and the session has made no step since.
+        trained_layers: paths of the linear layers that are trained.
+        first_layer: the lowest trained layer.
+        prefix_cache: "available" or "unavailable".
+        base: SHA-256 of the weights that it trains on.
+        published: names of the adapters that it has published.
+        totals: costs of all steps.
+        last: the latest step; None before the first.
+        config: the settings.
+    """
+
+    id: str
+    model: str
+    status: str
+    reason: str | None
+    created_at: int
+    step: int
+    until: int
+    num_examples: int
+    num_parameters: int | None
+    trained_layers: Sequence[str] | None
+    first_layer: int | None
+    prefix_cache: str | None
+    base: str | None
+    published: Sequence[str]
+    totals: TrainingTotals
+    last: TrainingStep | None
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How well a session's adapter predicts labels.
+
+    Attributes:
+        step: number of steps that the session had made.
+        num_examples: number of rows.
+        loss: mean loss.
+        accuracy: share of the rows whose label is predicted.
+        f1: macro F1.
+    """
+
+    step: int
+    num_examples: int
+    loss: float
+    accuracy: float
+    f1: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A step of a session that can be returned to.
+
+    Attributes:
+        step: number of steps; ``publish`` and ``adapter`` take it.
+        digest: SHA-256 of the adapter's changes, as ``AdapterInfo`` has it.
+    """
+
+    step: int
+    digest: str
+
+
+def step_of(answer: Mapping[str, Any]) -> TrainingStep:
+    """Return a step in an answer, or an event of a session."""
+    return TrainingStep(
+        step=answer["step"],
+        seed=answer["seed"],
+        loss_plus=answer["loss_plus"],
+        loss_minus=answer["loss_minus"],
+        gradients=answer["gradients"],
+        lookups=answer["lookups"],
+        hits=answer["hits"],
+        layer_tokens=answer["layer_tokens"],
+        naive_layer_tokens=answer["naive_layer_tokens"],
+        forward_s=answer["forward_time"],
+    )
+
+
+def session_of(answer: Mapping[str, Any]) -> TrainingSession:
+    """Return a session in an answer of ``/v1/mezo/sessions``."""
+    return TrainingSession(
+        id=answer["id"],
+        model=answer["model"],
+        status=answer["status"],
+        reason=answer["reason"],
+        created_at=answer["created_at"],
+        step=answer["step"],
+        until=answer["until"],
+        num_examples=answer["num_examples"],
+        num_parameters=answer["num_parameters"],
+        trained_layers=answer["trained_layers"],
+        first_layer=answer["first_layer"],
+        prefix_cache=answer["prefix_cache"],
+        base=answer["base"],
+        published=answer["published"],
+        totals=_totals_of(answer["totals"]),
+        last=None if answer["last"] is None else step_of(answer["last"]),
+        config=answer["config"],
+    )
+
+
+def _totals_of(answer: Mapping[str, Any]) -> TrainingTotals:
+    return TrainingTotals(
+        lookups=answer["lookups"],
+        hits=answer["hits"],
+        layer_tokens=answer["layer_tokens"],
+        naive_layer_tokens=answer["naive_layer_tokens"],
+        forward_s=answer["forward_time"],
+        num_zero_gradients=answer["zero_gradient_steps"],
+    )
+
+
+def evaluation_of(answer: Mapping[str, Any]) -> Evaluation:
+    """Return the answer of an evaluation."""
+    return Evaluation(
+        step=answer["step"],
+        num_examples=answer["num_examples"],
+        loss=answer["loss"],
+        accuracy=answer["accuracy"],
+        f1=answer["f1"],
+    )
+
+
+def checkpoint_of(answer: Mapping[str, Any]) -> Checkpoint:
+    """Return the answer of a checkpoint."""
+    return Checkpoint(step=answer["step"], digest=answer["adapter_sha256"])
