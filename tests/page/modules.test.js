@@ -13,6 +13,8 @@ const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
 const { generates } = await import(at("models.js"));
+const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
+const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
 const { pretty } = await import(at("tools.js"));
 
@@ -244,4 +246,48 @@ test("several engines have a row each, and one engine has none", () => {
   assert.deepEqual(engineLoads(new Reading(parseMetrics(text), 1)), [["0", 3, 0, 0.5], ["1", 2, 7, 0]]);
   const alone = 'vllm:num_requests_running{model_name="m"} 3';
   assert.deepEqual(engineLoads(new Reading(parseMetrics(alone), 1)), []);
+});
+
+test("a session's loss, hits and steps are of what is known", () => {
+  assert.equal(lossOf(null), null);
+  assert.equal(lossOf({ loss_plus: 0.5, loss_minus: 0.25 }), 0.375);
+  assert.equal(hitsOf({ totals: { hits: 0, lookups: 0 } }), null);
+  assert.equal(hitsOf({ totals: { hits: 3, lookups: 4 } }), 0.75);
+  assert.equal(stepsText({ step: 12, until: 40 }), "12 of 40");
+  assert.equal(stepsText({ step: 40, until: 40 }), "40");
+});
+
+test("steps per second are of the last seconds in which a session ran", () => {
+  let counts = withCount([], { timeS: 1, step: 10 }, true);
+  assert.equal(stepRate(counts), null);
+  counts = withCount(counts, { timeS: 3, step: 50 }, true);
+  assert.equal(stepRate(counts), 20);
+  counts = withCount(counts, { timeS: 12, step: 68 }, true);
+  assert.equal(stepRate(counts), 2, "the count of 11 seconds ago has gone");
+  counts = withCount(counts, { timeS: 14, step: 68 }, false);
+  assert.equal(stepRate(counts), null);
+});
+
+test("the steps of a stream that goes on are read up to the last one that was made", async () => {
+  const asked = [];
+  let isCancelled = false;
+  let step = 4;
+  const browserFetch = globalThis.fetch;
+  globalThis.fetch = async (url) => {
+    asked.push(String(url));
+    const body = new ReadableStream({
+      pull: (controller) => controller.enqueue(new TextEncoder().encode(`data: {"step": ${++step}}\n\n`)),
+      cancel: () => (isCancelled = true),
+    });
+    return new Response(body);
+  };
+  try {
+    const read = [];
+    for await (const one of new Api("http://here/x/").steps("a/b", 4, 7)) read.push(one.step);
+    assert.deepEqual(read, [5, 6, 7]);
+  } finally {
+    globalThis.fetch = browserFetch;
+  }
+  assert.deepEqual(asked, ["http://here/x/v1/mezo/sessions/a%2Fb/events?after=4"]);
+  assert.ok(isCancelled);
 });

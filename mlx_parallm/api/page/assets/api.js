@@ -49,6 +49,24 @@ export class Api {
     return (await this.#fetch("metrics", { signal, isPolled: true })).text();
   }
 
+  /** The training sessions; polled like the metrics. */
+  async sessions(signal) {
+    return (await (await this.#fetch("v1/mezo/sessions", { signal, isPolled: true })).json()).data;
+  }
+
+  /** The steps of a session after `after`, up to `last`, which it has made already. */
+  async *steps(sessionId, after, last, signal) {
+    const path = `v1/mezo/sessions/${encodeURIComponent(sessionId)}/events?after=${after}`;
+    const response = await this.#fetch(path, { signal, isPolled: true });
+    for await (const data of readEvents(response.body)) {
+      if (data === "[DONE]") return;
+      const step = JSON.parse(data);
+      yield step;
+      // The stream of a session that runs would go on; leaving it frees the connection.
+      if (step.step >= last) return;
+    }
+  }
+
   /** The chunks of a streamed chat completion. */
   async *chat(body, signal) {
     const response = await this.#fetch("v1/chat/completions", {

@@ -8,6 +8,7 @@ import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
 import { generates, offerModels, showEngines, showModels } from "./models.js";
 import { Playground } from "./playground.js";
+import { SessionTable } from "./sessions.js";
 
 const THEMES = ["system", "light", "dark"];
 const THEME = "mlx-parallm-theme";
@@ -33,6 +34,11 @@ class App {
       modelSelect: document.getElementById("chart-model"),
       onReading: (now, before, error) => this.#onReading(now, before, error),
     });
+    this.sessions = new SessionTable({
+      api: this.api,
+      section: document.getElementById("sessions"),
+      isSeen: () => !document.hidden && !document.getElementById("server-view").hidden,
+    });
   }
 
   start() {
@@ -41,6 +47,7 @@ class App {
     this.#wireKey();
     this.#loadModels();
     this.dashboard.run();
+    this.sessions.run();
     this.playground.focus();
   }
 
@@ -118,6 +125,7 @@ class App {
       if (error instanceof ApiError || error instanceof TypeError) return;
       throw error;
     }
+    this.sessions.askAgain();
     this.playground.offer(this.models.filter(generates).map((model) => model.id));
     showModels(document.getElementById("models"), this.models, this.reading);
   }

@@ -1,10 +1,15 @@
-// A line chart over the last minutes, in SVG. Its size is fixed by the style sheet, so that new
-// values move nothing else.
+// A line chart over the last minutes, or over the last of anything that is counted, in SVG. Its
+// size is fixed by the style sheet, so that new values move nothing else.
 
 import { el, setText, svg } from "./dom.js";
 
 const WIDTH = 300;
 const HEIGHT = 100;
+
+const MINUTES = {
+  span: (spanS) => `last ${Math.round(spanS / 60)} min`,
+  ago: (agoS) => `${Math.round(agoS)} s ago`,
+};
 
 const TOPS = [1, 1.5, 2, 3, 4, 6, 8, 10];
 
@@ -43,11 +48,13 @@ function areaOf(run) {
 export class Chart {
   /**
    * `lines` are the names of its lines, `format` writes a value, `max` is the top of the axis or
-   * null for one that follows the values, `spanS` how many seconds are shown.
+   * null for one that follows the values, `spanS` how many seconds are shown, `when` writes which
+   * part that is, and how long ago the pointed values were.
    */
-  constructor({ title, hint, lines, format, max = null, spanS }) {
+  constructor({ title, hint, lines, format, max = null, spanS, when = MINUTES }) {
     this.title = title;
     this.format = format;
+    this.writeWhen = when;
     this.max = max;
     this.spanS = spanS;
     this.points = [];
@@ -87,7 +94,10 @@ export class Chart {
     this.plot.addEventListener("pointerleave", () => this.#point(null));
   }
 
-  /** Show points `{timeS, values}`, oldest first, up to now. */
+  /**
+   * Show points `{timeS, values}`, oldest first, up to now. Where something else than seconds is
+   * counted, `timeS`, `spanS` and `nowS` are in its unit.
+   */
   draw(points, nowS) {
     this.points = points;
     this.nowS = nowS;
@@ -122,7 +132,7 @@ export class Chart {
       this.cursor.setAttribute("x1", x);
       this.cursor.setAttribute("x2", x);
     }
-    setText(this.when, isPointed ? `${Math.round(ago)} s ago` : `last ${Math.round(ago / 60)} min`);
+    setText(this.when, isPointed ? this.writeWhen.ago(ago) : this.writeWhen.span(ago));
   }
 
   #nearest() {
