@@ -57,6 +57,16 @@ class GeneratorCase(GoldenCase):
     """A decoder with the head of a language model, whose logits of all tokens are kept."""
 
 
+GPT2: dict[str, Any] = {
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 40,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
 OPT: dict[str, Any] = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -152,6 +162,12 @@ DECODER_CASES: tuple[DecoderCase, ...] = (
         {**DECODER, "tie_word_embeddings": False},
         chosen=(17, 40),
     ),
+    DecoderCase(
+        "gpt2_sequence",
+        "gpt2",
+        "GPT2ForSequenceClassification",
+        {**GPT2, **LABELS, "pad_token_id": 0},
+    ),
     DecoderCase("opt_model", "opt", "OPTModel", OPT, pad_id=1, logits=None),
     DecoderCase(
         "opt_350m_sequence",
@@ -163,6 +179,7 @@ DECODER_CASES: tuple[DecoderCase, ...] = (
     DecoderCase("opt_chosen", "opt", "OPTForCausalLM", OPT, pad_id=1, chosen=(17, 40)),
 )
 GENERATOR_CASES: tuple[GeneratorCase, ...] = (
+    GeneratorCase("gpt2", "gpt2", "GPT2LMHeadModel", GPT2),
     GeneratorCase("opt_125m", "opt", "OPTForCausalLM", OPT, pad_id=1),
     GeneratorCase("opt_350m", "opt", "OPTForCausalLM", OPT_350M, pad_id=1),
     GeneratorCase("opt_plain", "opt", "OPTForCausalLM", OPT_PLAIN, pad_id=1),

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.encoder_folders import write_golden
 
 GOLDEN = Path(__file__).parent / "golden" / "decoders"
+GENERATORS = Path(__file__).parent / "golden" / "generators"
 
 
 def decoder_names() -> list[str]:
@@ -19,6 +22,17 @@ def decoder_names() -> list[str]:
 
 def read_decoder(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def read_generator(name: str) -> dict[str, Any]:
+    return json.loads((GENERATORS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def assert_golden(model: Any, golden: dict[str, Any], atol: float = 1e-4) -> None:
+    """Check the logits of a generator for each input alone."""
+    for ids, expected in zip(golden["inputs"]["input_ids"], golden["logits"], strict=True):
+        logits = model(mx.array([ids]))[0].astype(mx.float32)
+        np.testing.assert_allclose(np.array(logits), np.array(expected), atol=atol)
 
 
 def write_words(

@@ -7,10 +7,12 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import opt
+from mlx_parallm.models import gpt2, opt
 
 #: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
 OWN_DECODERS: dict[str, ModuleType] = {"opt": opt}
+#: ``EXTENDED_DECODERS``: the modules for architectures of which mlx_lm reads some checkpoints only.
+EXTENDED_DECODERS: dict[str, ModuleType] = {"gpt2": gpt2}
 
 
 def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -19,7 +21,7 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
     Raises:
         ValueError: neither this package nor mlx_lm has them.
     """
-    module = OWN_DECODERS.get(str(config.get("model_type")))
+    module = (OWN_DECODERS | EXTENDED_DECODERS).get(str(config.get("model_type")))
     if module is not None:
         return module.Model, module.ModelArgs
     return mlx_lm_utils._get_classes(config)

@@ -27,11 +27,11 @@ from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.weights.loader import load_model
+from tests.decoder_folders import assert_golden, read_generator
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
 from tests.golden_weights import golden_adapter_weight
 from tests.host_tensors import all_host
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "generators"
 ATOL = 1e-4
 TABLE = "model.decoder.embed_tokens.weight"
 RANK, ALPHA = 4, 8
@@ -43,10 +43,6 @@ TARGETS = (
 Weights = dict[str, mx.array]
 
 
-def read_generator(name: str) -> dict[str, Any]:
-    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
-
-
 @pytest.fixture(params=["opt_125m", "opt_350m", "opt_plain"])
 def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
     return read_generator(request.param)
@@ -54,13 +50,6 @@ def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def load(folder: Path, dtype: str = "auto") -> Any:
     return load_model(ModelConfig(dtype=dtype), folder).model
-
-
-def assert_golden(model: Any, golden: dict[str, Any], atol: float = ATOL) -> None:
-    """Check the model's logits for each input alone."""
-    for ids, expected in zip(golden["inputs"]["input_ids"], golden["logits"], strict=True):
-        logits = model(mx.array([ids]))[0].astype(mx.float32)
-        np.testing.assert_allclose(np.array(logits), np.array(expected), atol=atol)
 
 
 def test_logits_are_those_of_transformers(golden: dict[str, Any], tmp_path: Path) -> None:
