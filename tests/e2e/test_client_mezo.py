@@ -105,6 +105,15 @@ async def test_a_run_is_followed_paused_and_resumed(
     await client.mezo.pause(session.id)
 
 
+async def test_events_end_when_the_session_is_deleted(client: RLClient) -> None:
+    session = await begin(client.mezo)
+    await client.mezo.run(session.id, 1_000_000)
+    async for step in client.mezo.events(session.id):
+        if step.step == 5:
+            await client.mezo.delete(session.id)
+    assert await client.mezo.sessions() == []
+
+
 async def test_an_evaluation_and_what_was_published(
     client: RLClient, session: TrainingSession
 ) -> None:
