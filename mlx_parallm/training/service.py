@@ -189,6 +189,7 @@ class TrainingService:
         """Delete a session with its files; what it has published stays."""
         session = self.get(session_id)
         del self._sessions[session_id]
+        session.note_deleted()
         run = self._runs.pop(session_id, None)
         if run is not None:
             run.cancel()

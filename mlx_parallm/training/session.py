@@ -80,8 +80,9 @@ class Session:
         # Steps that are logged, and that the engine does not have yet.
         self._unapplied: list[Step] = []
         self._turn = asyncio.Lock()
-        # Set when a step was made or the status has changed.
+        # Set when a step was made, the status has changed or the session was deleted.
         self._changed = asyncio.Event()
+        self._is_deleted = False
 
     @property
     def num_steps(self) -> int:
@@ -171,11 +172,19 @@ class Session:
         return record
 
     async def wait_for_steps(self, after: int) -> None:
-        """Return once there are more steps than ``after``, or the status has changed."""
+        """Return once there are more steps than ``after``, or the status has changed.
+
+        Return at once if the session was deleted.
+        """
         status = self.state.status
-        while self.num_steps <= after and self.state.status is status:
+        while not self._is_deleted and self.num_steps <= after and self.state.status is status:
             self._changed.clear()
             await self._changed.wait()
+
+    def note_deleted(self) -> None:
+        """Notify those that wait for steps that there will be no more."""
+        self._is_deleted = True
+        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -290,6 +290,19 @@ async def test_a_deleted_session_leaves_nothing(
     assert service.all() == []
 
 
+async def test_who_waits_for_steps_of_a_deleted_session_is_told(opened: Open) -> None:
+    service = opened()
+    session = await begin(service)
+    # The session says that it runs, so that its follower waits for a step which never comes.
+    session.save(status=Status.RUNNING, until=10)
+    follower = service.follow(session.config.id, 0)
+    step = asyncio.ensure_future(anext(follower, None))
+    await asyncio.sleep(0)
+    assert not step.done()
+    await service.delete(session.config.id)
+    assert await step is None
+
+
 async def test_what_cannot_be_trained_leaves_nothing(opened: Open, tmp_path: Path) -> None:
     service = opened()
     spec = config_of()("", 0).trainable
