@@ -15,31 +15,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.models.opt import Model
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.path_choice import choose_path
-from mlx_parallm.worker.generation.step_rows import token_array
-from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.weights.loader import load_model
 from tests.decoder_folders import assert_golden, read_generator
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
-from tests.golden_weights import golden_adapter_weight
-from tests.host_tensors import all_host
 
 ATOL = 1e-4
 TABLE = "model.decoder.embed_tokens.weight"
-RANK, ALPHA = 4, 8
-TARGETS = (
-    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")),
-    "fc1",
-    "fc2",
-)
 Weights = dict[str, mx.array]
 
 
@@ -125,70 +109,6 @@ def test_configs_that_cannot_run_are_refused_by_field(
     golden["config"][field] = value
     with pytest.raises(ModelLoadError, match=field):
         load(write_golden(tmp_path, golden))
-
-
-def adapter_tensors(model: Model) -> dict[str, mx.array]:
-    """Return a LoRA adapter of all targets by PEFT's names."""
-    tensors = {}
-    for number, layer in enumerate(model.layers):
-        for target in TARGETS:
-            path = f"base_model.model.model.decoder.layers.{number}.{target}"
-            outputs, inputs = dict(layer.named_modules())[target].weight.shape
-            for part, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
-                name = f"{path}.lora_{part}.weight"
-                tensors[name] = mx.array(golden_adapter_weight(name, shape))
-    return tensors
-
-
-def merged(weights: Weights, tensors: Weights) -> Weights:
-    """Return the weights with the adapter's changes added."""
-    merged = dict(weights)
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            b = tensors[name.replace("lora_A", "lora_B")]
-            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            merged[target] = merged[target] + ALPHA / RANK * (b @ a)
-    return merged
-
-
-@pytest.mark.parametrize("name", ["opt_125m", "opt_350m"])
-def test_an_adapter_by_pefts_names_equals_merged_weights(name: str, tmp_path: Path) -> None:
-    golden = read_generator(name)
-    model = load(write_golden(tmp_path / "base", golden))
-    tensors = adapter_tensors(model)
-    weights = merged(golden_arrays(golden), tensors)
-    changed = load(write_encoder(tmp_path / "merged", golden["config"], weights))
-    path = choose_path(
-        model,
-        probe_layout(model),
-        ReferenceAttention(4),
-        vocab_size=golden["config"]["vocab_size"],
-        num_blocks=32,
-        block_size=4,
-        dtype="float32",
-    ).path
-    assert path.name == "packed"
-    layers = AdaptedLayers(model, mx.float32, path.adapters)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
-    layers.put(1, read_adapter(config, all_host(tensors), param="adapter"), param="adapter")
-    texts = golden["inputs"]["input_ids"][:1] * 2
-    sequences = [
-        ScheduledSequence(
-            seq_id=slot,
-            slot=slot,
-            start=0,
-            token_ids=tuple(ids),
-            block_table=tuple(range(3 * slot, 3 * slot + 3)),
-            adapter_slot=slot,
-        )
-        for slot, ids in enumerate(texts)
-    ]
-    last = [len(texts[0]) - 1, 2 * len(texts[0]) - 1]
-    base, adapted = path.logits(sequences, token_array(sequences), last)
-    ids = mx.array(texts[:1])
-    np.testing.assert_allclose(np.array(base), golden["logits"][0][-1], atol=ATOL)
-    np.testing.assert_allclose(np.array(adapted), np.array(changed(ids)[0, -1]), atol=ATOL)
-    assert not mx.allclose(base, adapted, atol=0.1)
 
 
 def test_texts_begin_with_the_end_token(tmp_path: Path) -> None:

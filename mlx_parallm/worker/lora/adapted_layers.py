@@ -231,6 +231,8 @@ def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
     if path in modules:
         return path
     tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]
+    # GPT-2's trunk has another name in mlx_lm.
+    tails.append(path.removeprefix("transformer."))
     for tail in tails:
         matches = [name for name in modules if name.endswith(f".{tail}")]
         if len(matches) == 1:
