@@ -129,7 +129,17 @@ class EmbedSession(Session):
         self.scheduler.add(request, seed=0, end_ids=frozenset())
 
 
-FAMILIES = ("llama", "llama-4bit", "mistral", "gemma2", "gemma3_text", "gpt_oss", "lfm2", "mamba2")
+FAMILIES = (
+    "llama",
+    "llama-4bit",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "opt-350m",
+    "gpt_oss",
+    "lfm2",
+    "mamba2",
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
