@@ -149,7 +149,7 @@ class MezoClient:
         Args:
             session_id: the session.
             after: the number of the last step that is known already.
-            reconnect_s: how long a server that is not there is asked again; 0: not at all.
+            reconnect_s: seconds from a break, with no step since, until it gives up; 0: at once.
 
         Raises:
             ServerUnreachableError: the server was not there for so long.

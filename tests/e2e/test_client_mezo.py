@@ -182,7 +182,10 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             await writer.drain()
 
 
-async def test_events_continue_when_the_server_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_events_continue_when_the_server_was_restarted(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))
     process = ServerProcess(*flags)
     await asyncio.to_thread(process.wait_until_ready)
@@ -196,7 +199,7 @@ async def test_events_continue_when_the_server_was_killed(tmp_path: Path) -> Non
         async for step in client.mezo.events(session.id, reconnect_s=math.inf):
             numbers.append(step.step)
             if step.step == 20:
-                await asyncio.to_thread(process.stop, signal.SIGKILL)
+                await asyncio.to_thread(process.stop, how)
                 process = ServerProcess(*flags)
                 relay.port = process.port
     address.close()
