@@ -20,7 +20,15 @@ from tests.documentation import PageRunner, indented_code, read_blocks
 from tests.server_process import ROOT, ServerProcess
 
 MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
-FOLDERS = (".", "docs", "docs/decisions", "examples/grpo", "loadtests", "benchmarks")
+FOLDERS = (
+    ".",
+    "docs",
+    "docs/decisions",
+    "examples/grpo",
+    "examples/mezo",
+    "loadtests",
+    "benchmarks",
+)
 
 
 def pages_with_code() -> list[str]:
