@@ -37,8 +37,8 @@ NAMELESS: dict[str, dict[str, Any]] = {
     "/generate": {"text": "hi"},
     "/inference/v1/generate": {"token_ids": [65], "sampling_params": {}},
 }
-# These routes name a model that is not served yet, or that they unload.
-NAMING = {"/v1/models/load", "/v1/models/unload"}
+# These routes name a model that is not served yet, that they unload, or that is to be trained.
+NAMING = {"/v1/models/load", "/v1/models/unload", "/v1/mezo/sessions"}
 
 
 @pytest.fixture

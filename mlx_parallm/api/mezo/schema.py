@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure
@@ -31,7 +32,7 @@ Top = Annotated[str, StringConstraints(pattern=r"^top:[1-9][0-9]{0,3}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Strict(BaseModel):
+class Strict(NullIsAbsent):
     """A body of which every field must be known: a typing error must not train something else."""
 
     model_config = ConfigDict(extra="forbid")
@@ -83,7 +84,7 @@ class EstimatorBody(Strict):
 class LabelWords(Strict):
     """A masked LM chooses between words at the mask of a template."""
 
-    kind: Literal["label_words"] = "label_words"
+    kind: Literal["label_words"] = Field("label_words", description="Words at a mask.")
     template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
         "{text} It was [MASK].", description="{text} is a row's text; it has one [MASK]."
     )
@@ -96,7 +97,7 @@ class LabelWords(Strict):
 class Labels(Strict):
     """A classifier chooses between its own labels."""
 
-    kind: Literal["labels"] = "labels"
+    kind: Literal["labels"] = Field("labels", description="The labels of a classifier.")
     template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
         "{text}", description="{text} is a row's text."
     )
@@ -206,76 +207,76 @@ class StepAnswer(BaseModel):
 class Steps(BaseModel):
     """Steps that were made."""
 
-    object: str = "mezo.steps"
-    session_id: str
-    data: list[StepAnswer]
+    object: str = Field(default="mezo.steps", description="What this is.")
+    session_id: str = Field(description="The session.")
+    data: list[StepAnswer] = Field(description="The steps, in their order.")
 
 
 class Totals(BaseModel):
     """The costs of all steps of a session."""
 
-    lookups: int
-    hits: int
-    layer_tokens: int
-    naive_layer_tokens: int
-    forward_time: float
-    zero_gradient_steps: int
+    lookups: int = Field(description="Texts looked up in the prefix cache.")
+    hits: int = Field(description="Those that it had.")
+    layer_tokens: int = Field(description="Tokens computed, times their layers.")
+    naive_layer_tokens: int = Field(description="The same of the mode naive.")
+    forward_time: float = Field(description="Seconds that the forwards took.")
+    zero_gradient_steps: int = Field(description="Steps of which all losses were equal.")
 
 
 class SessionAnswer(BaseModel):
     """A session."""
 
-    id: str
-    object: str = "mezo.session"
-    model: str
+    id: str = Field(description="The session's id.")
+    object: str = Field(default="mezo.session", description="What this is.")
+    model: str = Field(description="The model.")
     status: str = Field(description="ready, running or paused.")
     reason: str | None = Field(description="Why it was paused, if nobody asked for that.")
-    created_at: int
+    created_at: int = Field(description="Unix seconds.")
     step: int = Field(description="Steps that were made.")
     until: int = Field(description="Steps after which the run in the background ends.")
-    num_examples: int
-    num_parameters: int | None
-    trained_layers: list[str] | None
+    num_examples: int = Field(description="Examples of its data.")
+    num_parameters: int | None = Field(description="Numbers that are trained.")
+    trained_layers: list[str] | None = Field(description="Paths of the linear layers.")
     first_layer: int | None = Field(description="The lowest trained layer.")
     prefix_cache: str | None = Field(description="available or unavailable.")
     base: str | None = Field(description="SHA-256 of the weights that it trains on.")
     published: list[str] = Field(description="Adapters that it has published.")
-    totals: Totals
-    last: StepAnswer | None
+    totals: Totals = Field(description="The costs of all steps.")
+    last: StepAnswer | None = Field(description="The last step.")
     config: dict[str, Any] = Field(description="The settings.")
 
 
 class SessionList(BaseModel):
     """All sessions."""
 
-    object: str = "list"
-    data: list[SessionAnswer]
+    object: str = Field(default="list", description="What this is.")
+    data: list[SessionAnswer] = Field(description="The sessions, oldest first.")
 
 
 class EvaluationAnswer(BaseModel):
     """How well labels are predicted."""
 
-    object: str = "mezo.evaluation"
-    session_id: str
-    step: int
-    num_examples: int
-    loss: float
-    accuracy: float
-    f1: float
+    object: str = Field(default="mezo.evaluation", description="What this is.")
+    session_id: str = Field(description="The session.")
+    step: int = Field(description="Steps that it had made.")
+    num_examples: int = Field(description="Rows that were read.")
+    loss: float = Field(description="Mean cross entropy.")
+    accuracy: float = Field(description="Share of right labels.")
+    f1: float = Field(description="Mean F1 of the labels.")
 
 
 class CheckpointAnswer(BaseModel):
     """A step of a session that can be returned to."""
 
-    object: str = "mezo.checkpoint"
-    session_id: str
-    step: int
+    object: str = Field(default="mezo.checkpoint", description="What this is.")
+    session_id: str = Field(description="The session.")
+    step: int = Field(description="Steps that it had made.")
     adapter_sha256: str = Field(description="Of what the adapter computes.")
 
 
 class DeletedSession(BaseModel):
     """A session that was deleted."""
 
-    id: str
-    object: str = "mezo.session.deleted"
-    deleted: bool = True
+    id: str = Field(description="The session's id.")
+    object: str = Field(default="mezo.session.deleted", description="What this is.")
+    deleted: bool = Field(default=True, description="Always true.")
