@@ -167,11 +167,12 @@ class TrainingService:
         self._begin(session)
         return session
 
-    def pause(self, session_id: str) -> Session:
-        """Make no more steps until ``resume``."""
+    async def pause(self, session_id: str) -> Session:
+        """Make no more steps until ``resume``; return once the step in flight was made."""
         session = self.get(session_id)
         if session.state.status is not Status.PAUSED:
             session.save(status=Status.PAUSED, reason=None)
+        await session.settle()
         return session
 
     def resume(self, session_id: str) -> Session:

@@ -171,6 +171,11 @@ class Session:
         self.last = record
         return record
 
+    async def settle(self) -> None:
+        """Return once nothing that was asked of it before is in flight."""
+        async with self._turn:
+            pass
+
     async def wait_for_steps(self, after: int) -> None:
         """Return once there are more steps than ``after``, or the status has changed.
 

@@ -134,7 +134,7 @@ async def follow_session(
 @routes.post("/v1/mezo/sessions/{session_id}/pause")
 async def pause_session(session_id: str, training: TrainingDep) -> SessionAnswer:
     """Make no more steps until the session is resumed."""
-    return session_answer(training.pause(session_id))
+    return session_answer(await training.pause(session_id))
 
 
 @routes.post("/v1/mezo/sessions/{session_id}/resume")

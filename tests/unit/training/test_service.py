@@ -267,10 +267,12 @@ async def test_a_pause_ends_a_run_until_it_is_resumed(opened: Open) -> None:
     session = await begin(service)
     service.run(session.config.id, 30)
     await session.wait_for_steps(2)
-    service.pause(session.config.id)
+    await service.pause(session.config.id)
+    num_steps = session.num_steps
     followed = [record.step async for record in service.follow(session.config.id, 0)]
     with pytest.raises(ConflictError, match="paused"):
         await service.step(session.config.id, 1, None)
+    assert session.num_steps == num_steps == len(followed), "no step is in flight after a pause"
     service.resume(session.config.id)
     records = [record.step async for record in service.follow(session.config.id, len(followed))]
     assert followed + records == list(range(1, 31))
