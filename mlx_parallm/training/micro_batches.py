@@ -9,12 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.types.training import Segment
-
-# LEAST_SHARE: a row that is shorter than this share of the longest begins a new forward.
-LEAST_SHARE = 0.8
-# LEAST_ROWS: fewest rows of each segment before padding is worth a new forward.
-LEAST_ROWS = 2
+from mlx_parallm.types.training import ForwardSize, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +35,22 @@ class MicroBatch:
 
 
 def micro_batches(
-    lengths: Sequence[int], segments: Sequence[Segment], max_tokens: int
+    lengths: Sequence[int], segments: Sequence[Segment], size: ForwardSize
 ) -> list[MicroBatch]:
     """Return forwards that have all rows of all segments, with the signs of a row together.
 
     Args:
         lengths: tokens of each input of the batch.
         segments: all have equally many rows.
-        max_tokens: most tokens of a forward; a pair of rows may have more.
+        size: bounds the tokens of a forward, but for a pair of rows. Less padding is worth another
+            forward if it saves more than that costs.
     """
-    most = max(2, max_tokens // max(lengths))
+    most = max(2, size.max_tokens // max(lengths))
     return [
         _micro_batch(lengths, segments, places, parts)
         for first in range(0, len(segments), most)
         for places in [range(first, min(first + most, len(segments)))]
-        for parts in _cut(lengths, [segments[place] for place in places], max_tokens)
+        for parts in _cut(lengths, [segments[place] for place in places], size)
     ]
 
 
@@ -67,24 +63,41 @@ def naive_batches(lengths: Sequence[int], segments: Sequence[Segment]) -> list[M
 
 
 def _cut(
-    lengths: Sequence[int], segments: Sequence[Segment], max_tokens: int
+    lengths: Sequence[int], segments: Sequence[Segment], size: ForwardSize
 ) -> Iterator[list[list[int]]]:
     """Yield the rows of each segment that are in a forward: equally many, of like lengths."""
     ordered = [sorted(segment.rows, key=lambda row: -lengths[row]) for segment in segments]
     longest = [max(lengths[row] for row in rows) for rows in zip(*ordered, strict=True)]
-    begin = 0
-    for end in range(1, len(longest) + 1):
-        if end < len(longest) and not _breaks(longest, begin, end, max_tokens // len(segments)):
-            continue
+    max_tokens, cost = size.max_tokens // len(segments), size.cost / len(segments)
+    for begin, end in _cheapest(longest, max_tokens, cost):
         yield [rows[begin:end] for rows in ordered]
-        begin = end
 
 
-def _breaks(longest: Sequence[int], begin: int, end: int, max_tokens: int) -> bool:
-    """True if the row at ``end`` begins a new forward."""
-    if (end + 1 - begin) * longest[begin] > max_tokens:
-        return True
-    return end - begin >= LEAST_ROWS and longest[end] < LEAST_SHARE * longest[begin]
+def _cheapest(
+    longest: Sequence[int], max_tokens: int, forward_cost: float
+) -> Iterator[tuple[int, int]]:
+    """Yield the first row of each part and the row after it, so that all parts cost the least.
+
+    A part costs ``forward_cost`` and its tokens, padding included. The best cut of rows after a
+    place does not depend on those before it, so the best cuts are found from the last row on.
+
+    Args:
+        longest: the length of each row, in falling order.
+        max_tokens: most tokens of a part; a row may have more.
+        forward_cost: see above.
+    """
+    count = len(longest)
+    costs, ends = [0.0] * (count + 1), [count] * count
+    for begin in reversed(range(count)):
+        most = max(1, max_tokens // longest[begin])
+        choices = range(begin + 1, min(begin + most, count) + 1)
+        costs[begin], ends[begin] = min(
+            (forward_cost + (end - begin) * longest[begin] + costs[end], end) for end in choices
+        )
+    begin = 0
+    while begin < count:
+        yield begin, ends[begin]
+        begin = ends[begin]
 
 
 def _micro_batch(

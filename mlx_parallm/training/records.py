@@ -11,7 +11,7 @@ from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import Distribution, TrainableSpec
+from mlx_parallm.types.training import Distribution, ForwardSize, TrainableSpec
 
 
 class Mode(StrEnum):
@@ -52,7 +52,7 @@ class SessionConfig:
         batch_size: examples of a step.
         order: how batches are drawn.
         mode: how forwards are computed.
-        max_tokens: most tokens of a forward.
+        max_tokens: most tokens of a forward; None: what the device computes fast.
         seed: draws the batches and the directions.
         created_at: Unix seconds.
     """
@@ -66,7 +66,7 @@ class SessionConfig:
     batch_size: int
     order: BatchOrder
     mode: Mode
-    max_tokens: int
+    max_tokens: int | None
     seed: int
     created_at: int
 
@@ -111,6 +111,8 @@ class SessionState:
         status: see the class.
         reason: why it was paused, if nobody asked for that.
         base: the SHA-256 of the weights that it trains on; None before it was opened.
+        forwards: the sizes of its forwards; None before it was opened. They stay the same, because
+            the bits of a result depend on them.
         until: the number of steps after which a run in the background ends.
         published: names of adapters that it has published.
     """
@@ -118,6 +120,7 @@ class SessionState:
     status: Status = Status.READY
     reason: str | None = None
     base: str | None = None
+    forwards: ForwardSize | None = None
     until: int = 0
     published: tuple[str, ...] = ()
 
@@ -129,7 +132,8 @@ class SessionState:
     def from_json(cls, stored: Mapping[str, Any]) -> SessionState:
         """Return what ``to_json`` was given."""
         state = cls(**{**stored, "published": tuple(stored["published"])})
-        return replace(state, status=Status(state.status))
+        forwards = None if state.forwards is None else ForwardSize(**stored["forwards"])
+        return replace(state, status=Status(state.status), forwards=forwards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,9 +121,13 @@ class Session:
         """
         async with self._turn:
             number, config = self.num_steps, self.config
+            if self.info is None:
+                await self._open()
+            size = self.state.forwards
+            assert size is not None, "it is open"
             if examples is None:
                 examples = [self._examples[row] for row in self._batches.of_step(number)]
-            forwards = StepForwards.of(config, examples, self._segments(len(examples)))
+            forwards = StepForwards.of(config.mode, size, examples, self._segments(len(examples)))
             seed = step_seed(config.seed, number)
             begin_s = time.perf_counter()
             results = await self._ask(*forwards.ops(config, seed))
@@ -255,7 +259,8 @@ class Session:
                 f"trained on ({self.state.base[:16] if self.state.base else None})."
             )
         if self.state.base is None:
-            self.save(base=info.base)
+            most = config.max_tokens or info.forwards.max_tokens
+            self.save(base=info.base, forwards=replace(info.forwards, max_tokens=most))
         self.info = info
         self._unapplied.clear()
         return info

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
 from mlx_parallm.training.objectives import Measure, losses
 from mlx_parallm.training.records import Example, Mode, SessionConfig
-from mlx_parallm.types.training import PairResult, Segment, TrainableInfo
+from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo
 from mlx_parallm.worker.ops import PairForward
 
 
@@ -30,13 +30,17 @@ class StepForwards:
 
     @classmethod
     def of(
-        cls, config: SessionConfig, examples: Sequence[Example], segments: Sequence[Segment]
+        cls,
+        mode: Mode,
+        size: ForwardSize,
+        examples: Sequence[Example],
+        segments: Sequence[Segment],
     ) -> StepForwards:
-        """Cut a batch into forwards, as the session's settings say."""
+        """Cut a batch into forwards, whose sizes are the same for a whole session."""
         lengths = _lengths(examples)
-        if config.mode is Mode.NAIVE:
+        if mode is Mode.NAIVE:
             return cls(examples, segments, naive_batches(lengths, segments))
-        return cls(examples, segments, micro_batches(lengths, segments, config.max_tokens))
+        return cls(examples, segments, micro_batches(lengths, segments, size))
 
     def ops(self, config: SessionConfig, seed: int) -> list[PairForward]:
         """Return the forwards as ops; ``seed`` draws the directions."""

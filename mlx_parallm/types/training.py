@@ -47,6 +47,19 @@ class TrainableSpec:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardSize:
+    """Which forwards a device computes fast.
+
+    Attributes:
+        max_tokens: most tokens, padding included.
+        cost: as many tokens as a forward costs besides its own.
+    """
+
+    max_tokens: int
+    cost: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableInfo:
     """The facts about a session's adapter.
@@ -60,6 +73,7 @@ class TrainableInfo:
         keeps_prefix: True if what enters the lowest trained layer is kept: it was asked for, there
             are layers before it, and a trial has shown that it changes no bit.
         base: the SHA-256 of the model's weights, in hex.
+        forwards: which forwards the device computes fast.
     """
 
     paths: tuple[str, ...]
@@ -68,6 +82,7 @@ class TrainableInfo:
     num_layers: int
     keeps_prefix: bool
     base: str
+    forwards: ForwardSize
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,8 @@ class CreateSession(Strict):
     batch_size: StrictInt = Field(16, ge=1, le=65536, description="Examples of a step.")
     batches: BatchOrder = Field(BatchOrder.RANDOM, description="How batches are drawn.")
     mode: Mode = Field(Mode.PAIRED, description="naive computes all copies apart, to compare.")
-    max_batch_tokens: StrictInt = Field(
-        4096, ge=1, le=1 << 20, description="Most tokens of a forward."
+    max_batch_tokens: StrictInt | None = Field(
+        None, ge=1, le=1 << 20, description="Most tokens of a forward; the device's by default."
     )
     seed: StrictInt = Field(0, ge=0, lt=2**63, description="Draws batches and directions.")
 

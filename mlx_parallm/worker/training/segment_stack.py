@@ -19,11 +19,12 @@ class SegmentStack(LinearStack):
         """Use factors without copying them.
 
         Args:
-            a: first factors ``[S, r, in]``, or ``[r, in]`` if all copies share them.
-            b: second factors ``[S, r, out]``.
+            a: first factors, float32 ``[S, r, in]``, or ``[r, in]`` if all copies share them.
+            b: second factors, float32 ``[S, r, out]``.
             scale: the factor of the product.
         """
-        self.a, self.b, self._scale = a, b, scale
+        self.a, self.b = a, b
+        self._scaled = b * scale
         self.gain = None
 
     def __call__(
@@ -31,8 +32,41 @@ class SegmentStack(LinearStack):
     ) -> mx.array:
         """Return the layer's output ``y``, changed for each segment; see ``LinearStack``."""
         del rows, bias
-        # Perturbations are smaller than what half precision resolves in the factors.
-        segments = x.astype(mx.float32).reshape(self.b.shape[0], -1, x.shape[-1])
-        low = segments @ self.a.swapaxes(-1, -2)
-        change = (low @ self.b) * self._scale
-        return y + change.reshape(y.shape).astype(y.dtype)
+        a, b = self.a, self._scaled
+        if x.dtype != mx.float32:
+            a, b = _in_half_precision(a, b, x.dtype)
+        low = _product(x, a, b.shape[0])
+        if x.dtype == mx.float32:
+            return y + (low @ b).reshape(y.shape)
+        return mx.addmm(y.reshape(b.shape[0], -1, y.shape[-1]), low, b).reshape(y.shape)
+
+
+def _product(x: mx.array, a: mx.array, num_segments: int) -> mx.array:
+    """Return ``x`` times the first factors, ``[S, n, r]``."""
+    if a.ndim == 2:
+        return (x.reshape(-1, x.shape[-1]) @ a.T).reshape(num_segments, -1, a.shape[0])
+    return x.reshape(num_segments, -1, x.shape[-1]) @ a.swapaxes(-1, -2)
+
+
+def _in_half_precision(a: mx.array, b: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Return factors in half precision whose product is that of float32 ones.
+
+    Half precision does not resolve a perturbation in a factor. The sum of two half-precision
+    numbers does: a larger rank holds both, and its products run on tensor cores. If all copies
+    share the first factors, they are not perturbed, and are rounded as those of served adapters.
+    """
+    b_high, b_low = _split(b, dtype)
+    if a.ndim == 2:
+        a = a.astype(dtype)
+        return mx.concatenate([a, a], -2), mx.concatenate([b_high, b_low], -2)
+    a_high, a_low = _split(a, dtype)
+    return (
+        mx.concatenate([a_high, a_low, a_high], -2),
+        mx.concatenate([b_high, b_high, b_low], -2),
+    )
+
+
+def _split(values: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Return float32 values rounded to half precision, and what the rounding took away."""
+    high = values.astype(dtype)
+    return high, (values - high.astype(mx.float32)).astype(dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.training.estimators import Estimator, EstimatorSettings, Sides
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
-from mlx_parallm.types.training import Segment
+from mlx_parallm.types.training import ForwardSize, Segment
 
 
 def covered(batches: list[MicroBatch], segments: tuple[Segment, ...]) -> None:
@@ -27,14 +29,15 @@ def covered(batches: list[MicroBatch], segments: tuple[Segment, ...]) -> None:
     directions=st.integers(1, 4),
     splits=st.booleans(),
     max_tokens=st.integers(1, 4096),
+    cost=st.integers(0, 4096),
 )
 def test_every_row_of_every_copy_is_computed_once(
-    lengths: list[int], sides: Sides, directions: int, splits: bool, max_tokens: int
+    lengths: list[int], sides: Sides, directions: int, splits: bool, max_tokens: int, cost: int
 ) -> None:
     lengths = lengths[: len(lengths) // directions * directions]
     settings = EstimatorSettings(sides=sides, num_directions=directions, splits_batch=splits)
     segments = Estimator(settings).segments(len(lengths))
-    batches = micro_batches(lengths, segments, max_tokens)
+    batches = micro_batches(lengths, segments, ForwardSize(max_tokens, cost))
     covered(batches, segments)
     for batch in batches:
         counts = {len(segment.rows) for segment in batch.segments}
@@ -47,9 +50,31 @@ def test_every_row_of_every_copy_is_computed_once(
 
 def test_rows_of_like_lengths_share_a_forward() -> None:
     segments = Estimator(EstimatorSettings()).segments(6)
-    batches = micro_batches([10, 100, 11, 99, 12, 98], segments, 10_000)
+    batches = micro_batches([10, 100, 11, 99, 12, 98], segments, ForwardSize(10_000, 32))
     assert [batch.rows for batch in batches] == [(1, 3, 5), (0, 2, 4)]
     assert sum(batch.num_tokens for batch in batches) == 2 * 3 * (100 + 12)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=9), st.integers(0, 300))
+def test_no_other_cut_costs_less(lengths: list[int], cost: int) -> None:
+    segments = Estimator(EstimatorSettings()).segments(len(lengths))
+    batches = micro_batches(lengths, segments, ForwardSize(10_000, cost))
+    ordered = sorted(lengths, reverse=True)
+    every = [
+        [0, *(place for place in range(1, len(lengths)) if bits >> place & 1), len(lengths)]
+        for bits in range(0, 1 << len(lengths), 2)
+    ]
+    least = min(
+        sum(cost + 2 * (end - begin) * ordered[begin] for begin, end in pairwise(places))
+        for places in every
+    )
+    assert sum(cost + batch.num_tokens for batch in batches) == least
+
+
+def test_a_costly_forward_is_not_divided() -> None:
+    segments = Estimator(EstimatorSettings()).segments(6)
+    lengths = [10, 100, 11, 99, 12, 98]
+    assert len(micro_batches(lengths, segments, ForwardSize(10_000, 2048))) == 1
 
 
 def test_naive_forwards_are_padded_to_the_longest() -> None:
