@@ -84,6 +84,8 @@ class CacheConfig:
         kv_cache_bytes: bytes of KV of all models together, allocated exactly or refused; overrides
             ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
+        num_engines: how many engines divide the device's KV memory; the fraction and the bytes
+            above are the share of one of them.
     """
 
     block_size: int = 16
@@ -91,6 +93,7 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
+    num_engines: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -408,8 +408,11 @@ def _open_engines(
     config: EngineConfig, size: int | Literal["auto"], devices: Sequence[int | str]
 ) -> OfflineEngines:
     """Return the engines, with their models loaded."""
-    if size != "auto" and size < 1:
-        raise ConfigError(f'data_parallel_size must be at least 1, or "auto", not {size}.')
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    if size != "auto" and not is_count:
+        raise ConfigError(
+            f'data_parallel_size must be a whole number of at least 1, or "auto", not {size!r}.'
+        )
     count = max(1, len(visible_devices())) if size == "auto" else size
     if count == 1:
         if devices:

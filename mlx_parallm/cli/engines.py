@@ -14,6 +14,7 @@ from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life
 from mlx_parallm.serving.processes import ENGINE, module_command
+from mlx_parallm.types.errors import ConfigError
 
 
 def with_engine_count(config: ServerConfig) -> ServerConfig:
@@ -26,8 +27,11 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
     """Return the engines that the settings ask for.
 
     Raises:
-        ConfigError: several engines are asked for that this machine or process cannot have.
+        ConfigError: several engines are asked for that this machine or process cannot have, or
+            GPUs are named for several engines and there is one.
     """
+    if server_config.data_parallel_devices and server_config.data_parallel_size == 1:
+        raise ConfigError("--data-parallel-devices needs a --data-parallel-size above 1.")
     on_progress = progress_shown()
     if server_config.data_parallel_size > 1:
         life = parallel_life(engine_config, server_config, on_progress)

@@ -27,7 +27,7 @@ from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.generation.kind import GenerationKind
-from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
 from mlx_parallm.generation.model import GenerationModel
@@ -187,24 +187,21 @@ def _load_all(
     """Load models and share the KV memory among them.
 
     Raises:
-        ConfigError: there is not even a block for each.
+        ConfigError: there is not even a block for each, or engines divide the memory and a share
+            does not hold the context that was configured.
     """
     loaded = [_load(folder, context) for folder in models]
     plans = [each.kv for each in loaded]
-    blocks = share_budget(plans, _kv_budget(loaded, context.settings.cache))
-    shares = [
-        KVShare(each.name, each.kv, count) for each, count in zip(loaded, blocks, strict=True)
+    cache = context.settings.cache
+    blocks = share_budget(plans, _kv_budget(loaded, cache), cache.num_engines)
+    shared = [
+        (each, KVShare(each.name, each.kv, count))
+        for each, count in zip(loaded, blocks, strict=True)
     ]
-    for share in shares:
+    for each, share in shared:
         if share.is_cut:
-            logger.warning(
-                "%s: the context is cut from %d to %d tokens, which is what fits in its share of "
-                "the KV memory; raise --kv-cache-memory-bytes or --kv-memory-fraction.",
-                share.name,
-                share.plan.max_model_len,
-                share.context,
-            )
-    return list(zip(loaded, shares, strict=True))
+            report_cut(share, each.folder.config.max_model_len, cache.num_engines)
+    return shared
 
 
 def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:

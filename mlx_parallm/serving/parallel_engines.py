@@ -93,6 +93,7 @@ def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:
         cache,
         kv_cache_bytes=None if num_bytes is None else num_bytes // num_engines,
         memory_fraction=cache.memory_fraction / num_engines,
+        num_engines=num_engines,
     )
 
 

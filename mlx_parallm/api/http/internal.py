@@ -15,6 +15,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 #: The header that chooses an engine, as in vLLM.
 RANK = "X-data-parallel-rank"
+# MAX_RANK_DIGITS: the number of an engine has no more; a client may send a header of any length.
+MAX_RANK_DIGITS = 9
 INTERNAL_CALLER = "mlx_parallm.internal_caller"
 
 
@@ -64,8 +66,9 @@ def read_rank(value: Any, num_engines: int, param: str) -> int | None:
     if value is None:
         return None
     text = str(value)
-    if text.isascii() and text.isdecimal() and int(text[:9]) < num_engines:
-        return int(text[:9])
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_RANK_DIGITS
+    if is_number and (rank := int(text)) < num_engines:
+        return rank
     raise InvalidRequestError(
         f"{param} must be the number of an engine, from 0 to {num_engines - 1}.", param=param
     )

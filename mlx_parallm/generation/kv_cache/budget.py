@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.units import readable_bytes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +57,27 @@ class KVShare:
         return f"{said} (cut from {self.plan.max_model_len:,})" if self.is_cut else said
 
 
-def share_budget(plans: Sequence[KVPlan], budget: int) -> list[int]:
+def share_budget(plans: Sequence[KVPlan], budget: int, num_engines: int = 1) -> list[int]:
     """Return the number of blocks of each model; together they take at most ``budget`` bytes.
 
     Every model first gets one full context. Where the budget does not hold those, no model gets
     more bytes than another one that has less than its context. What is left is shared in
     proportion to what the models want beyond one context; a budget beyond all wants is used too.
 
+    Args:
+        plans: the models.
+        budget: bytes of KV memory.
+        num_engines: how many engines divide the memory of which the budget is a share.
+
     Raises:
         ConfigError: the budget does not hold one block of each model.
     """
     smallest = sum(plan.block_bytes for plan in plans)
     if smallest > budget:
+        share = f", the share of one of {num_engines} engines (--data-parallel-size),"
         raise ConfigError(
-            f"The KV memory of {readable_bytes(budget)} does not hold one block of each model, "
+            f"The KV memory of {readable_bytes(budget)}{share if num_engines > 1 else ''} "
+            "does not hold one block of each model, "
             f"which takes {readable_bytes(smallest)}; raise --kv-cache-memory-bytes or "
             "--kv-memory-fraction, or lower --block-size."
         )
@@ -83,6 +93,35 @@ def share_budget(plans: Sequence[KVPlan], budget: int) -> list[int]:
         count + left * weight // total // plan.block_bytes
         for count, weight, plan in zip(blocks, weights, plans, strict=True)
     ]
+
+
+def report_cut(share: KVShare, max_model_len: int | None, num_engines: int) -> None:
+    """Log that a model's context is cut to what its share of the KV memory holds.
+
+    Args:
+        share: the model's.
+        max_model_len: the configured cap on its context; None if there is none.
+        num_engines: how many engines divide the memory.
+
+    Raises:
+        ConfigError: engines divide the memory, and the whole context was configured.
+    """
+    advice = "raise --kv-cache-memory-bytes or --kv-memory-fraction"
+    if num_engines > 1:
+        advice += " or lower --data-parallel-size, because engines divide that memory"
+        if max_model_len == share.plan.max_model_len:
+            raise ConfigError(
+                f"--max-model-len of {share.name} is {max_model_len}, and the KV memory of each "
+                f"engine holds {share.context} tokens; {advice}."
+            )
+    logger.warning(
+        "%s: the context is cut from %d to %d tokens, which is what fits in its share of the KV "
+        "memory; %s.",
+        share.name,
+        share.plan.max_model_len,
+        share.context,
+        advice,
+    )
 
 
 def _contexts(plans: Sequence[KVPlan], budget: int) -> list[int]:

@@ -30,6 +30,7 @@ COMPOSED = {
     "model.task",
     "model.max_model_len_is_own",
     "model.kv_cache_dtype",
+    "cache.num_engines",
     "engine.models",
     "engine.adapters",
     "engine.cache",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
+from mlx_parallm.api.http.internal import read_rank
+from mlx_parallm.cli.engines import open_engine
 from mlx_parallm.cli.setting_values import engine_count as parse_count
 from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.llm import LLM
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, share_of, thread_share
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 
 
 @pytest.mark.parametrize(("text", "count"), [("auto", AUTO), ("1", 1), (3, 3)])
@@ -50,8 +55,34 @@ def test_engines_that_cannot_be_are_refused_in_one_sentence(
         parallel_life(EngineConfig(), config, lambda text, share: None)
 
 
+def test_devices_of_one_engine_are_refused() -> None:
+    config = ServerConfig(data_parallel_devices=("0", "1"))
+    with pytest.raises(ConfigError, match="needs a --data-parallel-size above 1"):
+        open_engine(EngineConfig(), config)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "two", None])
+def test_llm_refuses_numbers_of_engines_that_cannot_be(size: object) -> None:
+    with pytest.raises(ConfigError, match='must be a whole number of at least 1, or "auto"'):
+        LLM(data_parallel_size=cast("int", size))
+
+
+@pytest.mark.parametrize("text", ["0", "1", "01", 0, 1])
+def test_the_number_of_an_engine_is_read(text: str | int) -> None:
+    assert read_rank(text, 2, "rank") == int(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["2", "0000000002", "-1", "", " 1", "1.0", "one", "\u00b2", "9" * 5000, True, 1.0]
+)
+def test_other_numbers_of_engines_are_refused(text: object) -> None:
+    with pytest.raises(InvalidRequestError, match="from 0 to 1"):
+        read_rank(text, 2, "rank")
+
+
 def test_engines_share_memory_and_threads() -> None:
     cache = CacheConfig(kv_cache_bytes=1001, memory_fraction=0.8)
     assert share_of(cache, 2).kv_cache_bytes == 500
+    assert share_of(cache, 2).num_engines == 2
     assert share_of(cache, 4).memory_fraction == pytest.approx(0.2)
     assert "OMP_NUM_THREADS" not in thread_share({"OMP_NUM_THREADS": "3"}, 2)

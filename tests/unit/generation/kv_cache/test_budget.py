@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 
@@ -135,6 +136,30 @@ def test_a_share_says_what_fits() -> None:
     )
     cut = replace(share, num_blocks=30)
     assert (cut.context, cut.is_cut) == (480, True)
+
+
+def test_a_context_that_was_configured_is_not_cut_where_engines_divide_the_memory() -> None:
+    share = KVShare("m", plan(600), 30)
+    with pytest.raises(ConfigError, match=r"m is 600, .* each engine holds 480 .*--data-parallel"):
+        report_cut(share, 600, 2)
+
+
+@pytest.mark.parametrize(("configured", "num_engines"), [(None, 2), (600, 1), (None, 1)])
+def test_other_contexts_are_cut_with_a_warning(
+    configured: int | None, num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        report_cut(KVShare("m", plan(600), 30), configured, num_engines)
+    assert "cut from 600 to 480 tokens" in caplog.text
+    assert ("--data-parallel-size" in caplog.text) is (num_engines > 1)
+
+
+def test_a_refusal_names_the_engines_that_divide_the_memory() -> None:
+    with pytest.raises(ConfigError, match="the share of one of 4 engines"):
+        share_budget([plan(600)], 1, 4)
+    with pytest.raises(ConfigError) as refused:
+        share_budget([plan(600)], 1)
+    assert "engines" not in str(refused.value)
 
 
 def test_no_models_share_nothing() -> None:
