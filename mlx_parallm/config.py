@@ -298,9 +298,15 @@ class ServerConfig:
             off.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
         max_stored_bytes: most bytes of stored responses together, conversations included.
-        data_dir: folder of files and batches; created at start; None serves neither.
+        data_dir: folder of files, batches and training sessions; created at start; None serves none
+            of them.
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
+        max_training_sessions: most training sessions.
+        max_training_session_bytes: most bytes of the data and the log of a training session.
+        max_training_bytes: most bytes of the data and the logs of all training sessions together.
+        training_cache_bytes: most memory of the hidden states that the training sessions of a model
+            keep; 0 keeps none.
         max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of
             ``max_num_seqs``, or of ``max_num_seqs_per_client`` if that is less.
         verifier_urls: URLs that /v1/rl/rollout may call for the reward of a sample.
@@ -339,6 +345,10 @@ class ServerConfig:
     data_dir: str | None = None
     max_file_bytes: int = 200 * 2**20
     max_files_bytes: int = 10 * 2**30
+    max_training_sessions: int = 100
+    max_training_session_bytes: int = 2**30
+    max_training_bytes: int = 10 * 2**30
+    training_cache_bytes: int = 256 * 2**20
     max_num_seqs_of_batches: int | None = None
     verifier_urls: tuple[str, ...] = ()
     stream_interval: int = 1

@@ -16,6 +16,7 @@ class FakeControl(EngineControl):
     """Remembers what it was asked; ``calls`` has the name and arguments of each command."""
 
     def __init__(self) -> None:
+        self.watchers = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusal: ParallmError | None = None
         self.weights = WeightsVersion()

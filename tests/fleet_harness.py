@@ -162,7 +162,11 @@ class FakeLife:
         self.host = cast(
             EngineLoop,
             SimpleNamespace(
-                engines={"m": engine}, policies={"m": policies}, stagings={}, deliver=deliver
+                engines={"m": engine},
+                policies={"m": policies},
+                stagings={},
+                beside=(),
+                deliver=deliver,
             ),
         )
         on_loaded([StartedModel(ModelConfig(), cast(Any, FakeModel()), True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib import import_module
@@ -39,7 +40,8 @@ from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
-from mlx_parallm.training.service import TrainingService
+from mlx_parallm.serving.parallel_engines import LAUNCHED
+from mlx_parallm.training.service import SessionLimits, TrainingService
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (
@@ -139,10 +141,18 @@ def create_app(
 
 
 def _training(engine: EngineClient, config: ServerConfig) -> TrainingService | None:
-    """Return the training sessions of an application; None if it has no data folder."""
-    if config.data_dir is None:
+    """Return the training sessions of an application; None if it can have none."""
+    if config.data_dir is None or LAUNCHED in os.environ:
         return None
-    return TrainingService(Path(config.data_dir) / "mezo", engine.train)
+    limits = SessionLimits(
+        max_sessions=config.max_training_sessions,
+        max_session_bytes=config.max_training_session_bytes,
+        max_bytes=config.max_training_bytes,
+        cache_bytes=config.training_cache_bytes,
+    )
+    training = TrainingService(Path(config.data_dir) / "mezo", engine.train, limits)
+    engine.control.watchers.append(training)
+    return training
 
 
 @contextlib.asynccontextmanager

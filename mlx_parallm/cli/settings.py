@@ -241,6 +241,9 @@ SETTINGS: tuple[Setting, ...] = (
              "given. At the limit the least recently used encoders are evicted, and loaded again "
              "by their next request.",
              metavar="SIZE"),
+    _setting("training-cache", "server.training_cache_bytes", values.size_or_none, MEMORY,
+             "memory of the hidden states that the training sessions of a model keep; 0 keeps "
+             "none. See docs/training.md.", metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
     _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),
@@ -334,14 +337,22 @@ SETTINGS: tuple[Setting, ...] = (
              "URLs that rollouts may call for the reward of a sample; requests must name them "
              "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
-             "folder of files and batches, created at start; only one server at a time can use "
-             "it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
-             "~/Library/Application Support.",
+             "folder of files, batches and training sessions, created at start; only one server at "
+             "a time can use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on "
+             "a Mac in ~/Library/Application Support.",
              metavar="FOLDER"),
     _setting("max-file-size", "server.max_file_bytes", values.size, STORAGE,
              "largest file that can be uploaded, such as 200MiB.", metavar="SIZE"),
     _setting("max-files-size", "server.max_files_bytes", values.size, STORAGE,
              "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
+    _setting("max-training-sessions", "server.max_training_sessions", values.integer(0), STORAGE,
+             "most training sessions; beyond it new ones are refused with 409.", metavar="N"),
+    _setting("max-training-session-size", "server.max_training_session_bytes", values.size, STORAGE,
+             "most bytes of the data and the log of a training session; beyond it the session is "
+             "paused.", metavar="SIZE"),
+    _setting("max-training-size", "server.max_training_bytes", values.size, STORAGE,
+             "most bytes of the data and the logs of all training sessions together; beyond it "
+             "sessions are paused, and new ones are refused with 409.", metavar="SIZE"),
     _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
              STORAGE, "most sequences of batches in the engine at once; the rest is for other "
                       "requests. If not given: half of --max-num-seqs, or of "

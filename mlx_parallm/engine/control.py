@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
@@ -49,14 +49,38 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
+class Watcher(Protocol):
+    """Is notified, on the event loop, of an operator's commands that change what is computed."""
+
+    def on_sleep(self) -> None:
+        """Memory is about to be freed."""
+        ...
+
+    def on_wake(self) -> None:
+        """All memory is allocated again."""
+        ...
+
+    def on_weights(self, model: str) -> None:
+        """The weights of a model were replaced."""
+        ...
+
+    def on_unload(self, model: str) -> None:
+        """A model was unloaded."""
+        ...
+
+
 class EngineControl(AdapterControl):
     """Commands that are carried out between two steps; each returns once it is done.
 
     Lives on the event loop.
+
+    Attributes:
+        watchers: are notified of what changes.
     """
 
     def __init__(self, thread: EngineCore, config: AdapterConfig, metrics: ControlMetrics) -> None:
         super().__init__(thread, config, metrics)
+        self.watchers: list[Watcher] = []
         self._pause: PauseMode | None = None
         # True if it was paused before it slept.
         self._stays_paused = False
@@ -96,7 +120,7 @@ class EngineControl(AdapterControl):
         # They are replaced, not emptied: the event loop may be iterating over them.
         self.names.known, self.versions = {}, {}
         self._pause = None
-        self.sleep_level = 0
+        self._note_awake()
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """Begin no more steps; return how many requests are kept, or were aborted."""
@@ -141,6 +165,8 @@ class EngineControl(AdapterControl):
             change = self._replace_weights(self._base(model), update)
             version = await asyncio.shield(asyncio.ensure_future(change))
         await self.refresh()
+        for watcher in self.watchers:
+            watcher.on_weights(self._base(model))
         return version
 
     async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
@@ -193,6 +219,8 @@ class EngineControl(AdapterControl):
             if not self.sleep_level:
                 self._stays_paused = was_paused
             self.sleep_level = level
+            for watcher in self.watchers:
+                watcher.on_sleep()
             await self._thread.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
@@ -210,12 +238,22 @@ class EngineControl(AdapterControl):
             )
         asleep: Sequence[str] = await self._thread.call(WakeModels(wanted))
         if not asleep:
-            self.sleep_level = 0
+            self._note_awake()
             stays_paused, self._stays_paused = self._stays_paused, False
             if not stays_paused:
                 await self.resume()
         await self.refresh()
         return asleep
+
+    def note_unloaded(self, model: str) -> None:
+        """Notify the watchers that a model was unloaded."""
+        for watcher in self.watchers:
+            watcher.on_unload(model)
+
+    def _note_awake(self) -> None:
+        self.sleep_level = 0
+        for watcher in self.watchers:
+            watcher.on_wake()
 
     def _base(self, model: str | None) -> str:
         """Return the first name of a model whose weights can change; None means the first one."""

@@ -276,6 +276,7 @@ class EngineCore:
         # The model is unloaded even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
         await self.control.refresh()
+        self.control.note_unloaded(entry.names[0])
         logger.info("unloaded %s", entry.names[0])
         return entry.status()
 

@@ -283,7 +283,9 @@ class CommitUpdate(Change, HostCommand[WeightsVersion]):
         engine = host.engines[self.model]
         # The tokens of the step in flight are those of the old weights.
         host.deliver(engine.settle())
-        return live_weights(engine).commit()
+        version = live_weights(engine).commit()
+        _forget_beside(host, self.model)
+        return version
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +345,8 @@ class SleepModels(Change, HostCommand[None]):
 
     def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
+        for model in host.engines:
+            _forget_beside(host, model)
         for live in _changeable(host):
             live.sleep(self.level)
 
@@ -392,6 +396,12 @@ def live_weights(engine: ServedEngine) -> LiveWeights:
     if engine.live is None:
         raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
     return engine.live
+
+
+def _forget_beside(host: EngineLoop, model: str) -> None:
+    """Free what the work beside the models keeps of one."""
+    for work in host.beside:
+        work.forget(model)
 
 
 def _changeable(host: EngineLoop) -> list[LiveWeights]:

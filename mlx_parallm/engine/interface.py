@@ -242,6 +242,10 @@ class WorkBeside(TurnTaker, Protocol):
         """End a request as ``abort`` does; return the last events for its reader."""
         ...
 
+    def forget(self, model: str) -> None:
+        """Free what is kept of a loaded model: its weights change, or it goes to sleep."""
+        ...
+
 
 #: Makes the work beside the models, once they are loaded.
 MakeBeside = Callable[["Worker", "MetricFamilies"], Sequence[WorkBeside]]

@@ -16,7 +16,7 @@ from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.training import PairResult
-from mlx_parallm.worker.ops import Op, Pending
+from mlx_parallm.worker.ops import CloseTraining, ForgetTraining, Op, Pending
 from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,11 @@ class _Open:
         """The op that is run now or next."""
         return self.request.ops[len(self.results)]
 
+    def restart(self) -> None:
+        """Forget what was computed: the engine does not have the session any more."""
+        self.results.clear()
+        self.pending, self.seconds = None, 0.0
+
 
 class TrainingEngine(WorkBeside):
     """The turn-taker of all sessions of an engine. It is not thread-safe.
@@ -65,6 +70,8 @@ class TrainingEngine(WorkBeside):
         self._clock = clock
         # The requests of each session, in their order; the first session has the next turn.
         self._sessions: OrderedDict[str, deque[_Open]] = OrderedDict()
+        # Models of which the worker may keep sessions.
+        self._models: set[str] = set()
 
     def takes(self, request: Any) -> TypeGuard[TrainingRequest]:
         """See ``WorkBeside``."""
@@ -78,7 +85,13 @@ class TrainingEngine(WorkBeside):
     def submit(
         self, request: TrainingRequest, *, arrival_s: float | None = None
     ) -> Sequence[Event]:
-        """See ``WorkBeside``; ``arrival_s`` is ignored."""
+        """See ``WorkBeside``; ``arrival_s`` is ignored.
+
+        A session that is closed ends at once, with all that waits for it, even during a pause.
+        """
+        if isinstance(request.ops[0], CloseTraining):
+            return self._close(request)
+        self._models.add(request.model)
         queue = self._sessions.setdefault(request.session, deque())
         queue.append(_Open(request, self._clock()))
         return ()
@@ -99,6 +112,26 @@ class TrainingEngine(WorkBeside):
             return []
         error = RequestAbortedError("The request was cancelled.")
         return [ErrorEvent(request_id=request_id, error=error)]
+
+    def forget(self, model: str) -> None:
+        """See ``WorkBeside``: the next op of each session of the model opens it anew."""
+        if model not in self._models:
+            return
+        self._models.discard(model)
+        for queue in self._sessions.values():
+            for state in queue:
+                if state.request.model == model:
+                    state.restart()
+        self._worker.execute(ForgetTraining(model=model))
+
+    def _close(self, request: TrainingRequest) -> list[Event]:
+        waiting = self._sessions.pop(request.session, ())
+        error = RequestAbortedError("The training session is closed.")
+        events: list[Event] = [
+            ErrorEvent(request_id=state.request.request_id, error=error) for state in waiting
+        ]
+        self._worker.execute(CloseTraining(model=request.model, session=request.session))
+        return [*events, TrainingEvent(request_id=request.request_id, results=(None,))]
 
     @property
     def settles_others(self) -> bool:

@@ -23,18 +23,21 @@ from mlx_parallm.training.records import (
     StepRecord,
 )
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
+from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.session_files import SessionFiles
+from mlx_parallm.training.session_files import SessionFiles, encoded
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotFoundError,
     OverloadedError,
     ParallmError,
     PausedError,
     RequestAbortedError,
     ShuttingDownError,
+    StorageError,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,8 +45,13 @@ logger = logging.getLogger(__name__)
 ID_PREFIX = "mezo_"
 # RETRY_S: seconds until a run goes on after the engine was paused or has died.
 RETRY_S = 0.5
+# ASLEEP: why a session was paused that goes on once the server is awake.
+ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
 TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
+
+# ENDING: these pause a session until somebody resumes it.
+ENDING = (ConflictError, ModelNotFoundError, StorageError)
 
 #: Has the ops of a request run, and returns the result of each.
 Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
@@ -55,15 +63,19 @@ class SessionLimits:
 
     Attributes:
         max_sessions: most sessions.
-        max_session_bytes: most bytes of the log and the records of a session.
+        max_session_bytes: most bytes of the data, the log and the records of a session.
+        max_bytes: most bytes of those of all sessions together.
+        cache_bytes: most memory of the hidden states that the sessions of a model keep.
     """
 
     max_sessions: int = 100
     max_session_bytes: int = 1 << 30
+    max_bytes: int = 10 << 30
+    cache_bytes: int = 256 << 20
 
 
 class TrainingService:
-    """The sessions of a folder. Its methods belong to one event loop.
+    """The sessions of a folder. Its methods belong to one event loop. Implements ``Watcher``.
 
     Methods that take an id raise NotFoundError if no session has it.
     """
@@ -78,6 +90,8 @@ class TrainingService:
         self._lock: disk.FolderLock | None = None
         self._sessions: dict[str, Session] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+        self._metrics = SessionMetrics()
 
     def start(self) -> None:
         """Open the folder, and go on with the runs of an earlier process."""
@@ -88,10 +102,10 @@ class TrainingService:
 
     async def stop(self) -> None:
         """End all work; a later process goes on with it."""
-        runs = list(self._runs.values())
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
+        tasks = [*self._runs.values(), *self._checks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for session in self._sessions.values():
             session.files.close()
         self._sessions.clear()
@@ -109,18 +123,16 @@ class TrainingService:
             examples: at least one batch.
 
         Raises:
-            InvalidRequestError: the model cannot be trained in this way.
-            ConflictError: there are too many sessions.
+            InvalidRequestError: the model cannot be trained in this way, or the data is too large.
+            ConflictError: there are too many sessions, or they have too many bytes.
             StorageError: the data folder does not work.
         """
         self._open_folder()
-        if len(self._sessions) >= self._limits.max_sessions:
-            raise ConflictError(
-                f"There are {len(self._sessions)} training sessions already; delete one first."
-            )
+        data = encoded(examples)
+        self._check_new(len(data))
         config = make(self._ids.make(ID_PREFIX), int(time.time()))
-        files = SessionFiles.create(self._folder, config, SessionState(), examples)
-        session = self._sessions[config.id] = Session(files, self._send)
+        files = SessionFiles.create(self._folder, config, SessionState(), data)
+        session = self._sessions[config.id] = self._session(files)
         try:
             await session.open()
         except BaseException:
@@ -147,15 +159,20 @@ class TrainingService:
 
         Raises:
             ConflictError: it runs in the background, or is paused.
+            StorageError: the step could not be written; the session is paused.
         """
         session = self._idle(session_id)
         records: list[StepRecord] = []
         for _ in range(num_steps):
-            self._check_room(session)
             try:
-                records.append(await session.step(examples))
-            except ConflictError as problem:
-                session.save(status=Status.PAUSED, reason=str(problem))
+                records.append(await self._step(session, examples))
+            except ENDING as problem:
+                # A session that was deleted meanwhile has no folder.
+                self._idle(session_id)
+                session.pause(str(problem))
+                raise
+            except ParallmError:
+                self.get(session_id)
                 raise
             self._idle(session_id)
         return records
@@ -170,7 +187,7 @@ class TrainingService:
     async def pause(self, session_id: str) -> Session:
         """Make no more steps until ``resume``; return once the step in flight was made."""
         session = self.get(session_id)
-        if session.state.status is not Status.PAUSED:
+        if session.state.status is not Status.PAUSED or session.state.reason == ASLEEP:
             session.save(status=Status.PAUSED, reason=None)
         await session.settle()
         return session
@@ -186,6 +203,37 @@ class TrainingService:
                 self._begin(session)
         return session
 
+    def on_sleep(self) -> None:
+        """See ``Watcher``: sessions make no steps until the server is awake."""
+        for session in self._sessions.values():
+            if session.state.status is not Status.PAUSED:
+                session.pause(ASLEEP)
+
+    def on_wake(self) -> None:
+        """See ``Watcher``: sessions that the sleep has paused go on."""
+        for session in self._sessions.values():
+            if session.state.reason == ASLEEP:
+                self.resume(session.config.id)
+
+    def on_weights(self, model: str) -> None:
+        """See ``Watcher``: sessions of a model with other weights are paused."""
+        for session in self._sessions.values():
+            if session.config.model == model and session.state.status is Status.READY:
+                check = asyncio.ensure_future(self._check(session))
+                self._checks.add(check)
+                check.add_done_callback(self._checks.discard)
+
+    def on_unload(self, model: str) -> None:
+        """See ``Watcher``: the sessions of a model that is gone are paused."""
+        for session in self._sessions.values():
+            if session.config.model == model and session.state.status is not Status.PAUSED:
+                session.pause(f"{model} was unloaded.")
+
+    def metrics(self) -> bytes:
+        """Return the Prometheus metrics of the sessions."""
+        sessions = self._sessions.values()
+        return self._metrics.text((each.state.status for each in sessions), self._num_bytes)
+
     async def delete(self, session_id: str) -> None:
         """Delete a session with its files; what it has published stays."""
         session = self.get(session_id)
@@ -198,6 +246,7 @@ class TrainingService:
         # An engine without the model has nothing of the session either.
         with contextlib.suppress(ParallmError):
             await session.close()
+        await session.settle()
         session.files.delete()
 
     def follow(self, session_id: str, after: int) -> AsyncGenerator[StepRecord]:
@@ -242,9 +291,53 @@ class TrainingService:
             raise ConflictError(f"The session is {session.state.status}{why}")
         return session
 
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of all sessions."""
+        return sum(session.files.num_bytes for session in self._sessions.values())
+
+    def _check_new(self, num_bytes: int) -> None:
+        """Raise if a session with so many bytes of data cannot be kept."""
+        limits = self._limits
+        if len(self._sessions) >= limits.max_sessions:
+            raise ConflictError(
+                f"There are {len(self._sessions)} training sessions already, and "
+                f"--max-training-sessions is {limits.max_sessions}; delete one first."
+            )
+        if num_bytes >= limits.max_session_bytes:
+            raise InvalidRequestError(
+                f"The data takes {num_bytes} bytes as tokens, and --max-training-session-size is "
+                f"{limits.max_session_bytes}.",
+                param="data",
+            )
+        if self._num_bytes + num_bytes >= limits.max_bytes:
+            raise _full(limits.max_bytes)
+
     def _check_room(self, session: Session) -> None:
-        if session.files.num_bytes >= self._limits.max_session_bytes:
-            raise ConflictError("The log of this session is full.")
+        limits = self._limits
+        if session.files.num_bytes >= limits.max_session_bytes:
+            raise ConflictError(
+                "The session is full: its data and log have reached --max-training-session-size, "
+                f"{limits.max_session_bytes} bytes."
+            )
+        if self._num_bytes >= limits.max_bytes:
+            raise _full(limits.max_bytes)
+
+    async def _step(self, session: Session, examples: Sequence[Example] | None) -> StepRecord:
+        self._check_room(session)
+        record = await session.step(examples)
+        self._metrics.on_step(record)
+        return record
+
+    async def _check(self, session: Session) -> None:
+        """Pause a session if the weights of its model are others than it was trained on."""
+        try:
+            await session.open()
+        except ConflictError as problem:
+            session.pause(str(problem))
+        except ParallmError:
+            # The next step finds out.
+            return
 
     def _begin(self, session: Session) -> None:
         """Make the steps of a session's run in a task, after those of its last one."""
@@ -256,15 +349,18 @@ class TrainingService:
             await asyncio.gather(before, return_exceptions=True)
         while session.state.status is Status.RUNNING and session.num_steps < session.state.until:
             try:
-                self._check_room(session)
-                await session.step()
+                await self._step(session, None)
             except ShuttingDownError:
                 return
             except TEMPORARY:
                 await asyncio.sleep(RETRY_S)
             except ParallmError as problem:
                 logger.warning("paused the session %s: %s", session.config.id, problem)
-                session.save(status=Status.PAUSED, reason=str(problem))
+                session.pause(str(problem))
+            except Exception as problem:
+                # A session that fails must not say that it runs.
+                logger.exception("the session %s failed", session.config.id)
+                session.pause(f"{type(problem).__name__}: {problem}")
         if session.state.status is Status.RUNNING:
             session.save(status=Status.READY)
 
@@ -287,6 +383,18 @@ class TrainingService:
             disk.make_folder(self._folder)
             self._lock = disk.FolderLock(self._folder)
         for files in SessionFiles.open_all(self._folder):
-            session = self._sessions[files.config.id] = Session(files, self._send)
+            session = self._sessions[files.config.id] = self._session(files)
             if session.state.status is Status.RUNNING:
                 self._begin(session)
+        # The sleep has ended with the process.
+        self.on_wake()
+
+    def _session(self, files: SessionFiles) -> Session:
+        return Session(files, self._send, self._limits.cache_bytes)
+
+
+def _full(max_bytes: int) -> ConflictError:
+    return ConflictError(
+        f"The training sessions have reached --max-training-size, {max_bytes} bytes; delete one "
+        "first."
+    )

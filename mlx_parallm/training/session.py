@@ -7,6 +7,7 @@ one. The log has all of it, so the session opens it again and goes on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -25,12 +26,19 @@ from mlx_parallm.training.records import (
     Mode,
     SessionConfig,
     SessionState,
+    Status,
     StepRecord,
 )
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.training.step_forwards import StepForwards
-from mlx_parallm.types.errors import ConflictError, InvalidRequestError, SessionLostError
+from mlx_parallm.types.errors import (
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    SessionLostError,
+    StorageError,
+)
 from mlx_parallm.types.training import PairResult, Segment, Step, TrainableInfo
 from mlx_parallm.worker.ops import (
     ApplySteps,
@@ -39,6 +47,8 @@ from mlx_parallm.worker.ops import (
     OpenTraining,
     PairForward,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Has ops of a session run on the engine; returns the result of each.
 Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
@@ -62,12 +72,20 @@ class Session:
         last: the latest step; None if there was none.
     """
 
-    def __init__(self, files: SessionFiles, send: Send) -> None:
+    def __init__(self, files: SessionFiles, send: Send, cache_bytes: int) -> None:
+        """Prepare.
+
+        Args:
+            files: see the class.
+            send: runs ops.
+            cache_bytes: see ``OpenTraining``.
+        """
         self.config: SessionConfig = files.config
         self.files = files
         self.state: SessionState = files.read_state()
         self.info: TrainableInfo | None = None
         self._send = send
+        self._cache_bytes = cache_bytes if self.config.mode is Mode.PAIRED else 0
         self._examples = files.examples()
         lengths = [len(example.input.token_ids) for example in self._examples]
         config = self.config
@@ -100,6 +118,18 @@ class Session:
         self.files.save_state(changed)
         self.state = changed
         self._notify()
+
+    def pause(self, reason: str) -> None:
+        """Make no more steps, and say why.
+
+        It holds even if the disk refuses the new state: this is called for such a disk too.
+        """
+        try:
+            self.save(status=Status.PAUSED, reason=reason)
+        except StorageError as problem:
+            logger.warning("the pause of %s is not saved: %s", self.config.id, problem)
+            self.state = replace(self.state, status=Status.PAUSED, reason=reason)
+            self._notify()
 
     async def open(self) -> TrainableInfo:
         """Have the engine's part made, if it is not there.
@@ -195,6 +225,11 @@ class Session:
         self._is_deleted = True
         self._notify()
 
+    def _check_deleted(self) -> None:
+        """Raise NotFoundError if the session was deleted: the engine must not keep it again."""
+        if self._is_deleted:
+            raise NotFoundError(f"The session {self.config.id} was deleted.", param="id")
+
     def _notify(self) -> None:
         self._changed.set()
 
@@ -234,19 +269,19 @@ class Session:
             return (await self._ask(op))[0]
 
     async def close(self) -> None:
-        """Have the engine's part dropped, if it is there."""
-        async with self._turn:
-            op = CloseTraining(model=self.config.model, session=self.config.id)
-            await self._send(self.config.model, self.config.id, (op,))
+        """Have the engine's part dropped, if it is there; what it runs for the session ends."""
+        op = CloseTraining(model=self.config.model, session=self.config.id)
+        await self._send(self.config.model, self.config.id, (op,))
 
     async def _open(self) -> TrainableInfo:
-        config = self.config
+        self._check_deleted()
+        config, self.info = self.config, None
         opening = OpenTraining(
             model=config.model,
             session=config.id,
             spec=config.trainable,
             distribution=config.estimator.distribution,
-            keeps_prefix=config.mode is Mode.PAIRED,
+            cache_bytes=self._cache_bytes,
             samples=tuple(example.input for example in self._examples[:NUM_SAMPLES]),
         )
         steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
@@ -267,6 +302,7 @@ class Session:
 
     async def _ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
         """Have ops run after all steps were applied; open the session anew if it was lost."""
+        self._check_deleted()
         model, session = self.config.model, self.config.id
         if self.info is None:
             await self._open()

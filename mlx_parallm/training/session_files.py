@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,23 +75,23 @@ class SessionFiles:
         with disk.storage_errors():
             self._log = _Appended.opened(folder / LOG)
             self._steps = _Appended.opened(folder / STEPS)
+            self._data_bytes = (folder / EXAMPLES).stat().st_size
             # Where each record begins.
             self._begins: list[int] = []
             self._settle()
 
     @classmethod
     def create(
-        cls, root: Path, config: SessionConfig, state: SessionState, examples: Sequence[Example]
+        cls, root: Path, config: SessionConfig, state: SessionState, examples: bytes
     ) -> SessionFiles:
-        """Make the folder of a new session."""
+        """Make the folder of a new session; see ``encoded`` for the examples."""
         folder = root / config.id
         with disk.storage_errors():
             try:
                 disk.make_folder(folder)
-                lines = (json.dumps(example.to_json()) + "\n" for example in examples)
                 descriptor = disk.create(folder / EXAMPLES)
                 try:
-                    disk.write_all(descriptor, "".join(lines).encode())
+                    disk.write_all(descriptor, examples)
                 finally:
                     os.close(descriptor)
                 disk.replace_json(folder / STATE, state.to_json())
@@ -139,8 +139,8 @@ class SessionFiles:
 
     @property
     def num_bytes(self) -> int:
-        """The size of what grows with the steps."""
-        return self._log.size + self._steps.size
+        """The size of the data and of what grows with the steps."""
+        return self._data_bytes + self._log.size + self._steps.size
 
     def rounded(self, step: Step) -> Step:
         """Return a step as the log has it."""
@@ -202,6 +202,11 @@ class SessionFiles:
         self._steps.cut(self._begins[count] if count < len(self._begins) else begin)
         self._log.cut(count * size)
         del self._begins[count:]
+
+
+def encoded(examples: Iterable[Example]) -> bytes:
+    """Return examples as they are kept: a JSON object in each line."""
+    return "".join(json.dumps(example.to_json()) + "\n" for example in examples).encode()
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -280,7 +280,8 @@ class OpenTraining(Op[TrainableInfo]):
         session: the name by which later ops call the session.
         spec: the adapter.
         distribution: of the directions along which it is trained.
-        keeps_prefix: True to keep what enters the lowest trained layer.
+        cache_bytes: most memory of what enters the lowest trained layers, which is kept for all
+            sessions of the model; 0 keeps none for this one.
         samples: inputs with which it is tried whether that changes no bit.
     """
 
@@ -288,7 +289,7 @@ class OpenTraining(Op[TrainableInfo]):
     session: str
     spec: TrainableSpec
     distribution: Distribution
-    keeps_prefix: bool = True
+    cache_bytes: int = 256 << 20
     samples: Sequence[PoolingInput] = ()
 
 
@@ -339,6 +340,13 @@ class CloseTraining(Op[None]):
 
     model: str
     session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetTraining(Op[None]):
+    """Forget all sessions of a model, and what they keep: its weights change, or it sleeps."""
+
+    model: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

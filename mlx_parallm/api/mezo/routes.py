@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
@@ -44,6 +45,7 @@ from mlx_parallm.api.mezo.schema import (
 )
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.parallel_engines import LAUNCHED
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import ConflictError
@@ -54,6 +56,11 @@ routes = Routes(SERVER, access=Access.ADMIN)
 async def get_training(request: Request) -> TrainingService:
     """Return the sessions of this application; raise ConflictError if it can keep none."""
     service: TrainingService | None = request.app.state.training
+    if service is None and LAUNCHED in os.environ:
+        raise ConflictError(
+            "Training sessions cannot be used under mlx.launch, which starts one process for each "
+            "part of one model."
+        )
     if service is None:
         raise ConflictError("Training sessions are kept in the data folder: set --data-dir.")
     return service

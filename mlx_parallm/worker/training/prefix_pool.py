@@ -36,13 +36,13 @@ class PrefixPool:
     The least recently used texts are evicted when the memory is full.
 
     Attributes:
+        max_bytes: the most memory of the states.
         counts: what was looked up.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` is the most memory of the states."""
         self.counts = PoolCounts()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._states: mx.array | None = None
         self._free: list[int] = []
         # The rows of each text, in the order of their last use.
@@ -129,7 +129,7 @@ class PrefixPool:
     def _make_room(self, count: int, states: mx.array, wanted: set[Hashable]) -> None:
         """Grow, or evict texts that are not wanted, until ``count`` rows are free if possible."""
         row_bytes = states.shape[1] * states.dtype.size
-        most = self._max_bytes // row_bytes
+        most = self.max_bytes // row_bytes
         while len(self._free) < count:
             size = 0 if self._states is None else self._states.shape[0]
             if size < most:

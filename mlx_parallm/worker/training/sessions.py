@@ -24,6 +24,7 @@ from mlx_parallm.worker.ops import (
     ApplySteps,
     CloseTraining,
     Done,
+    ForgetTraining,
     Materialise,
     OpenTraining,
     PairForward,
@@ -36,16 +37,13 @@ from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 
-TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining
+TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining | ForgetTraining
 
 # CPU_FORWARDS, GPU_FORWARDS: a forward costs a CPU the calls of its operations, and a GPU its
 # launches and the preparation of new shapes. On an H200, one forward of 64 texts of RoBERTa-large,
 # padded to the longest, takes less time than two forwards of 0.6 times its tokens.
 CPU_FORWARDS = ForwardSize(max_tokens=4096, cost=48)
 GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
-
-#: ``POOL_BYTES``: most memory of what all sessions of a model keep.
-POOL_BYTES = 256 << 20
 
 
 class _Session:
@@ -113,10 +111,10 @@ class _Opening:
 class EncoderSessions:
     """The sessions of one encoder, by their names."""
 
-    def __init__(self, encoder: EncoderAdapters, pool_bytes: int = POOL_BYTES) -> None:
+    def __init__(self, encoder: EncoderAdapters) -> None:
         self._encoder = encoder
         #: What enters the lowest trained layers of all sessions.
-        self.pool = PrefixPool(pool_bytes)
+        self.pool = PrefixPool(0)
         self._sessions: dict[str, _Session] = {}
         self._digest: BaseDigest | None = None
 
@@ -142,9 +140,15 @@ class EncoderSessions:
                 if not self._sessions:
                     self.pool.clear()
                 return Done(None)
+            case ForgetTraining():
+                self.release()
+                return Done(None)
 
     def _open(self, op: OpenTraining, base: str) -> TrainableInfo:
-        pool = self.pool if op.keeps_prefix else None
+        pool = None
+        if op.cache_bytes:
+            pool = self.pool
+            pool.max_bytes = op.cache_bytes
         session = self._sessions[op.session] = _Session(self._encoder, op, pool)
         return session.info(len(self._encoder.layers), base)
 
@@ -154,9 +158,10 @@ class EncoderSessions:
         return self._sessions[name]
 
     def release(self) -> None:
-        """Forget all sessions, because the model is unloaded."""
+        """Forget all sessions, because the model is unloaded, sleeps or has other weights."""
         self._sessions.clear()
         self.pool.clear()
+        self._digest = None
 
     @staticmethod
     def _materialised(session: _Session, op: Materialise) -> AdapterWeights:

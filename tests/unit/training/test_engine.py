@@ -13,7 +13,7 @@ from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
 from mlx_parallm.types.errors import InvalidRequestError, StepError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.training import PairResult
-from mlx_parallm.worker.ops import CloseTraining
+from mlx_parallm.worker.ops import CloseTraining, ForgetTraining, Materialise
 
 
 class StagedOp:
@@ -43,11 +43,15 @@ class FakeWorker:
 
     def __init__(self, num_stages: int = 1) -> None:
         self.stages: list[str] = []
+        self.executed: list[CloseTraining | ForgetTraining] = []
         self.now_s = 0.0
         self.failure: Exception | None = None
         self._num_stages = num_stages
 
-    def begin(self, op: CloseTraining) -> StagedOp:
+    def execute(self, op: CloseTraining | ForgetTraining) -> None:
+        self.executed.append(op)
+
+    def begin(self, op: Materialise) -> StagedOp:
         if self.failure is not None:
             raise self.failure
         return StagedOp(self, op.session, self._num_stages)
@@ -60,7 +64,7 @@ def engine_of(worker: FakeWorker) -> TrainingEngine:
 
 
 def request(name: str, num_ops: int = 1, number: int = 0) -> TrainingRequest:
-    op = CloseTraining(model="m", session=name)
+    op = Materialise(model="m", session=name)
     return TrainingRequest(
         request_id=f"{name}{number}", model="m", session=name, ops=(op,) * num_ops
     )
@@ -134,6 +138,39 @@ def test_requests_end_before_their_ops() -> None:
     assert isinstance(event, ErrorEvent)
     assert engine.num_requests == 1
     assert [each.request_id for each in run(engine)] == ["a1"]
+
+
+def test_a_session_is_closed_at_once_with_all_that_waits_for_it() -> None:
+    worker = FakeWorker(num_stages=3)
+    engine = engine_of(worker)
+    for name in ("a", "b"):
+        engine.submit(request(name))
+    engine.step(0.0)
+    engine.is_paused = True
+    close = CloseTraining(model="m", session="a")
+    events = engine.submit(
+        TrainingRequest(request_id="close", model="m", session="a", ops=(close,))
+    )
+    assert [event.request_id for event in events] == ["a0", "close"]
+    assert isinstance(events[0], ErrorEvent)
+    assert worker.executed == [close]
+    engine.is_paused = False
+    assert [event.request_id for event in run(engine)] == ["b0"]
+
+
+def test_a_model_whose_sessions_were_forgotten_begins_its_ops_anew() -> None:
+    worker = FakeWorker(num_stages=3)
+    engine = engine_of(worker)
+    engine.submit(request("a", 2))
+    for _ in range(4):
+        engine.step(0.0)
+    assert len(worker.stages) == 4
+    engine.forget("other")
+    engine.forget("m")
+    engine.forget("m")
+    assert worker.executed == [ForgetTraining(model="m")]
+    run(engine)
+    assert len(worker.stages) == 4 + 6
 
 
 def test_nothing_runs_during_a_pause() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +15,21 @@ import pytest
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
-from mlx_parallm.training.service import SessionLimits, TrainingService
+from mlx_parallm.training.service import ASLEEP, SessionLimits, TrainingService
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.session_files import LOG, STEPS
+from mlx_parallm.training.session_files import LOG, STEPS, encoded
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    ModelNotFoundError,
     NotFoundError,
     PausedError,
     StorageError,
     StorageInUseError,
 )
 from mlx_parallm.types.training import PairResult
+from mlx_parallm.worker.ops import OpenTraining
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 from tests.unit.training.worker_sessions import EXAMPLES, WorkerTrain, config_of
 
@@ -59,6 +62,14 @@ async def begin(service: TrainingService, **changes: Any) -> Session:
 
 async def digest(session: Session, step: int | None = None) -> str:
     return (await session.weights(step)).digest
+
+
+def other_weights(folder: Path) -> Path:
+    """Write the model with one tensor that differs."""
+    golden = read_golden("bert_masked_lm")
+    weights = golden_arrays(golden)
+    name = min(weights)
+    return write_encoder(folder, golden["config"], weights | {name: weights[name] + 1e-3})
 
 
 async def test_steps_reduce_the_loss(opened: Open) -> None:
@@ -176,12 +187,7 @@ async def test_weights_of_other_content_are_refused(
     service = opened()
     session = await begin(service)
     await session.step()
-    golden = read_golden("bert_masked_lm")
-    weights = golden_arrays(golden)
-    name = min(weights)
-    train.load(
-        write_encoder(tmp_path / "other", golden["config"], weights | {name: weights[name] + 1e-3})
-    )
+    train.load(other_weights(tmp_path / "other"))
     with pytest.raises(ConflictError, match="other weights"):
         await service.step(session.config.id, 1, None)
     assert session.state.status is Status.PAUSED
@@ -314,14 +320,205 @@ async def test_what_cannot_be_trained_leaves_nothing(opened: Open, tmp_path: Pat
 
 
 async def test_sessions_and_their_logs_are_bounded(opened: Open) -> None:
-    service = opened(SessionLimits(max_sessions=2, max_session_bytes=300))
+    num_bytes = len(encoded(EXAMPLES)) + 300
+    service = opened(SessionLimits(max_sessions=2, max_session_bytes=num_bytes))
     session = await begin(service)
     await begin(service)
-    with pytest.raises(ConflictError, match="2 training sessions"):
+    with pytest.raises(ConflictError, match=r"2 training sessions.*--max-training-sessions"):
         await begin(service)
-    with pytest.raises(ConflictError, match="full"):
+    with pytest.raises(ConflictError, match=r"full.*--max-training-session-size"):
         await service.step(session.config.id, 5, None)
     assert 1 <= session.num_steps < 5
+    assert session.state.status is Status.PAUSED
+
+
+async def test_data_that_no_session_may_have_is_refused(opened: Open, tmp_path: Path) -> None:
+    service = opened(SessionLimits(max_session_bytes=len(encoded(EXAMPLES))))
+    with pytest.raises(InvalidRequestError, match="--max-training-session-size") as refusal:
+        await begin(service)
+    assert refusal.value.param == "data"
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+
+
+async def test_all_sessions_together_are_bounded(opened: Open) -> None:
+    num_bytes = len(encoded(EXAMPLES))
+    service = opened(SessionLimits(max_bytes=2 * num_bytes + 300))
+    first, second = await begin(service), await begin(service)
+    with pytest.raises(ConflictError, match="--max-training-size"):
+        await begin(service)
+    service.run(first.config.id, 100)
+    [_ async for _ in service.follow(first.config.id, 0)]
+    assert 1 <= first.num_steps < 100
+    assert "--max-training-size" in (first.state.reason or "")
+    await service.delete(second.config.id)
+    service.resume(first.config.id)
+    await first.wait_for_steps(first.num_steps)
+
+
+async def test_many_sessions_are_refused_before_anything_is_kept(
+    opened: Open, tmp_path: Path
+) -> None:
+    service = opened(SessionLimits(max_sessions=3))
+    refused = 0
+    for _ in range(10_000):
+        try:
+            await begin(service)
+        except ConflictError:
+            refused += 1
+    assert (len(service.all()), refused) == (3, 9_997)
+    assert len(list((tmp_path / "sessions").glob("mezo_*"))) == 3
+
+
+async def test_a_full_disk_pauses_a_session_and_nothing_else(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    session, other = await begin(service), await begin(service)
+    await service.step(session.config.id, 2, None)
+    before = await digest(session)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+        with pytest.raises(StorageError, match="No space left"):
+            await service.step(session.config.id, 1, None)
+        with pytest.raises(StorageError):
+            await begin(service)
+    assert (session.num_steps, await digest(session)) == (2, before)
+    with pytest.raises(ConflictError, match="No space left"):
+        await service.step(session.config.id, 1, None)
+    assert len(await service.step(other.config.id, 2, None)) == 2
+    service.resume(session.config.id)
+    await service.step(session.config.id, 1, None)
+    assert len(service.all()) == 2
+
+
+async def test_a_run_that_meets_a_full_disk_is_paused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    session = await begin(service)
+    service.run(session.config.id, 50)
+    await session.wait_for_steps(3)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+        steps = [record.step async for record in service.follow(session.config.id, 0)]
+    assert session.state.status is Status.PAUSED
+    assert "No space left" in (session.state.reason or "")
+    assert len(steps) == session.num_steps < 50
+    service.resume(session.config.id)
+    more = [record.step async for record in service.follow(session.config.id, len(steps))]
+    assert steps + more == list(range(1, 51))
+
+
+async def test_a_sleep_pauses_sessions_until_the_server_is_awake(opened: Open) -> None:
+    service = opened()
+    running, ready, paused = [await begin(service) for _ in range(3)]
+    await service.pause(paused.config.id)
+    service.run(running.config.id, 30)
+    await running.wait_for_steps(2)
+    service.on_sleep()
+    await running.settle()
+    num_steps = running.num_steps
+    for session in (running, ready):
+        assert (session.state.status, session.state.reason) == (Status.PAUSED, ASLEEP)
+    with pytest.raises(ConflictError, match="asleep"):
+        await service.step(ready.config.id, 1, None)
+    assert running.num_steps == num_steps < 30
+    service.on_wake()
+    [_ async for _ in service.follow(running.config.id, 0)]
+    assert running.num_steps == 30
+    statuses = [session.state.status for session in (running, ready, paused)]
+    assert statuses == [Status.READY, Status.READY, Status.PAUSED]
+
+
+async def test_a_sleep_ends_with_its_process(opened: Open) -> None:
+    service = opened()
+    session = await begin(service)
+    service.on_sleep()
+    await service.stop()
+    assert opened().get(session.config.id).state.status is Status.READY
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_new_weights_pause_sessions_with_both_digests(
+    opened: Open, train: WorkerTrain, tmp_path: Path, is_running: bool
+) -> None:
+    service = opened()
+    session = await begin(service)
+    before = session.state.base
+    if is_running:
+        service.run(session.config.id, 10_000)
+        await session.wait_for_steps(2)
+    train.load(other_weights(tmp_path / "other"))
+    service.on_weights("unknown")
+    service.on_weights(session.config.model)
+    while session.state.status is not Status.PAUSED:
+        await session.wait_for_steps(session.num_steps)
+    digests = re.findall(r"\b[0-9a-f]{16}\b", session.state.reason or "")
+    assert len(set(digests)) == 2
+    assert (before or "")[:16] in digests
+    assert session.num_steps < 10_000
+
+
+async def test_a_model_that_is_unloaded_pauses_its_sessions(
+    opened: Open, train: WorkerTrain
+) -> None:
+    service = opened()
+    session, other = await begin(service), await begin(service)
+    service.on_unload(session.config.model)
+    assert session.state.reason == "model was unloaded."
+    service.resume(other.config.id)
+    train.fail = ModelNotFoundError("model")
+    with pytest.raises(ModelNotFoundError):
+        await service.step(other.config.id, 1, None)
+    assert "does not exist" in (other.state.reason or "")
+
+
+async def test_a_session_that_is_deleted_amid_a_step_is_gone(
+    opened: Open, tmp_path: Path, train: WorkerTrain
+) -> None:
+    service = opened()
+    session = await begin(service)
+    steps = [asyncio.ensure_future(service.step(session.config.id, 5, None)) for _ in range(3)]
+    await asyncio.sleep(0)
+    await service.delete(session.config.id)
+    for result in await asyncio.gather(*steps, return_exceptions=True):
+        assert isinstance(result, NotFoundError)
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+    assert not isinstance(train.requests[-1].ops[0], OpenTraining)
+
+
+async def test_metrics_count_sessions_and_steps(opened: Open) -> None:
+    service = opened()
+    session, other = await begin(service), await begin(service)
+    await service.step(session.config.id, 3, None)
+    await service.pause(other.config.id)
+    costs = session.costs
+    samples = dict(
+        line.rsplit(" ", 1)
+        for line in service.metrics().decode().splitlines()
+        if not line.startswith("#")
+    )
+    prefix = "mlx_parallm:mezo_"
+    for name, expected in {
+        'sessions{status="ready"}': 1,
+        'sessions{status="paused"}': 1,
+        'sessions{status="running"}': 0,
+        "steps_total": 3,
+        "zero_gradient_steps_total": 0,
+        "layer_tokens_total": costs.layer_tokens,
+        "naive_layer_tokens_total": costs.naive_layer_tokens,
+        "step_seconds_total": costs.seconds,
+        "stored_bytes": session.files.num_bytes + other.files.num_bytes,
+    }.items():
+        assert float(samples[prefix + name]) == pytest.approx(expected), name
 
 
 async def test_a_folder_has_one_server(opened: Open) -> None:

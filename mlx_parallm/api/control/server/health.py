@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from mlx_parallm import __version__
@@ -12,6 +12,7 @@ from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import EngineDeadError
 
 routes = Routes(SERVER, access=Access.OPEN)
@@ -69,7 +70,10 @@ async def version() -> dict[str, str]:
 
 
 @routes.get("/metrics", is_polled=True, response_class=PlainTextResponse)
-async def metrics(engine: EngineDep) -> Response:
+async def metrics(engine: EngineDep, request: Request) -> Response:
     """Return Prometheus metrics under vLLM's names."""
     body, content_type = await engine.render_metrics()
+    training: TrainingService | None = request.app.state.training
+    if training is not None:
+        body += training.metrics()
     return Response(body, headers={"content-type": content_type})
