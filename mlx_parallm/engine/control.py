@@ -53,19 +53,19 @@ class Watcher(Protocol):
     """Is notified, on the event loop, of an operator's commands that change what is computed."""
 
     def on_sleep(self) -> None:
-        """Memory is about to be freed."""
+        """Note that memory is about to be freed."""
         ...
 
     def on_wake(self) -> None:
-        """All memory is allocated again."""
+        """Note that all memory is allocated again."""
         ...
 
     def on_weights(self, model: str) -> None:
-        """The weights of a model were replaced."""
+        """Note that the weights of a model were replaced."""
         ...
 
     def on_unload(self, model: str) -> None:
-        """A model was unloaded."""
+        """Note that a model was unloaded."""
         ...
 
 
