@@ -82,10 +82,10 @@ def masked_texts(lengths: list[int], seed: int) -> list[str]:
     return texts
 
 
-def make_weights(seed: int) -> dict[str, mx.array]:
+def make_weights(seed: int, config: dict[str, Any]) -> dict[str, mx.array]:
     """Return float32 weights under the names of Hugging Face's ``RobertaForMaskedLM``."""
     mx.random.seed(seed)
-    model = roberta.Model(roberta.ModelArgs.from_dict(CONFIG))
+    model = roberta.Model(roberta.ModelArgs.from_dict(config))
     named: Any = tree_flatten(model.parameters())
     weights = {
         name: WEIGHT_SCALE * mx.random.normal(weight.shape) if weight.ndim > 1 else weight
@@ -95,8 +95,9 @@ def make_weights(seed: int) -> dict[str, mx.array]:
     return weights
 
 
-def make_masked_lm(folder: Path, seed: int = 0) -> Path:
-    """Write the model to ``folder``, unless it is there already."""
+def make_masked_lm(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Write the model to ``folder``, unless it is there already; ``changes`` are of the config."""
+    config = CONFIG | changes
     stamp = folder / "seed.txt"
     if stamp.exists() and stamp.read_text() == str(seed):
         return folder
@@ -111,8 +112,10 @@ def make_masked_lm(folder: Path, seed: int = 0) -> Path:
         **names,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    mx.save_safetensors(str(folder / "model.safetensors"), make_weights(seed), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), make_weights(seed, config), {"format": "pt"}
+    )
     stamp.write_text(str(seed))
     return folder
 
