@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,32 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
         last = [chunk for chunk in stream if chunk.choices][-1]
     assert last.choices[0].finish_reason == "length"
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--api-server-count", "2"), marks=pytest.mark.engines)]
+)
+def test_a_second_signal_ends_running_requests_without_a_traceback(flags: tuple[str, ...]) -> None:
+    server = ServerProcess(*flags)
+    server.wait_until_ready()
+    body = {"prompt": "1,", "max_tokens": 7000, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        url = f"{server.url}/v1/completions"
+        running = [
+            pool.submit(httpx2.post, url, json={**body, "stream": stream})
+            for stream in (True, False)
+        ]
+        while server.metric("vllm:num_requests_running") < 2:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while "shutting down" not in server.log:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        # The server waits an hour for running requests (tests/server_process.py).
+        assert server.process.wait() == 0
+        assert all(isinstance(each.exception(), httpx2.TransportError) for each in running)
+    assert "Traceback" not in server.log
+    server.stop()
 
 
 def test_a_batch_file_is_answered_line_by_line(tmp_path: Path) -> None:

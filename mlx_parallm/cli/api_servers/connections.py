@@ -16,6 +16,8 @@ from mlx_parallm.config import ServerConfig
 
 #: ``FLUSH_TIMEOUT_S``: time that connections get to read pending data before they are closed.
 FLUSH_TIMEOUT_S = 5
+#: ``FORCE_TIMEOUT_S``: time that requests and background work get to end after a second signal.
+FORCE_TIMEOUT_S = 2
 
 
 class UvicornServer(uvicorn.Server):
@@ -33,6 +35,22 @@ class UvicornServer(uvicorn.Server):
         """See uvicorn."""
         await super().startup(sockets)
         self.is_up.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn; if the end is forced, requests end as if their clients had left.
+
+        uvicorn would leave them, and the lifespan, to the end of the event loop, which cancels
+        them; each would log a traceback.
+        """
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            return
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=FORCE_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.lifespan.shutdown(), FORCE_TIMEOUT_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
