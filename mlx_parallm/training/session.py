@@ -248,6 +248,8 @@ class Session:
                     seed=0,
                     num_directions=1,
                     epsilon=0.0,
+                    # Texts that are evaluated must not evict those that are trained on.
+                    keeps=False,
                 )
                 (result,) = await self._ask(forward)
                 results += result.results

@@ -305,6 +305,8 @@ class PairForward(Op[PairResult]):
         seed: draws the directions.
         num_directions: how many.
         epsilon: the size of the perturbation.
+        keeps: True to keep what enters the lowest trained layer, for later forwards; what is kept
+            already is used in any case.
     """
 
     model: str
@@ -314,6 +316,7 @@ class PairForward(Op[PairResult]):
     seed: int
     num_directions: int
     epsilon: float
+    keeps: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,12 @@ class EncoderForwards:
             self.pool = None
 
     def begin(
-        self, inputs: Sequence[PoolingInput], segments: Sequence[Sequence[int]], copies: mx.array
+        self,
+        inputs: Sequence[PoolingInput],
+        segments: Sequence[Sequence[int]],
+        copies: mx.array,
+        *,
+        keeps: bool = True,
     ) -> PairJob:
         """Return the forward of all segments, of which only the frozen layers are computed.
 
@@ -101,6 +106,7 @@ class EncoderForwards:
             inputs: the inputs of the step; none names an adapter.
             segments: for each copy, indices of its inputs; all have the same length.
             copies: the parameters of each copy, float32 ``[S, P]``.
+            keeps: see ``PairForward``.
         """
         rows = [inputs[index] for segment in segments for index in segment]
         stacks = self._trainable.stacks(copies)
@@ -110,7 +116,7 @@ class EncoderForwards:
         missing = self.pool.missing(keys)
         by_key = dict(zip(keys, inputs, strict=True))
         computed = {key: self._computed(by_key[key]) for key in missing}
-        hidden = self.pool.gather(keys, computed, self._encoder.length(rows))
+        hidden = self.pool.gather(keys, computed, self._encoder.length(rows), keeps=keeps)
         index = mx.array([index for segment in segments for index in segment])
         with self._entry.replaced(hidden[index]):
             job = self._encoder.changed_job(rows, stacks, self.first_layer)

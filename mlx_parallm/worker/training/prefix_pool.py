@@ -74,9 +74,14 @@ class PrefixPool:
         return list(missing)
 
     def gather(
-        self, keys: Sequence[Hashable], computed: Mapping[Hashable, mx.array], length: int
+        self,
+        keys: Sequence[Hashable],
+        computed: Mapping[Hashable, mx.array],
+        length: int,
+        *,
+        keeps: bool = True,
     ) -> mx.array:
-        """Return the states of texts, right-padded, ``[len(keys), length, D]``; keep new ones.
+        """Return the states of texts, right-padded, ``[len(keys), length, D]``.
 
         What pads them are states of other tokens, so they must be masked.
 
@@ -84,14 +89,16 @@ class PrefixPool:
             keys: the texts, which the pool or ``computed`` has.
             computed: the states ``[tokens, D]`` of the texts that were missing.
             length: of the longest text, or more.
+            keeps: True to keep those that were missing.
         """
         if all(key in self._rows for key in keys):
             return self._gathered(keys, length)
-        for key, states in computed.items():
-            self._put(key, states, keys)
+        if keeps:
+            for key, states in computed.items():
+                self._put(key, states, keys)
         if all(key in self._rows for key in keys):
             return self._gathered(keys, length)
-        # The pool has no room for the batch.
+        # The pool has no room for the batch, or must not keep it.
         return mx.stack([padded(self._states_of(key, computed), length) for key in keys])
 
     def clear(self) -> None:

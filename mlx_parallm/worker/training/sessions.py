@@ -127,7 +127,7 @@ class EncoderSessions:
             case PairForward():
                 session = self._session(op.session)
                 rows = [segment.rows for segment in op.segments]
-                return session.forwards.begin(op.inputs, rows, session.copies(op))
+                return session.forwards.begin(op.inputs, rows, session.copies(op), keeps=op.keeps)
             case ApplySteps():
                 session = self._session(op.session)
                 trainable = session.trainable

@@ -111,6 +111,16 @@ async def test_the_sum_of_the_hits_is_the_formula(opened: Open) -> None:
     assert (lookups, hits) == (50 * 4, 50 * 4 - len(EXAMPLES))
 
 
+async def test_an_evaluation_keeps_no_states(opened: Open) -> None:
+    session = await begin(opened(), estimator=EstimatorSettings(learning_rate=0.0))
+    before = await session.evaluate(EXAMPLES)
+    await session.step()
+    assert (session.costs.lookups, session.costs.hits) == (4, 0)
+    # Kept states give the same bits as computed ones.
+    await session.step(EXAMPLES)
+    assert await session.evaluate(EXAMPLES) == before
+
+
 async def test_a_later_process_goes_on_as_if_nothing_had_happened(
     opened: Open, train: WorkerTrain
 ) -> None:
