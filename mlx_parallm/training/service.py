@@ -146,6 +146,10 @@ class TrainingService:
         """Return all sessions, oldest first."""
         return [self._sessions[name] for name in sorted(self._sessions)]
 
+    def has(self, session_id: str) -> bool:
+        """True if a session has this id."""
+        return session_id in self._sessions
+
     def get(self, session_id: str) -> Session:
         """Return a session."""
         if session_id not in self._sessions:

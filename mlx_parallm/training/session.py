@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
@@ -184,7 +185,7 @@ class Session:
             )
         assert self.info is not None, "it is open"
         before = self._estimator.mean_square
-        step = self.files.rounded(self._estimator.step(number, seed, estimate))
+        step = self._next_step(number, seed, estimate)
         record = StepRecord(
             step=number + 1,
             seed=seed,
@@ -204,6 +205,22 @@ class Session:
         self.num_zero += record.is_zero
         self.last = record
         return record
+
+    def _next_step(self, number: int, seed: int, estimate: Estimate) -> Step:
+        """Return a step as the log has it; raise ConflictError if float32 has no such numbers."""
+        before = self._estimator.mean_square
+        try:
+            step = self.files.rounded(self._estimator.step(number, seed, estimate))
+        except OverflowError:
+            step = None
+        square = self._estimator.mean_square
+        if step is None or not math.isfinite(square or 0.0):
+            self._estimator.mean_square = before
+            raise ConflictError(
+                f"Step {number + 1} was not made: it is not finite; its losses were "
+                f"{estimate.loss_plus} and {estimate.loss_minus}."
+            )
+        return step
 
     async def settle(self) -> None:
         """Return once nothing that was asked of it before is in flight."""

@@ -28,7 +28,7 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.records import Example, SessionConfig
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainableSpec
 
@@ -150,7 +150,10 @@ async def rows_of(
     if batches is None:
         raise InvalidRequestError("Files are kept with --data-dir only.", param=DATA)
     owner = await get_client(request)
-    record = batches.files.get(data, owner)
+    try:
+        record = batches.files.get(data, owner)
+    except NotFoundError as problem:
+        raise NotFoundError(str(problem), param=DATA) from None
     if record.purpose != PURPOSE:
         raise InvalidRequestError(
             f"{data} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=DATA
@@ -183,22 +186,25 @@ def _bad_line(number: int, why: str) -> InvalidRequestError:
 
 
 async def examples_of(
-    rows: Sequence[Row], objective: LabelWords | Labels, model: PoolingModel
+    rows: Sequence[Row],
+    objective: LabelWords | Labels,
+    model: PoolingModel,
+    param: str = DATA,
 ) -> list[Example]:
-    """Return examples for a model.
+    """Return examples for a model; ``param`` is the field of the body that has the rows.
 
     Raises:
         InvalidRequestError: a label, a word or a template is not usable; the message names it.
         ContextLengthError: a text is too long.
     """
     names = list(objective.label_words) if isinstance(objective, LabelWords) else model.info.labels
-    labels = [_label(row, number, names) for number, row in enumerate(rows)]
+    labels = [_label(row, f"{param} {number}", names, param) for number, row in enumerate(rows)]
     inputs: list[PoolingInput | None] = [None] * len(rows)
     for is_text in (True, False):
         places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]
         if places:
             sources = [_source(rows[place], objective, model) for place in places]
-            made = await _inputs(sources, objective, model)
+            made = await _inputs(sources, objective, model, param)
             for place, item in zip(places, made, strict=True):
                 inputs[place] = item
     return [
@@ -206,15 +212,14 @@ async def examples_of(
     ]
 
 
-def _label(row: Row, number: int, names: Sequence[str]) -> int:
+def _label(row: Row, place: str, names: Sequence[str], param: str) -> int:
     if isinstance(row.label, int) and 0 <= row.label < len(names):
         return row.label
     if row.label in names:
         return list[str | int](names).index(row.label)
     raise InvalidRequestError(
-        f"Row {number} has the label {str(row.label)[:100]!r}; the labels are "
-        f"{', '.join(names[:20])}.",
-        param=DATA,
+        f"{place} has the label {str(row.label)[:100]!r}; the labels are {', '.join(names[:20])}.",
+        param=param,
     )
 
 
@@ -229,9 +234,9 @@ def _source(row: Row, objective: LabelWords | Labels, model: PoolingModel) -> An
 
 
 async def _inputs(
-    sources: Sequence[Any], objective: LabelWords | Labels, model: PoolingModel
+    sources: Sequence[Any], objective: LabelWords | Labels, model: PoolingModel, param: str
 ) -> Sequence[PoolingInput]:
-    reading = Reading(param=DATA)
+    reading = Reading(param=param)
     if isinstance(objective, Labels):
         return await single_inputs(sources, model, "classify", reading)
     words = await label_words(objective, model)
@@ -239,7 +244,7 @@ async def _inputs(
     for number, item in enumerate(inputs):
         if len(item.places) != 1:
             raise InvalidRequestError(
-                f"Row {number} has {len(item.places)} masks instead of one.", param=DATA
+                f"{param} {number} has {len(item.places)} masks instead of one.", param=param
             )
     return inputs
 

@@ -20,6 +20,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.mezo.answer import session_answer, step_answer
 from mlx_parallm.api.mezo.request import (
+    DATA,
     OBJECTIVES,
     check_size,
     check_template,
@@ -48,7 +49,7 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.serving.parallel_engines import LAUNCHED
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
-from mlx_parallm.types.errors import ConflictError
+from mlx_parallm.types.errors import ConflictError, NotFoundError
 
 routes = Routes(SERVER, access=Access.ADMIN)
 
@@ -113,6 +114,10 @@ async def make_steps(
 @routes.post("/v1/mezo/train_step", body_limit=INPUT)
 async def train_step(body: TrainStep, engine: EngineDep, training: TrainingDep) -> Steps:
     """Make steps of the session that the body names, on the batch that it has."""
+    if not training.has(body.session_id):
+        raise NotFoundError(
+            f"There is no training session {body.session_id[:100]!r}.", param="session_id"
+        )
     return await _steps(body.session_id, body, engine, training)
 
 
@@ -223,18 +228,23 @@ async def _steps(
 ) -> Steps:
     examples = None
     if body.batch is not None:
-        examples = await _examples(session_id, body.batch, engine, training)
+        examples = await _examples(session_id, body.batch, engine, training, "batch")
     records = await training.step(session_id, body.steps, examples)
     return Steps(session_id=session_id, data=[step_answer(record) for record in records])
 
 
 async def _examples(
-    session_id: str, rows: Sequence[Row], engine: EngineClient, training: TrainingService
+    session_id: str,
+    rows: Sequence[Row],
+    engine: EngineClient,
+    training: TrainingService,
+    param: str = DATA,
 ) -> list[Example]:
-    """Read rows as the session's data were read."""
+    """Read the rows of a field as the session's data were read."""
     config = training.get(session_id).config
     objective = OBJECTIVES.validate_python(config.objective)
-    return await examples_of(rows, objective, model_of(config.model, objective, engine))
+    model = model_of(config.model, objective, engine)
+    return await examples_of(rows, objective, model, param)
 
 
 async def _events(steps: AsyncIterator[StepRecord]) -> AsyncIterator[bytes]:

@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
     StringConstraints,
+    Tag,
     model_validator,
 )
 
@@ -27,15 +29,28 @@ MAX_STEPS = 10_000_000
 MAX_ROWS = 1_000_000
 
 Name = Annotated[StrictStr, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-#: ``Top`` is "top:" and a number of layers.
-Top = Annotated[str, StringConstraints(pattern=r"^top:[1-9][0-9]{0,3}$")]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+#: ``MAX_NUMBER``: beyond it a product of two settings may be infinite in float32.
+MAX_NUMBER = 1e15
+Finite = Annotated[float, Field(allow_inf_nan=False, le=MAX_NUMBER)]
 
 
 class Strict(NullIsAbsent):
     """A body of which every field must be known: a typing error must not train something else."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def _kind(value: Any) -> str:
+    """Return which of a string and a list a value is to be, so that problems are those of one."""
+    return "name" if isinstance(value, str) else "list"
+
+
+#: ``Layers`` is "all", "top:" and a number of layers, or indices.
+Layers = Annotated[
+    Annotated[str, StringConstraints(pattern=r"^(all|top:[1-9][0-9]{0,3})$"), Tag("name")]
+    | Annotated[list[StrictInt], Tag("list")],
+    Discriminator(_kind),
+]
 
 
 class Trainable(Strict):
@@ -46,7 +61,7 @@ class Trainable(Strict):
         max_length=64,
         description="Ends of the paths of linear layers, such as query; all if there are none.",
     )
-    layers: Literal["all"] | Top | list[StrictInt] = Field(
+    layers: Layers = Field(
         "all", description="The model's layers: all, top:N for the last N, or indices from 0."
     )
     rank: StrictInt = Field(8, ge=1, le=1024, description="Rank of each change.")
@@ -124,7 +139,11 @@ class Row(Strict):
 
 
 #: ``Data`` is rows, or the id of a file of the caller with one row as JSON in each line.
-Data = Name | Annotated[list[Row], Field(min_length=1, max_length=MAX_ROWS)]
+Data = Annotated[
+    Annotated[Name, Tag("name")]
+    | Annotated[list[Row], Field(min_length=1, max_length=MAX_ROWS), Tag("list")],
+    Discriminator(_kind),
+]
 
 
 class CreateSession(Strict):

@@ -73,7 +73,7 @@ class EncoderForwards:
         if shared:
             raise InvalidRequestError(
                 f"{shared[0]} cannot be trained: all texts of a batch share what it computes.",
-                param="targets",
+                param="trainable.targets",
             )
         self._encoder = encoder
         self._trainable = trainable

@@ -193,9 +193,9 @@ def trained_layers(encoder: EncoderAdapters, spec: TrainableSpec) -> list[Traine
         if not matching:
             known = sorted({_below(path, roots) for path in paths})
             raise InvalidRequestError(
-                f"targets: these layers have no linear layer {target[:100]!r}; they have "
+                f"trainable.targets: these layers have no linear layer {target[:100]!r}; they have "
                 f"{', '.join(known)}.",
-                param="targets",
+                param="trainable.targets",
             )
         named |= {path: _layer(encoder, path, spec.rank) for path in matching}
     return list(named.values())
@@ -206,15 +206,16 @@ def _indices(count: int, spec: TrainableSpec) -> Sequence[int]:
     if spec.top is not None:
         if not 1 <= spec.top <= count:
             raise InvalidRequestError(
-                f"layers: the model has {count} layers, and no {spec.top} at the top.",
-                param="layers",
+                f"trainable.layers: the model has {count} layers, and no {spec.top} at the top.",
+                param="trainable.layers",
             )
         return range(count - spec.top, count)
     indices = range(count) if spec.layers is None else spec.layers
     unknown = [index for index in indices if not 0 <= index < count]
     if unknown:
         raise InvalidRequestError(
-            f"layers: the model has layers 0 to {count - 1}, and no {unknown[0]}.", param="layers"
+            f"trainable.layers: the model has layers 0 to {count - 1}, and no {unknown[0]}.",
+            param="trainable.layers",
         )
     return indices
 

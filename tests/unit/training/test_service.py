@@ -235,6 +235,18 @@ async def test_a_loss_that_is_not_finite_makes_no_step(
     assert (session.num_steps, await digest(session)) == (1, before)
 
 
+@pytest.mark.parametrize("rate", [1e45, 1e308])
+async def test_a_step_that_is_not_finite_is_refused(opened: Open, rate: float) -> None:
+    estimator = EstimatorSettings(learning_rate=rate, normalises=False)
+    service = opened()
+    session = await begin(service, estimator=estimator)
+    before = await digest(session)
+    with pytest.raises(ConflictError, match="not finite"):
+        await service.step(session.config.id, 1, None)
+    assert (session.num_steps, await digest(session)) == (0, before)
+    assert "not finite" in (session.state.reason or "")
+
+
 async def test_a_full_disk_makes_no_step(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     service = opened()
     session, again = await begin(service), await begin(service)
