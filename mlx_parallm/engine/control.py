@@ -25,7 +25,6 @@ from mlx_parallm.engine.host_commands import (
 )
 from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.live_weights import WeightsUpdate
-from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
 
@@ -92,12 +91,12 @@ class EngineControl(AdapterControl):
         """True if no step begins until ``resume``."""
         return self._pause is not None
 
-    def report(self, memory: Mapping[str, ModelMemory], slots: Mapping[str, SlotCounts]) -> None:
-        """Bring the metrics up to date; ``memory`` and ``slots`` are by model."""
+    def report(self, memory: Mapping[str, ModelMemory]) -> None:
+        """Bring the metrics up to date; ``memory`` is by model."""
         self._metrics.on_memory(memory)
         names = [status.names[0] for status in self._thread.statuses() if status.can_change]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
-        self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
+        self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level)
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """Return the SHA-256 of each weight of a model, in hex by name; default: the first model.

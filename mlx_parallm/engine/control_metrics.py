@@ -11,18 +11,11 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.weights import WeightsVersion
 
 DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 #: ``ADAPTER`` and ``WEIGHTS`` are the kinds of updates: of an adapter, or of a model's weights.
 ADAPTER, WEIGHTS = "adapter", "weights"
-#: ``SLOT_GAUGES``: the gauge of each field of ``SlotCounts``, and its help.
-SLOT_GAUGES = (
-    ("num_slots", "mlx_parallm:adapter_slots", "Adapters that may be in one batch."),
-    ("num_resident", "mlx_parallm:adapter_slots_used", "Slots with an adapter in them."),
-    ("num_used", "mlx_parallm:adapters_running", "Adapters that running sequences use."),
-)
 
 
 class ControlMetrics:
@@ -44,13 +37,9 @@ class ControlMetrics:
         self._loaded = Gauge(
             "mlx_parallm:adapters_loaded", "Adapters.", ("model_name",), registry=registry
         )
-        self._slots = {
-            count: Gauge(name, text, ("model_name",), registry=registry)
-            for count, name, text in SLOT_GAUGES
-        }
         self._memory = Gauge(
             "mlx_parallm:model_memory_bytes",
-            "Memory of each model: weights, KV pool, kept results, adapters.",
+            "Memory of each model at all engines: weights, KV pool, kept results, adapters.",
             ("model_name", "kind"),
             registry=registry,
         )
@@ -82,17 +71,10 @@ class ControlMetrics:
             for kind, num_bytes in asdict(used).items():
                 self._memory.labels(name, kind).set(num_bytes)
 
-    def on_state(
-        self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, SlotCounts]
-    ) -> None:
-        """Set what changes with every step; ``slots`` are by model."""
+    def on_state(self, *, is_paused: bool, sleep_level: int) -> None:
+        """Set what changes with a pause or with sleep."""
         self._paused.set(is_paused)
         self._sleep_level.set(sleep_level)
-        for gauge in self._slots.values():
-            gauge.clear()
-        for name, counts in slots.items():
-            for count, value in asdict(counts).items():
-                self._slots[count].labels(name).set(value)
 
     @contextlib.contextmanager
     def timed(self, kind: str) -> Generator[None]:

@@ -52,7 +52,6 @@ from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import (
     CheckRoom,
     EngineState,
-    MetricsText,
     ReadCacheBytes,
     ReadLoads,
     ReadMetrics,
@@ -454,25 +453,31 @@ class EngineCore:
             raise ShuttingDownError("The server is shutting down.")
 
     async def memory(self) -> Mapping[str, ModelMemory]:
-        """Return the memory of each model, by its first name."""
+        """Return the memory of each model at all engines, by its first name."""
         kept: Mapping[str, int] = {}
         cache_bytes = await self._query(ReadCacheBytes(), kept)
         adapter_bytes: Counter[str] = Counter()
         for info in self.control.adapters():
             adapter_bytes[info.model] += info.num_bytes
         memory: dict[str, ModelMemory] = {}
+        # All engines have the same models and adapters.
+        num_engines = len(self._life.readiness())
         for status in self.statuses():
             name, is_loaded = status.names[0], status.state is ModelState.LOADED
             own: ModelMemory = status.model.memory if is_loaded else ModelMemory()
-            cache = cache_bytes.get(name, 0)
-            memory[name] = replace(own, cache=cache, adapters=adapter_bytes[name])
+            memory[name] = ModelMemory(
+                weights=own.weights * num_engines,
+                kv=own.kv * num_engines,
+                cache=cache_bytes.get(name, 0),
+                adapters=adapter_bytes[name] * num_engines,
+            )
         return memory
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""
-        engines = await self._query(ReadMetrics(), MetricsText())
-        self.control.report(await self.memory(), engines.slots)
-        return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
+        engines = await self._query(ReadMetrics(), b"")
+        self.control.report(await self.memory())
+        return engines + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     async def _query(self, ask: StateQuery[T], otherwise: T) -> T:
         """Return the answer of the engines, or ``otherwise`` if they are dead."""

@@ -12,6 +12,9 @@ F = TypeVar("F")
 
 # A sample of the text format: its name, its labels if there are any, and the rest.
 _SAMPLE = re.compile(rb"([^\s{]+)(?:\{(.*)\})?( \S+.*)")
+# _OWN_NUMBER: the label by which an engine numbers itself, with the comma before it. No value
+# matches, because quotes in values are escaped.
+_OWN_NUMBER = re.compile(rb'(?:^|,)engine="0"(?=,|$)')
 
 
 class MetricFamilies:
@@ -46,7 +49,7 @@ def labelled_by_engine(texts: Mapping[int, bytes]) -> bytes:
             elif match := _SAMPLE.fullmatch(line):
                 name, labels, value = match.groups()
                 label = b'engine="%d"' % rank
-                others = (labels or b"").replace(b'engine="0"', b"").strip(b",")
+                others = _OWN_NUMBER.sub(b"", labels or b"").strip(b",")
                 labels = b",".join(filter(None, (label, others)))
                 samples.append(b"%s{%s}%s" % (name, labels, value))
     lines = [line for header, samples in families.items() for line in (header, *samples)]

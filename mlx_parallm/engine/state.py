@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from mlx_parallm.engine.interface import QueueLoad, ServedEngine
 from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
@@ -15,32 +15,12 @@ from mlx_parallm.types.errors import ParallmError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotCounts:
-    """The adapters that may be in one batch of a model.
-
-    Attributes:
-        num_slots: how many.
-        num_resident: slots with an adapter in them.
-        num_used: adapters that running sequences use.
-    """
-
-    num_slots: int
-    num_resident: int
-    num_used: int
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsText:
-    """The engines' metrics.
-
-    Attributes:
-        text: in Prometheus' format.
-        slots: by models' first names.
-    """
-
-    text: bytes = b""
-    slots: Mapping[str, SlotCounts] = field(default_factory=dict[str, SlotCounts])
+#: ``SLOTS``: the gauges of adapters that may be in one batch of a model, and their help.
+SLOTS = (
+    ("mlx_parallm:adapter_slots", "Adapters that may be in one batch."),
+    ("mlx_parallm:adapter_slots_used", "Slots with an adapter in them."),
+    ("mlx_parallm:adapters_running", "Adapters that running sequences use."),
+)
 
 
 class StateQuery(Protocol[T]):
@@ -121,25 +101,26 @@ class ReadCacheBytes(StateQuery[Mapping[str, int]]):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadMetrics(StateQuery[MetricsText]):
-    """Return the engines' metrics."""
+class ReadMetrics(StateQuery[bytes]):
+    """Return the engines' metrics in Prometheus' format."""
 
-    def __call__(self, state: EngineState) -> MetricsText:
+    def __call__(self, state: EngineState) -> bytes:
         """See ``StateQuery``."""
-        counts: dict[str, SlotCounts] = {}
+        registry = CollectorRegistry()
+        gauges = [Gauge(name, text, ("model_name",), registry=registry) for name, text in SLOTS]
         for name, engine in dict(state.engines).items():
             slots = engine.policies.users.adapters
-            counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
-        return MetricsText(generate_latest(state.families.registry), counts)
+            counts = slots.num_slots, len(slots.resident), slots.num_used
+            for gauge, count in zip(gauges, counts, strict=True):
+                gauge.labels(name).set(count)
+        return generate_latest(state.families.registry) + generate_latest(registry)
 
-    def together(self, answers: Sequence[MetricsText | ParallmError]) -> MetricsText:
+    def together(self, answers: Sequence[bytes | ParallmError]) -> bytes:
         """See ``StateQuery``: samples get vLLM's label ``engine``, the engine's number."""
-        texts = {
-            rank: answer.text
-            for rank, answer in enumerate(answers)
-            if isinstance(answer, MetricsText)
-        }
-        return MetricsText(labelled_by_engine(texts), _answered(answers)[0].slots)
+        _answered(answers)
+        return labelled_by_engine(
+            {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, bytes)}
+        )
 
 
 def _answered(answers: Sequence[T | ParallmError]) -> list[T]:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_parallm.cli.main import main
 from tests.adapter_files import CONFIG, upload
@@ -183,6 +184,30 @@ def test_the_state_of_each_engine_is_reported(server: ServerProcess) -> None:
         assert loads["aggregate"]["total_reqs"] == 3
         chosen = http.get("/v1/loads", params={"dp_rank": 1}).json()["loads"]
         assert [each["dp_rank"] for each in chosen] == [1]
+
+
+def test_metrics_can_be_read_by_prometheus(server: ServerProcess) -> None:
+    text = httpx2.get(f"{server.url}/metrics").text
+    families = list(text_string_to_metric_families(text))
+    ranks: dict[str, set[str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        if "engine" in sample.labels:
+            ranks.setdefault(sample.name, set()).add(sample.labels["engine"])
+    assert set(map(frozenset, ranks.values())) == {frozenset({"0", "1"})}
+    assert {"vllm:cache_config_info", "mlx_parallm:adapter_slots"} <= ranks.keys()
+    assert len({family.name for family in families}) == len(families)
+
+
+def test_the_memory_of_a_model_is_that_of_all_engines(
+    server: ServerProcess, live_server: ServerProcess
+) -> None:
+    several, single = (
+        httpx2.get(f"{each.url}/get_server_info").json()["models"][0]["memory"]
+        for each in (server, live_server)
+    )
+    assert several["weights"] == 2 * single["weights"] > 0
+    # The engines divide 128 MiB (tests/server_process.py).
+    assert several["kv"] == pytest.approx(128 << 20, rel=0.01)
 
 
 def test_adapters_are_those_of_every_engine(server: ServerProcess, client: openai.OpenAI) -> None:

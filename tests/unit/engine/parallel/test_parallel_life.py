@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
@@ -150,9 +152,33 @@ def test_samples_of_all_engines_are_one_family() -> None:
     )
 
 
+def test_the_number_of_an_engine_replaces_its_own_wherever_the_label_is() -> None:
+    registry = CollectorRegistry()
+    gauge = Gauge("a", "A.", ("block", "engine", "model"), registry=registry)
+    values = {"block": "16", "model": 'x,engine="0",y'}
+    gauge.labels(engine="0", **values).set(1)
+    text = labelled_by_engine({3: generate_latest(registry)}).decode()
+    (family,) = text_string_to_metric_families(text)
+    assert [sample.labels for sample in family.samples] == [{"engine": "3", **values}]
+
+
+async def test_metrics_of_all_engines_can_be_read(engine: AsyncEngine) -> None:
+    text, _ = await engine.render_metrics()
+    samples = [
+        sample
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    ]
+    ranks = {str(rank) for rank in range(NUM_ENGINES)}
+    for name in ("mlx_parallm:adapter_slots", "mlx_parallm:adapter_slots_used"):
+        assert {each.labels["engine"] for each in samples if each.name == name} == ranks
+
+
 def test_engines_of_one_device_share_its_memory_and_threads() -> None:
     cache = CacheConfig(kv_cache_bytes=1000, memory_fraction=0.5)
-    assert share_of(cache, 4) == CacheConfig(kv_cache_bytes=250, memory_fraction=0.125)
+    assert share_of(cache, 4) == CacheConfig(
+        kv_cache_bytes=250, memory_fraction=0.125, num_engines=4
+    )
     threads = thread_share({"OMP_NUM_THREADS": "7"}, 10_000)
     assert threads == {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}
 
