@@ -40,6 +40,7 @@ from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:
     from mlx_parallm.offline.pooling import OfflinePooling
+    from mlx_parallm.offline.training import OfflineSession
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -132,6 +133,7 @@ class LLM:
             warm_up=False,
         )
         self._engines = _open_engines(config, data_parallel_size, data_parallel_devices)
+        self._max_rank = config.adapters.max_rank
         self._is_closed = False
         self._ids = count()
         self._offline: OfflinePooling | None = None
@@ -283,6 +285,7 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         dimensions: int | None = None,
+        adapter: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt, as ``/v1/embeddings`` gives it.
 
@@ -291,18 +294,24 @@ class LLM:
             truncate_prompt_tokens: longer prompts are cut to so many tokens; -1: to what the
                 model takes; None: they are refused.
             dimensions: length of the vectors; None: the model's.
+            adapter: the name of a loaded adapter; None: the model itself.
 
         Raises:
             InvalidRequestError: the model does not embed, or a prompt cannot be read.
             StepError: the model failed.
         """
-        return self._pooling.embed(_as_prompts(prompts), truncate_prompt_tokens, dimensions)
+        prompts = _as_prompts(prompts)
+        return self._pooling.embed(prompts, truncate_prompt_tokens, dimensions, adapter)
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        adapter: str | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probability of each label for each prompt; see ``embed``."""
-        return self._pooling.classify(_as_prompts(prompts), truncate_prompt_tokens)
+        return self._pooling.classify(_as_prompts(prompts), truncate_prompt_tokens, adapter)
 
     def score(
         self,
@@ -359,6 +368,7 @@ class LLM:
         *,
         top_k: int = 5,
         targets: Sequence[str] | None = None,
+        adapter: str | None = None,
     ) -> list[Any]:
         """Return the likeliest tokens at each prompt's mask, as Hugging Face's pipeline does.
 
@@ -367,6 +377,7 @@ class LLM:
                 for each.
             top_k: tokens for each mask.
             targets: words to choose among; None: the whole vocabulary.
+            adapter: the name of a loaded adapter; None: the model itself.
 
         Returns:
             For each prompt a list of ``score``, ``token``, ``token_str`` and ``sequence``, the
@@ -376,7 +387,38 @@ class LLM:
             InvalidRequestError: the model is no masked LM, or a text has no mask.
             StepError: the model failed.
         """
-        return self._pooling.fill_mask(_as_texts(prompts), top_k, targets)
+        return self._pooling.fill_mask(_as_texts(prompts), top_k, targets, adapter)
+
+    def mezo(
+        self,
+        objective: Mapping[str, Any] | None = None,
+        data: Sequence[Mapping[str, Any]] | str | Path | None = None,
+        *,
+        path: str | Path | None = None,
+        cache_bytes: int = 256 << 20,
+        **settings: Any,
+    ) -> OfflineSession:
+        """Return a training session of the model, which learns by forward passes.
+
+        Args:
+            objective: what is learnt, as the route has it; see docs/training.md.
+            data: rows as the route has them, or a file with one as JSON in each line.
+            path: a folder of its own, which keeps the session; None: a temporary one. A folder that
+                has a session already goes on with it; it is then the only argument.
+            cache_bytes: most memory of the hidden states that the sessions of the model keep.
+            settings: the other fields of the route, such as ``trainable``, ``estimator``,
+                ``batch_size`` and ``seed``.
+
+        Raises:
+            InvalidRequestError: a field is wrong, or the model cannot be trained in this way.
+            StorageError: the folder cannot be used.
+        """
+        named = {"objective": objective, "data": data}
+        fields = {name: value for name, value in named.items() if value is not None} | settings
+        session: OfflineSession = _part("training").open_session(
+            lambda: self._open, path, fields, cache_bytes=cache_bytes, max_rank=self._max_rank
+        )
+        return session
 
     def _request(
         self, prompt: Prompt, params: SamplingParams, adapter: str | None

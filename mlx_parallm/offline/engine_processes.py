@@ -20,6 +20,7 @@ from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life
+from mlx_parallm.training.service import Train
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 from mlx_parallm.types.request import GenerateRequest
@@ -85,6 +86,10 @@ class EngineProcesses:
     def serve(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
         """See ``OfflineEngines``."""
         return self._run(work(DividedPooling(self._engine.pooling, self._size)))
+
+    def train(self, work: Callable[[Train], Coroutine[Any, Any, T]]) -> T:
+        """See ``OfflineEngines``; a session lives on one engine."""
+        return self._run(work(self._engine.train))
 
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:
         """See ``OfflineEngines``."""

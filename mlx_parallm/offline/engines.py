@@ -9,6 +9,7 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
+from mlx_parallm.training.service import Train
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 
@@ -33,6 +34,10 @@ class OfflineEngines(Protocol):
 
     def serve(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine gives that sends requests to the pooling model."""
+        ...
+
+    def train(self, work: Callable[[Train], Coroutine[Any, Any, T]]) -> T:
+        """Return what a coroutine gives that has ops of training sessions run."""
         ...
 
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:

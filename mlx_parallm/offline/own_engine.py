@@ -14,6 +14,7 @@ from mlx_parallm.offline.serving import serve
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.build import LoadedGenerator, LoadedPooling, build_model
 from mlx_parallm.serving.interface import PoolingCalls
+from mlx_parallm.training.service import Train
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
@@ -30,8 +31,12 @@ class OwnEngine:
     @property
     def model(self) -> GenerationModel | PoolingModel:
         """See ``OfflineEngines``."""
+        return self._open.model
+
+    @property
+    def _open(self) -> LoadedGenerator | LoadedPooling:
         assert self._loaded is not None, "it is not closed"
-        return self._loaded.model
+        return self._loaded
 
     @property
     def _engine(self) -> GenerationEngine:
@@ -61,13 +66,17 @@ class OwnEngine:
         assert isinstance(self._loaded, LoadedPooling), "it is a pooling model"
         return serve(self._loaded, work)
 
+    def train(self, work: Callable[[Train], Coroutine[Any, Any, T]]) -> T:
+        """See ``OfflineEngines``."""
+        return serve(self._open, lambda client: work(client.train))
+
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:
         """See ``OfflineEngines``."""
-        return self._engine.policies.load(upload)
+        return self._open.engine.policies.load(upload)
 
     def unload_adapter(self, name: str) -> None:
         """See ``OfflineEngines``."""
-        self._engine.policies.unload(name)
+        self._open.engine.policies.unload(name)
 
     def close(self) -> None:
         """See ``OfflineEngines``."""

@@ -44,7 +44,11 @@ class OfflinePooling:
         self._ids = count()
 
     def embed(
-        self, prompts: Sequence[Prompt], truncate: int | None, dimensions: int | None
+        self,
+        prompts: Sequence[Prompt],
+        truncate: int | None,
+        dimensions: int | None,
+        adapter: str | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Return what ``/v1/embeddings`` gives."""
         info = self._model.info
@@ -55,10 +59,10 @@ class OfflinePooling:
             return EmbeddingOutput(embedding=row.tolist())
 
         role = Role(prompt=named_prompt(info, None))
-        return self._each(prompts, "embed", make, truncate=truncate, role=role)
+        return self._each(prompts, "embed", make, truncate=truncate, role=role, adapter=adapter)
 
     def classify(
-        self, prompts: Sequence[Prompt], truncate: int | None
+        self, prompts: Sequence[Prompt], truncate: int | None, adapter: str | None = None
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return what ``/v1/classify`` gives."""
 
@@ -66,7 +70,7 @@ class OfflinePooling:
             probs = activated(logits, model.info.problem_type)
             return ClassificationOutput(probs=probs.tolist())
 
-        return self._each(prompts, "classify", make, truncate=truncate)
+        return self._each(prompts, "classify", make, truncate=truncate, adapter=adapter)
 
     def reward(
         self, prompts: Sequence[Prompt], truncate: int | None
@@ -116,14 +120,18 @@ class OfflinePooling:
         ]
 
     def fill_mask(
-        self, prompts: Sequence[str], top_k: int, targets: Sequence[str] | None
+        self,
+        prompts: Sequence[str],
+        top_k: int,
+        targets: Sequence[str] | None,
+        adapter: str | None = None,
     ) -> list[Any]:
         """Return the answer of Hugging Face's fill-mask pipeline for each prompt."""
         if top_k < 1:
             raise InvalidRequestError(f"top_k is {top_k}; it must be at least 1.", param="top_k")
 
         async def work(client: PoolingCalls) -> list[Any]:
-            call = self._call(client, client.get(None, "mlm"))
+            call = self._call(client, client.get(adapter, "mlm"))
             reading = Reading(param="prompts")
             answers, _ = await filled(call, prompts, reading, top_k=top_k, targets=targets)
             return answers
@@ -138,6 +146,7 @@ class OfflinePooling:
         *,
         truncate: int | None,
         role: Role = ANY_TEXT,
+        adapter: str | None = None,
         choose: Callable[[PoolingCalls], PoolingModel] | None = None,
     ) -> list[PoolingRequestOutput[T]]:
         """Return what ``make`` makes of each prompt's result."""
@@ -150,7 +159,7 @@ class OfflinePooling:
         reading = Reading(truncate=truncate, param="prompts")
 
         async def work(client: PoolingCalls) -> tuple[Sequence[PoolingInput], list[T]]:
-            model = client.get(None, task) if choose is None else choose(client)
+            model = client.get(adapter, task) if choose is None else choose(client)
             inputs = await single_inputs(prompts, model, task, reading, role=role)
             call = self._call(client, model)
             outputs, _ = await call.written(inputs, lambda _, result: make(result, model))

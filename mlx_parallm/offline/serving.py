@@ -8,24 +8,27 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
 from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.build import LoadedPooling
-from mlx_parallm.serving.interface import PoolingCalls
-from mlx_parallm.types.errors import ParallmError, RequestAbortedError
+from mlx_parallm.serving.build import LoadedGenerator, LoadedPooling, training_beside
+from mlx_parallm.training.requests import TrainingRequest
+from mlx_parallm.types.errors import ModelNotFoundError, ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.pooling import PoolingEvent, PoolingResults, PoolRequest, Task
+from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 
 T = TypeVar("T")
 
 
-class ThreadReader:
+class ThreadReader(Generic[T]):
     """Hands the answer to one request to another thread. Implements ``EventReader``.
 
     Attributes:
@@ -36,21 +39,21 @@ class ThreadReader:
     num_samples = 0
     is_overfull = False
 
-    def __init__(self, request: PoolRequest) -> None:
+    def __init__(self, request: PoolRequest | TrainingRequest) -> None:
         self.request = request
-        self.answer: Future[PoolingResults] = Future()
+        self.answer: Future[T] = Future()
 
     @property
     def is_complete(self) -> bool:
         """See ``EventReader``."""
         return self.answer.done()
 
-    def put(self, event: PoolingEvent | ErrorEvent) -> None:
+    def put(self, event: Any) -> None:
         """See ``EventReader``."""
         match event:
             case ErrorEvent():
                 self.fail(event.error)
-            case PoolingEvent():
+            case _:
                 if not self.answer.done():
                     self.answer.set_result(event.results)
 
@@ -61,50 +64,88 @@ class ThreadReader:
 
 
 class OfflineClient:
-    """One model, seen from the thread of the coroutines. Implements ``PoolingCalls``."""
+    """One model, seen from the thread of the coroutines. Implements ``PoolingCalls``.
 
-    def __init__(self, model: PoolingModel, inbox: queue.SimpleQueue[Command]) -> None:
+    That is, if it is a pooling model.
+    """
+
+    def __init__(
+        self,
+        model: PoolingModel | GenerationModel,
+        adapters: Sequence[AdapterInfo],
+        inbox: queue.SimpleQueue[Command],
+    ) -> None:
         self._model = model
+        self._adapters = {info.name: info for info in adapters}
         self._inbox = inbox
-        self._readers: list[ThreadReader] = []
+        # Those that have no answer yet.
+        self._readers: set[ThreadReader[Any]] = set()
 
     def models(self) -> Sequence[PoolingModel]:
         """See ``PoolingCalls``."""
-        return [self._model]
+        return [self._pooling]
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         """See ``PoolingCalls``."""
-        return check_tasks(self._model, name or self._model.names[0], tasks)
+        model, base = self._pooling, self._model.names[0]
+        if name is None or name in self._model.names:
+            return check_tasks(model, base, tasks)
+        info = self._adapters.get(name)
+        named = None if info is None else model.with_adapter(NamedAdapter(name, base, None, info))
+        if named is None:
+            raise ModelNotFoundError(name, [base])
+        return check_tasks(named, name, tasks)
+
+    @property
+    def _pooling(self) -> PoolingModel:
+        assert isinstance(self._model, PoolingModel), "it is a pooling model"
+        return self._model
 
     async def encode(self, request: PoolRequest) -> PoolingResults:
         """See ``PoolingCalls``."""
-        reader = ThreadReader(request)
-        self._readers.append(reader)
+        if request.model in self._adapters:
+            request = replace(request, model=self._model.names[0], adapter=request.model)
+        return await self._answer(ThreadReader[PoolingResults](request))
+
+    async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
+        """See ``Train``."""
+        return await self._answer(ThreadReader[tuple[Any, ...]](request))
+
+    async def _answer(self, reader: ThreadReader[T]) -> T:
+        """Submit the request of a reader; return its answer."""
+        self._readers.add(reader)
 
         def reply(refusal: ParallmError | None) -> None:
             if refusal is not None:
                 reader.fail(refusal)
 
         arrival_s = time.monotonic()
+        request: Any = reader.request
         self._inbox.put(Submit(request=request, arrival_s=arrival_s, reader=reader, reply=reply))
-        return await asyncio.wrap_future(reader.answer)
+        try:
+            return await asyncio.wrap_future(reader.answer)
+        finally:
+            self._readers.discard(reader)
 
     def end(self) -> list[str]:
         """Fail the requests that have no answer; return their ids."""
-        unanswered = [reader for reader in self._readers if not reader.is_complete]
+        unanswered = [reader for reader in list(self._readers) if not reader.is_complete]
         for reader in unanswered:
             reader.fail(RequestAbortedError("The call was interrupted."))
         return [reader.request.request_id for reader in unanswered]
 
 
-def serve(loaded: LoadedPooling, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
+def serve(
+    loaded: LoadedPooling | LoadedGenerator,
+    work: Callable[[OfflineClient], Coroutine[Any, Any, T]],
+) -> T:
     """Return what a coroutine gives that sends requests to a model.
 
     The coroutine has a thread and an event loop of its own, so that the caller may have one too.
     The engine takes its requests on this thread, which loaded it, until the coroutine ends.
     """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    client = OfflineClient(loaded.model, inbox)
+    client = OfflineClient(loaded.model, loaded.engine.policies.infos(), inbox)
     result: Future[T] = Future()
 
     def run() -> None:
@@ -118,8 +159,11 @@ def serve(loaded: LoadedPooling, work: Callable[[PoolingCalls], Coroutine[Any, A
     thread = threading.Thread(target=run, name="texts", daemon=True)
     thread.start()
     engines: dict[str, ServedEngine] = {loaded.model.names[0]: loaded.engine}
+    families, worker = MetricFamilies(), loaded.worker
+    beside = training_beside(worker, families)
+    loop = EngineLoop(engines, inbox, _drop, families=families, worker=worker, beside=beside)
     try:
-        EngineLoop(engines, inbox, _drop, families=MetricFamilies(), worker=loaded.worker).run()
+        loop.run()
     finally:
         for request_id in client.end():
             loaded.engine.abort(request_id)

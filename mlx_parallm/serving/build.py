@@ -48,6 +48,7 @@ class LoadedGenerator:
 
     model: GenerationModel
     engine: GenerationEngine
+    worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def build_model(
     (built,) = build_engines(config, families, worker, ignore_progress, tracer=tracer)
     engine: Any = built.engine
     if isinstance(built.model, GenerationModel):
-        return LoadedGenerator(built.model, engine)
+        return LoadedGenerator(built.model, engine, worker)
     return LoadedPooling(cast("PoolingModel", built.model), engine, worker)
 
 

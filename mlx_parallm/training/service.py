@@ -131,7 +131,8 @@ class TrainingService:
         data = encoded(examples)
         self._check_new(len(data))
         config = make(self._ids.make(ID_PREFIX), int(time.time()))
-        files = SessionFiles.create(self._folder, config, SessionState(), data)
+        folder = self._folder / config.id
+        files = SessionFiles.create(folder, config, SessionState(), data)
         session = self._sessions[config.id] = self._session(files)
         try:
             await session.open()

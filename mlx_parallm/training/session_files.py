@@ -82,10 +82,9 @@ class SessionFiles:
 
     @classmethod
     def create(
-        cls, root: Path, config: SessionConfig, state: SessionState, examples: bytes
+        cls, folder: Path, config: SessionConfig, state: SessionState, examples: bytes
     ) -> SessionFiles:
         """Make the folder of a new session; see ``encoded`` for the examples."""
-        folder = root / config.id
         with disk.storage_errors():
             try:
                 disk.make_folder(folder)
@@ -113,9 +112,15 @@ class SessionFiles:
                     # The process died while it made or deleted this one.
                     shutil.rmtree(folder, ignore_errors=True)
                     continue
-                config = SessionConfig.from_json(json.loads((folder / CONFIG).read_bytes()))
-                sessions.append(cls(folder, config))
+                sessions.append(cls.open(folder))
         return sessions
+
+    @classmethod
+    def open(cls, folder: Path) -> SessionFiles:
+        """Open the folder of a session that was created."""
+        with disk.storage_errors():
+            stored = json.loads((folder / CONFIG).read_bytes())
+        return cls(folder, SessionConfig.from_json(stored))
 
     def read_state(self) -> SessionState:
         """Return the state that was saved last."""

@@ -29,7 +29,7 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
-from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import TrainableSpec
 
 DATA = "data"
@@ -127,10 +127,14 @@ def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
         )
 
 
+def task_of(objective: LabelWords | Labels) -> Task:
+    """Return what a model must be able to do for an objective."""
+    return "mlm" if isinstance(objective, LabelWords) else "classify"
+
+
 def model_of(name: str, objective: LabelWords | Labels, engine: EngineClient) -> PoolingModel:
     """Return the model of a session; raise as ``PoolingClient.get`` does."""
-    task = "mlm" if isinstance(objective, LabelWords) else "classify"
-    model = engine.pooling.get(name, task)
+    model = engine.pooling.get(name, task_of(objective))
     if model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
     return model
@@ -159,10 +163,11 @@ async def rows_of(
             f"{data} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=DATA
         )
     path = batches.files.path(data)
-    return await asyncio.to_thread(lambda: _parsed(path.read_bytes()))
+    return await asyncio.to_thread(lambda: parsed_rows(path.read_bytes()))
 
 
-def _parsed(content: bytes) -> list[Row]:
+def parsed_rows(content: bytes) -> list[Row]:
+    """Return the rows of a file, one as JSON in each line; raise InvalidRequestError."""
     rows: list[Row] = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():

@@ -1,0 +1,322 @@
+"""A training session of ``LLM``: the server's session, one call at a time, without HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from mlx_parallm.adapters.writing import Format, adapter_files
+from mlx_parallm.api.http.uploads import validated
+from mlx_parallm.api.mezo.request import (
+    OBJECTIVES,
+    check_size,
+    check_template,
+    config_maker,
+    examples_of,
+    parsed_rows,
+    task_of,
+)
+from mlx_parallm.api.mezo.schema import (
+    CreateSession,
+    Evaluate,
+    Labels,
+    LabelWords,
+    MakeSteps,
+    Row,
+)
+from mlx_parallm.batch_jobs import disk
+from mlx_parallm.batch_jobs.ids import IdMaker
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.offline.engines import OfflineEngines
+from mlx_parallm.pooling.client import check_tasks
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.training.objectives import Scores
+from mlx_parallm.training.records import Costs, Example, SessionState, StepRecord
+from mlx_parallm.training.requests import TrainingOp, TrainingRequest
+from mlx_parallm.training.service import ID_PREFIX, Train
+from mlx_parallm.training.session import Session
+from mlx_parallm.training.session_files import CONFIG, SessionFiles, encoded
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError
+from mlx_parallm.types.training import TrainableInfo
+
+T = TypeVar("T")
+
+#: ``Rows``: rows as the routes take them, or a file with one as JSON in each line.
+Rows = Sequence[Mapping[str, Any]] | str | Path
+
+
+class Folder:
+    """The folder of a session, which is deleted with it if it is temporary.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        """None makes a temporary folder."""
+        self._temporary = TemporaryDirectory(prefix=ID_PREFIX) if path is None else None
+        self.path = Path(self._temporary.name if self._temporary else path or "")
+
+    def release(self) -> None:
+        """Delete it if it is temporary."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+class OfflineSession:
+    """A training session of an ``LLM``; see docs/training.md.
+
+    Its folder has its settings, data and log.
+    """
+
+    def __init__(
+        self, engines: Callable[[], OfflineEngines], folder: Folder, cache_bytes: int
+    ) -> None:
+        """Open the session of a folder; see ``OpenTraining`` for ``cache_bytes``.
+
+        ``engines`` returns the engines of the ``LLM``, or raises if it is closed.
+        """
+        self._engines = engines
+        self._folder = folder
+        self._numbers = count()
+        self._train: Train | None = None
+        self._is_closed = False
+        self._lock = disk.FolderLock(folder.path)
+        self._session = Session(SessionFiles.open(folder.path), self._send, cache_bytes)
+
+    @property
+    def path(self) -> Path:
+        """Its folder; a temporary one is deleted by ``close``."""
+        return self._folder.path
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it has made."""
+        return self._session.num_steps
+
+    @property
+    def info(self) -> TrainableInfo:
+        """Facts about its adapter."""
+        return self._session.info or self._do(self._session.open)
+
+    @property
+    def costs(self) -> Costs:
+        """The costs of all steps together."""
+        return self._session.costs
+
+    def step(self, batch: Sequence[Mapping[str, Any]] | None = None) -> StepRecord:
+        """Make a step, on the next batch or on these rows.
+
+        Raises:
+            InvalidRequestError: the rows cannot be read.
+            ConflictError: a loss is not finite, so that no step was made.
+        """
+        rows = None
+        if batch is not None:
+            rows = validated(MakeSteps, {"batch": list(batch)}).batch
+
+        async def work() -> StepRecord:
+            examples = None if rows is None else await self._examples(rows, "batch")
+            return await self._session.step(examples)
+
+        return self._do(work)
+
+    def run(
+        self, steps: int, on_step: Callable[[StepRecord], None] | None = None
+    ) -> list[StepRecord]:
+        """Make steps; ``on_step`` is called with each, on a thread of its own."""
+
+        async def work() -> list[StepRecord]:
+            records: list[StepRecord] = []
+            for _ in range(steps):
+                records.append(await self._session.step())
+                if on_step is not None:
+                    on_step(records[-1])
+            return records
+
+        return self._do(work)
+
+    def evaluate(self, data: Rows) -> Scores:
+        """Return loss, accuracy and F1 of the adapter as it is."""
+        rows = _rows(data)
+
+        async def work() -> Scores:
+            return await self._session.evaluate(await self._examples(rows, "data"))
+
+        return self._do(work)
+
+    def records(self, after: int = 0) -> Sequence[StepRecord]:
+        """Return the steps after this one."""
+        return self._session.files.records(after)
+
+    def log(self) -> bytes:
+        """Return the log: for each step its seed, uint64, and its coefficients, float32."""
+        return self._session.files.log()
+
+    def publish(
+        self, name: str, *, version: str | None = None, step: int | None = None
+    ) -> AdapterInfo:
+        """Serve the adapter under a name, as ``LLM.load_adapter`` does.
+
+        Args:
+            name: the name for ``adapter`` of the methods of ``LLM``.
+            version: a label; None counts from 1.
+            step: as it was after so many steps; None: as it is.
+        """
+        engines = self._engines()
+        if name in engines.model.names:
+            raise InvalidRequestError(f"{name!r} is the name of the model.", param="name")
+        weights = self._do(lambda: self._session.weights(step))
+        upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
+        return engines.load_adapter(upload)
+
+    def save(self, folder: str | Path, *, format: Format = "peft", step: int | None = None) -> Path:  # noqa: A002 - the name in the route's query
+        """Write the adapter as PEFT or mlx-lm reads it; return its folder."""
+        weights = self._do(lambda: self._session.weights(step))
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in adapter_files(weights, format).items():
+            (target / name).write_bytes(content)
+        return target
+
+    def close(self) -> None:
+        """Free its memory. A folder of the caller keeps the session, for a later ``LLM.mezo``."""
+        if self._is_closed:
+            return
+        # An LLM that is closed has nothing of the session.
+        with contextlib.suppress(ParallmError):
+            self._do(self._session.close)
+        self._is_closed = True
+        self._session.files.close()
+        self._lock.release()
+        self._folder.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def _examples(self, rows: Sequence[Row], param: str) -> list[Example]:
+        objective = OBJECTIVES.validate_python(self._session.config.objective)
+        model = model_for(self._engines(), objective)
+        return await examples_of(rows, objective, model, param)
+
+    async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
+        assert self._train is not None, "a call is being made"
+        request_id = f"{session}-{next(self._numbers)}"
+        return await self._train(
+            TrainingRequest(request_id=request_id, model=model, session=session, ops=ops)
+        )
+
+    def _do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._is_closed:
+            raise InvalidRequestError("This training session is closed.")
+
+        async def run(train: Train) -> T:
+            self._train = train
+            return await work()
+
+        return self._engines().train(run)
+
+
+def open_session(
+    engines: Callable[[], OfflineEngines],
+    path: str | Path | None,
+    fields: Mapping[str, Any],
+    *,
+    cache_bytes: int,
+    max_rank: int,
+) -> OfflineSession:
+    """Return a new session, or the one that a folder has.
+
+    Args:
+        engines: see ``OfflineSession``.
+        path: the folder; None makes a temporary one.
+        fields: those of the route that makes sessions, but for the model; none for a session that
+            the folder has.
+        cache_bytes: see ``OpenTraining``.
+        max_rank: the largest rank of an adapter.
+
+    Raises:
+        InvalidRequestError: a field is wrong, or the folder has a session already.
+        StorageInUseError: another process uses the folder.
+    """
+    folder = Folder(path)
+    is_new = not (folder.path / CONFIG).is_file()
+    if is_new:
+        try:
+            _create(engines(), folder.path, fields, max_rank)
+        except BaseException:
+            folder.release()
+            raise
+    elif fields:
+        raise InvalidRequestError(
+            f"{path} has a session already; name the folder alone to go on with it.", param="path"
+        )
+    session = OfflineSession(engines, folder, cache_bytes)
+    try:
+        _ = session.info
+    except BaseException:
+        session.close()
+        if is_new:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return session
+
+
+def _create(
+    engines: OfflineEngines, folder: Path, fields: Mapping[str, Any], max_rank: int
+) -> None:
+    """Write the settings and the data of a new session."""
+    data = fields.get("data")
+    if isinstance(data, str | Path):
+        fields = {**fields, "data": _rows_of_file(Path(data))}
+    body = validated(CreateSession, {**fields, "model": engines.model.names[0]})
+    assert not isinstance(body.data, str), "a file was read"
+    rows, objective = body.data, body.objective
+    check_template(objective)
+    model = model_for(engines, objective)
+    check_size(body, len(rows), max_rank)
+    examples = engines.train(lambda _: examples_of(rows, objective, model))
+    config = config_maker(body, model.names[0])(IdMaker().make(ID_PREFIX), int(time.time()))
+    SessionFiles.create(folder, config, SessionState(), encoded(examples)).close()
+
+
+def model_for(engines: OfflineEngines, objective: LabelWords | Labels) -> PoolingModel:
+    """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
+    model, task = engines.model, task_of(objective)
+    if not isinstance(model, PoolingModel):
+        raise InvalidRequestError(f"{model.names[0]} cannot {task}.", param="objective")
+    return check_tasks(model, model.names[0], (task,))
+
+
+def _rows(data: Rows) -> Sequence[Row]:
+    """Return the rows of an evaluation."""
+    if isinstance(data, str | Path):
+        return _rows_of_file(Path(data))
+    rows = validated(Evaluate, {"data": list(data)}).data
+    assert not isinstance(rows, str), "it is a list"
+    return rows
+
+
+def _rows_of_file(path: Path) -> list[Row]:
+    try:
+        content = path.read_bytes()
+    except OSError as problem:
+        raise InvalidRequestError(
+            f"{path} cannot be read: {problem.strerror}.", param="data"
+        ) from None
+    return parsed_rows(content)

@@ -1,0 +1,200 @@
+"""Training sessions in a program of the caller's, without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.llm import LLM
+from mlx_parallm.offline.training import OfflineSession
+from mlx_parallm.types.errors import InvalidRequestError, StorageInUseError
+
+WORDS = {"good": "cat", "bad": "dog"}
+OBJECTIVE = {"kind": "label_words", "template": "{text} It was [MASK].", "label_words": WORDS}
+GOOD = ("a joyful film", "the cast shines", "a warm and clever story", "I loved every minute")
+BAD = ("a dull film", "it drags on", "a cold and empty story", "I hated every minute")
+ROWS = [{"text": text, "label": "good"} for text in GOOD] + [
+    {"text": text, "label": "bad"} for text in BAD
+]
+SETTINGS: dict[str, Any] = {
+    "trainable": {"layers": "top:1", "targets": ["value", "attention.output.dense"], "rank": 4},
+    "estimator": {"learning_rate": 0.06, "decay_steps": 300},
+    "batch_size": len(ROWS),
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo:mlm") as llm:
+        yield llm
+
+
+@pytest.fixture
+def session(llm: LLM) -> Iterator[OfflineSession]:
+    with llm.mezo(OBJECTIVE, ROWS, **SETTINGS) as session:
+        yield session
+
+
+def predicted(llm: LLM, adapter: str | None = None) -> list[str]:
+    prompts = [f"{row['text']} It was [MASK]." for row in ROWS]
+    answers = llm.fill_mask(prompts, top_k=1, targets=list(WORDS.values()), adapter=adapter)
+    return [answer[0]["token_str"] for answer in answers]
+
+
+def test_a_session_learns_and_its_adapter_is_served(llm: LLM, session: OfflineSession) -> None:
+    before, words = session.evaluate(ROWS), predicted(llm)
+    seen: list[int] = []
+    records = session.run(300, on_step=lambda record: seen.append(record.step))
+    assert [record.step for record in records] == seen == list(range(1, 301))
+    after = session.evaluate(ROWS)
+    assert after.loss < 0.5 * before.loss
+    assert after.accuracy == 1.0
+    info = session.publish("film")
+    assert (info.name, info.version) == ("film", "1")
+    assert predicted(llm, "film") == [WORDS[row["label"]] for row in ROWS]
+    assert predicted(llm) == words
+    assert session.publish("film", step=0).version == "2"
+    assert predicted(llm, "film") == words
+    llm.unload_adapter("film")
+    with pytest.raises(InvalidRequestError, match="film"):
+        predicted(llm, "film")
+
+
+def test_a_step_may_have_rows_of_its_own(session: OfflineSession) -> None:
+    record = session.step(ROWS[:3])
+    assert (record.step, session.num_steps) == (1, 1)
+    assert session.step().step == 2
+    assert [each.step for each in session.records(after=1)] == [2]
+    assert len(session.log()) == 2 * 12
+    assert session.info.num_parameters == 4 * 96 * 2
+    assert session.costs.lookups == 3 + len(ROWS)
+
+
+@pytest.mark.parametrize("form", ["peft", "mlx"])
+def test_the_adapter_is_saved_for_others(
+    llm: LLM, session: OfflineSession, tmp_path: Path, form: Any
+) -> None:
+    session.run(20)
+    folder = session.save(tmp_path / "film", format=form)
+    saved = read_adapter_folder(folder, param="folder")
+    info = session.publish("film")
+    if form == "peft":
+        assert saved.digest == info.digest
+    llm.load_adapter("saved", folder)
+    prompts = ["a joyful film It was [MASK]."]
+    scores = [
+        [answer["score"] for answer in llm.fill_mask(prompts, adapter=name)[0]]
+        for name in ("film", "saved")
+    ]
+    assert scores[0] == pytest.approx(scores[1])
+    llm.unload_adapter("film")
+    llm.unload_adapter("saved")
+
+
+def test_a_folder_keeps_a_session_for_the_next_program(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with LLM("demo:mlm") as llm:
+        session = llm.mezo(OBJECTIVE, ROWS, path=path, **SETTINGS)
+        session.run(5)
+        with pytest.raises(StorageInUseError):
+            llm.mezo(path=path)
+        whole = llm.mezo(OBJECTIVE, ROWS, **SETTINGS)
+        whole.run(9)
+        session.close()
+        session.close()
+    with LLM("demo:mlm") as llm:
+        with pytest.raises(InvalidRequestError, match="has a session already"):
+            llm.mezo(OBJECTIVE, ROWS, path=path)
+        again = llm.mezo(path=path)
+        again.run(4)
+        assert again.num_steps == 9
+        assert again.log() == whole.log()
+        again.close()
+    whole.close()
+    assert path.is_dir()
+
+
+def test_a_temporary_folder_goes_with_its_session(llm: LLM) -> None:
+    session = llm.mezo(OBJECTIVE, ROWS, **SETTINGS)
+    path = session.path
+    assert path.is_dir()
+    session.close()
+    assert not path.exists()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        session.step()
+
+
+def test_data_may_be_a_file(llm: LLM, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with (
+        llm.mezo(OBJECTIVE, file, **SETTINGS) as session,
+        llm.mezo(OBJECTIVE, ROWS, **SETTINGS) as other,
+    ):
+        scores = session.evaluate(file)
+        assert scores == other.evaluate(ROWS)
+    with pytest.raises(InvalidRequestError) as refusal:
+        llm.mezo(OBJECTIVE, tmp_path / "nothing")
+    assert refusal.value.param == "data"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"data": []}, "data"),
+        ({"data": [{"text": "a", "label": "unknown"}] * 8}, "data"),
+        ({"objective": {"kind": "labels"}}, "model"),
+        ({"objective": OBJECTIVE | {"template": "none"}}, "objective.template"),
+        ({"batch_size": 99}, "batch_size"),
+        ({"trainable": {"targets": ["nothing"]}}, "trainable.targets"),
+        ({"trainable": {"rank": 512}}, "trainable.rank"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_bad_input_is_refused_by_its_field(
+    llm: LLM, tmp_path: Path, changes: dict[str, Any], param: str
+) -> None:
+    path = tmp_path / "session"
+    with pytest.raises(InvalidRequestError) as refusal:
+        llm.mezo(**({"objective": OBJECTIVE, "data": ROWS, "batch_size": 8} | changes), path=path)
+    assert refusal.value.param == param
+    assert not path.exists()
+
+
+def test_a_name_of_the_model_cannot_be_published(session: OfflineSession) -> None:
+    with pytest.raises(InvalidRequestError, match="name of the model"):
+        session.publish("demo:mlm")
+
+
+def test_a_closed_llm_has_no_sessions() -> None:
+    llm = LLM("demo:mlm")
+    session = llm.mezo(OBJECTIVE, ROWS, **SETTINGS)
+    llm.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        session.step()
+    session.close()
+    assert not session.path.exists()
+
+
+def test_a_caller_may_have_initialised_distributed_mlx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mx = pytest.importorskip("mlx.core")
+    monkeypatch.setenv("MLX_RANK", "0")
+    group = mx.distributed.init()
+    with LLM("demo:mlm") as llm, llm.mezo(OBJECTIVE, ROWS, **SETTINGS) as session:
+        session.run(3)
+        assert session.num_steps == 3
+    assert group.size() == 1
+
+
+def test_a_record_is_as_in_the_log(session: OfflineSession) -> None:
+    record = session.step()
+    (stored,) = session.records()
+    assert stored == replace(record, gradients=stored.gradients)
