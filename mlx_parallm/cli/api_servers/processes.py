@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 # SETTLE_TIMEOUT_S: an HTTP process that does not take messages for this long is killed.
 SETTLE_TIMEOUT_S = 10.0
+# PING_INTERVAL_S, PING_TIMEOUT_S: a process that hangs keeps the connections that it was given, so
+# each is asked from time to time whether it still takes messages, and killed if it does not.
+PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 30.0
 # MAX_RESTART_DELAY_S: most seconds until a process that dies again and again is started anew.
 MAX_RESTART_DELAY_S = 60.0
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -67,6 +71,7 @@ class HttpProcesses:
         *,
         shared: Shared,
         adopt: Handover,
+        restart_delay_s: Callable[[int], float] | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -76,7 +81,9 @@ class HttpProcesses:
             command: starts one; its last two arguments are descriptors.
             shared: what applications share.
             adopt: serves a connection in this process.
+            restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
         """
+        self._restart_delay_s = restart_delay_s or _restart_delay_s
         self._core = core
         self._start = start
         self._command = command
@@ -84,7 +91,7 @@ class HttpProcesses:
         self._adopt = adopt
         self._processes: list[_Process] = []
         self._lives: list[asyncio.Task[None]] = []
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         self._turn = 0
 
     @property
@@ -115,11 +122,13 @@ class HttpProcesses:
 
     async def settle(self) -> None:
         """Return once every process knows the models and adapters as they are now."""
-        await asyncio.gather(*(self._settle(process) for process in self._processes))
+        await asyncio.gather(
+            *(self._settle(process, SETTLE_TIMEOUT_S) for process in self._processes)
+        )
 
     async def stop(self, timeout_s: float) -> None:
         """End all of them: they get some time to write what has been answered."""
-        self._is_stopping = True
+        self._stopping.set()
         for process in self._processes:
             process.wire.send(Stop())
         for process in list(self._processes):
@@ -129,9 +138,16 @@ class HttpProcesses:
                 process.child.kill()
         await asyncio.gather(*self._lives)
 
-    async def _settle(self, process: _Process) -> None:
+    async def _watch(self, process: _Process) -> None:
+        """Kill a process that hangs, from the time when it takes connections."""
+        await process.ready.wait()
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            await self._settle(process, PING_TIMEOUT_S)
+
+    async def _settle(self, process: _Process, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(process.host.settle(), SETTLE_TIMEOUT_S)
+            await asyncio.wait_for(process.host.settle(), timeout_s)
         except TimeoutError:
             logger.warning("HTTP process %d does not answer; it is killed", process.child.pid)
             process.child.kill()
@@ -139,29 +155,47 @@ class HttpProcesses:
     async def _live(self, is_up: asyncio.Event) -> None:
         """Run one process after another, until the server stops."""
         num_deaths = 0
-        while not self._is_stopping:
+        while not self._stopping.is_set():
+            if await self._live_once(is_up):
+                num_deaths = 0
+            delay_s = self._restart_delay_s(num_deaths)
+            num_deaths += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _live_once(self, is_up: asyncio.Event) -> bool:
+        """Run one process until it has ended; return True if it took connections."""
+        try:
             process = await self._spawn()
-            try:
-                await process.ready.wait()
-                is_up.set()
-                num_deaths = 0 if process.is_ready else num_deaths
-                await process.ended.wait()
-            finally:
-                await self._bury(process)
-            if not self._is_stopping:
-                logger.error(
-                    "HTTP process %d ended with %s; another is started",
-                    process.child.pid,
-                    process.child.returncode,
-                )
-                await asyncio.sleep(min(2.0**num_deaths - 1, MAX_RESTART_DELAY_S))
-                num_deaths += 1
+        except OSError as problem:
+            logger.warning("an HTTP process cannot be started: %s", problem)
+            is_up.set()
+            return False
+        watch = asyncio.get_running_loop().create_task(self._watch(process))
+        try:
+            await process.ready.wait()
+            is_up.set()
+            was_ready = process.is_ready
+            await process.ended.wait()
+        finally:
+            watch.cancel()
+            await self._bury(process)
+        if not self._stopping.is_set():
+            logger.error(
+                "HTTP process %d ended with %s; another is started",
+                process.child.pid,
+                process.child.returncode,
+            )
+        return was_ready
 
     async def _spawn(self) -> _Process:
         wire_end, their_wire = socket.socketpair()
         pipe_end, their_pipe = socket.socketpair()
-        with their_wire, their_pipe:
+        with their_wire, their_pipe, contextlib.ExitStack() as ours:
+            ours.callback(wire_end.close)
+            ours.callback(pipe_end.close)
             child = await asyncio.to_thread(start_process, self._command, [their_wire, their_pipe])
+            ours.pop_all()
         box: list[_Process] = []
 
         def take(message: Any, number: int) -> None:
@@ -178,6 +212,9 @@ class HttpProcesses:
         await wire.connect(wire_end)
         wire.send(self._start)
         box[0].host.show()
+        if self._stopping.is_set():
+            # It was not there when the others were told to stop.
+            child.kill()
         return box[0]
 
     def _take(self, process: _Process, message: Any, number: int) -> None:
@@ -199,6 +236,10 @@ class HttpProcesses:
         await process.host.leave()
         process.child.kill()
         await asyncio.to_thread(process.child.wait)
+
+
+def _restart_delay_s(num_deaths: int) -> float:
+    return min(2.0**num_deaths - 1, MAX_RESTART_DELAY_S)
 
 
 class SettledMiddleware:

@@ -86,7 +86,7 @@ class EngineHost:
                 self._begin(number, self._ask(question, key))
             case Known():
                 if (known := self._acknowledged.pop(number, None)) is not None:
-                    known.set_result(None)
+                    _acknowledge(known)
             case _:
                 return False
         return True
@@ -118,18 +118,21 @@ class EngineHost:
         """Return once the HTTP process has the catalog as it is now, or is gone."""
         self.show()
         number = next(self._numbers)
-        known = asyncio.get_running_loop().create_future()
+        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._acknowledged[number] = known
         if self._is_gone:
-            known.set_result(None)
+            _acknowledge(known)
         self._wire.send(Known(), number)
-        await known
+        try:
+            await known
+        finally:
+            self._acknowledged.pop(number, None)
 
     async def leave(self) -> None:
         """End every request of the HTTP process, which is gone."""
         self._is_gone = True
         for known in self._acknowledged.values():
-            known.set_result(None)
+            _acknowledge(known)
         self._acknowledged.clear()
         for task in [*self._tasks.values(), *self._others]:
             task.cancel()
@@ -195,6 +198,12 @@ class EngineHost:
         events, self._events = self._events, []
         self.show()
         self._wire.send(Events(pack_events(events)))
+
+
+def _acknowledge(known: asyncio.Future[None]) -> None:
+    # A caller that waited too long has cancelled it.
+    if not known.done():
+        known.set_result(None)
 
 
 class ForwardingReader:

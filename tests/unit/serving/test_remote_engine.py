@@ -15,7 +15,7 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote.client import RemoteEngine
 from mlx_parallm.serving.remote.host import EngineHost
-from mlx_parallm.serving.remote.messages import Start
+from mlx_parallm.serving.remote.messages import Known, Start
 from mlx_parallm.serving.remote.wire import Wire
 from mlx_parallm.types.errors import ModelNotFoundError, ShuttingDownError
 from mlx_parallm.types.events import FinishReason, TokenEvent
@@ -150,3 +150,21 @@ async def test_what_applications_share_is_known_before_the_next_answer(pair: Pai
     assert pair.seen == ["change 0", "change 1"]
     await pair.host.settle()
     assert len(pair.seen) == 2
+
+
+async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncEngine) -> None:
+    pair = Pair(engine)
+    number = 1
+    for is_late in (True, False):
+        impatient = asyncio.create_task(pair.host.settle())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+        number += 1
+        if is_late:
+            assert pair.host.take(Known(), number)
+    waiting = asyncio.create_task(pair.host.settle())
+    await asyncio.sleep(0)
+    await pair.host.leave()
+    await waiting
