@@ -149,25 +149,38 @@ def checks_of(rounds: list[dict[str, Any]], args: Namespace) -> list[Check]:
 
     many = f"{args.clients} clients"
     checks = [
-        Check(f"{many}, 1 text a request: texts/s", median("clients", "texts_per_s")),
-        Check(f"{many}, 1 text a request: tokens/s", median("clients", "tokens_per_s")),
-        Check(f"{many}, 1 text a request: latency p99, ms", median("clients", "latency_p99_ms")),
-        Check(f"{many}, {MANY_TEXTS} a request: texts/s", median("clients_many", "texts_per_s")),
-        Check("1 client, 1 text a request: texts/s", median("one_client", "texts_per_s")),
+        Check(f"{many}, 1 text per request: texts/s", median("clients", "texts_per_s")),
+        Check(f"{many}, 1 text per request: tokens/s", median("clients", "tokens_per_s")),
+        Check(f"{many}, 1 text per request: latency p99, ms", median("clients", "latency_p99_ms")),
+        Check(
+            f"{many}, {MANY_TEXTS} texts per request: texts/s",
+            median("clients_many", "texts_per_s"),
+        ),
+        Check("1 client, 1 text per request: texts/s", median("one_client", "texts_per_s")),
         Check("loop without a server: texts/s", median("loop", "texts_per_s")),
-        Check(f"{many} over the loop", ratio("clients", "loop"), ">=", 3.0),
-        Check(f"{many} over 1 client", ratio("clients", "one_client")),
+        Check(f"{many} relative to the loop", ratio("clients", "loop"), ">=", 3.0),
+        Check(f"{many} relative to 1 client", ratio("clients", "one_client")),
     ]
     if all("texts_per_s" in figures.get("reference", {}) for figures in rounds):
         cosine = HALF_COSINE if args.gpu else COSINE
         checks += [
             Check("sentence-transformers: texts/s", median("reference", "texts_per_s")),
-            Check(f"{many} over sentence-transformers", ratio("clients", "reference"), ">=", 1.0),
             Check(
-                f"{many}, {MANY_TEXTS} texts, over sentence-transformers",
+                f"{many} relative to sentence-transformers",
+                ratio("clients", "reference"),
+                ">=",
+                1.0,
+            ),
+            Check(
+                f"{many}, {MANY_TEXTS} texts per request, relative to sentence-transformers",
                 ratio("clients_many", "reference"),
             ),
-            Check("least cosine to its vectors", median("reference", "cosine"), ">=", cosine),
+            Check(
+                "smallest cosine similarity to its vectors",
+                median("reference", "cosine"),
+                ">=",
+                cosine,
+            ),
         ]
     return checks
 

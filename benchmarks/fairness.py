@@ -66,7 +66,7 @@ def main() -> int:
     checks = [
         Check("longest prefill chunk, ms", chunk),
         Check("longest wait of a stream, ms", wait),
-        Check("longest wait in chunks", wait / chunk, "<=", 2.0),
+        Check("longest wait of a stream, in prefill chunks", wait / chunk, "<=", 2.0),
         Check("TTFT of the long prompt among streams, ms", statistics.median(late)),
     ]
     return conclude("fairness", checks, {"first_text_ms": first_texts, "wait_ms": waits})

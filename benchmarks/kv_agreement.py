@@ -65,10 +65,13 @@ def main() -> int:
         limit = LEAST_AGREEMENT if name == "int8" else None
         checks += [
             Check(f"{name}: same likeliest token", agreement(exact, scored), ">=", limit),
-            Check(f"{name}: the same, least of a prompt", least_agreement(exact, scored)),
-            Check(f"{name}: the same, where the assistant writes", agreement(exact, scored, texts)),
+            Check(f"{name}: same likeliest token, worst prompt", least_agreement(exact, scored)),
+            Check(
+                f"{name}: same likeliest token, assistant turns only",
+                agreement(exact, scored, texts),
+            ),
             Check(f"{name}: mean change of a log-probability", mean_change(exact, scored)),
-            Check(f"{name}: KV bytes a token, share of auto's", scored.bytes / exact.bytes),
+            Check(f"{name}: KV bytes per token, relative to auto", scored.bytes / exact.bytes),
         ]
     details = {
         name: {"backend": result.backend, "dtype": dtype} for name, result in results.items()

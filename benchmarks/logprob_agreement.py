@@ -46,7 +46,7 @@ def main() -> int:
         Check("mean", sum(differences) / len(differences)),
         Check("median", differences[len(differences) // 2]),
         Check("p99", differences[len(differences) * 99 // 100]),
-        Check("most", differences[-1]),
+        Check("maximum", differences[-1]),
     ]
     for check in checks[1:]:
         print(f"{check.what}: {check.value:.3g}")

@@ -47,7 +47,7 @@ def main() -> int:
         Check("TTFT of the first request, ms", first),
         Check("TTFT of the second request, ms", second),
         Check("ratio", second / first, "<=", 0.25),
-        Check("fewest tokens from the cache", min(two.cached_tokens for _, two in pairs), ">=", 1),
+        Check("fewest cached prompt tokens", min(two.cached_tokens for _, two in pairs), ">=", 1),
     ]
     times = [[first_text_ms(cold), first_text_ms(cached)] for cold, cached in pairs]
     return conclude("prefix_cache", checks, {"ttft_ms": times})

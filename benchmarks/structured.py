@@ -104,11 +104,11 @@ def honoured(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
     checks = [
         Check("schemas accepted, share", len(answers) / args.schemas, ">=", 0.95),
         Check("answers that end with stop, share", len(stopped) / len(answers), ">=", 0.9),
-        Check("of these valid, share", sum(o.is_valid for o in stopped) / len(stopped), "==", 1),
+        Check("valid among these, share", sum(o.is_valid for o in stopped) / len(stopped), "==", 1),
     ]
     formatted = sum(answer.is_formatted for answer in stopped) / len(stopped)
     # jsonschema uses Python's dates, which lack RFC 3339's year 0.
-    checks.append(Check("of these valid with formats as Python reads them, share", formatted))
+    checks.append(Check("valid among these, formats checked by Python", formatted))
     lengths = [len(answer.token_ids) for answer in stopped]
     return checks, {
         "schemas": args.schemas,
@@ -264,8 +264,8 @@ def _cost(
     print(json.dumps(details))
     return [
         Check(f"tokens/s lost, {batch} of {batch} rows constrained", lost, "<=", limit),
-        Check("processor time a step, all threads, more by", more_work),
-        Check("step of free rows, ms", details["free ms"]),
+        Check("increase of CPU time per step, all threads", more_work),
+        Check("step of unconstrained rows, ms", details["free ms"]),
         Check("step of constrained rows, ms", details["constrained ms"]),
     ], details
 

@@ -136,13 +136,15 @@ def checks_of(result: Result) -> list[Check]:
     checks = phase_checks("alone", alone)
     for name, phase in result.beside.items():
         checks += phase_checks(name, phase)
-        checks.append(Check(f"{name}: p99 over alone", ratio(phase, alone), "<=", MOST_RATIO))
+        checks.append(
+            Check(f"{name}: TTFT p99 relative to alone", ratio(phase, alone), "<=", MOST_RATIO)
+        )
         checks += stall_checks(name, phase, alone, result.kept[name])
     mean_load = sum(result.loads) / len(result.loads)
     return [
         *checks,
         Check("failures of normal clients", len(result.failures), "==", 0),
-        Check("memory grown, MiB", result.grown_bytes / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
+        Check("growth of memory, MiB", result.grown_bytes / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
         Check("load average of the machine, mean", mean_load),
     ]
 
@@ -160,9 +162,9 @@ def stall_checks(name: str, phase: Phase, alone: Phase, kept: float) -> list[Che
     gaps = percentile(phase.gaps_s, 99) / percentile(alone.gaps_s, 99)
     health_ms = 1e3 * percentile(phase.health_s, 99)
     figures = [
-        (f"{name}: gap p99 over alone", gaps, MOST_RATIO),
+        (f"{name}: gap p99 relative to alone", gaps, MOST_RATIO),
         (f"{name}: /health p99, ms", health_ms, 1e3 * MOST_HEALTH_S),
-        (f"{name}: memory after over before", kept, MOST_KEPT),
+        (f"{name}: memory after, relative to before", kept, MOST_KEPT),
     ]
     if name != "texts":
         return [Check(label, value) for label, value, _ in figures]

@@ -254,7 +254,7 @@ def checks_of(result: Result) -> list[Check]:
     resident, active = zip(*result.memory, strict=True)
     return [
         Check("swaps under load", result.num_swaps, ">=", 100),
-        Check("live after, ms: median", 1e3 * _median(result.live_s)),
+        Check("time from an upload to serving, ms: median", 1e3 * _median(result.live_s)),
         *(Check(f"bad uploads: {kind}", result.bad.count(kind), ">=", 1) for kind in BAD_KINDS),
         Check("outputs", len(result.samples), ">=", 1),
         Check("outputs of more than one version", straddling, ">=", 1),
@@ -263,17 +263,27 @@ def checks_of(result: Result) -> list[Check]:
         Check("outputs compared with fresh requests", result.num_compared, ">=", 1),
         Check("outputs with a wrong token", len(result.wrong_tokens), "==", 0),
         Check("outputs replayed with mlx_lm", len(result.replay_errors), ">=", 1),
-        Check("log-probabilities off by, at most", max(result.replay_errors), "<=", MOST_ERROR),
+        Check("largest error of a log-probability", max(result.replay_errors), "<=", MOST_ERROR),
         *(
             Check(f"resident at the {name}, MiB", num_bytes / MIB)
             for name, num_bytes in zip(names, resident, strict=True)
         ),
-        Check("grown, MiB", (resident[-1] - resident[0]) / MIB, "<=", MOST_RSS_GROWTH / MIB),
+        Check(
+            "growth of resident memory, MiB",
+            (resident[-1] - resident[0]) / MIB,
+            "<=",
+            MOST_RSS_GROWTH / MIB,
+        ),
         *(
             Check(f"MLX's arrays at the {name}, MiB", num_bytes / MIB)
             for name, num_bytes in zip(names, active, strict=True)
         ),
-        Check("arrays grown, MiB", (active[-1] - active[0]) / MIB, "<=", MOST_ACTIVE_GROWTH / MIB),
+        Check(
+            "growth of MLX's arrays, MiB",
+            (active[-1] - active[0]) / MIB,
+            "<=",
+            MOST_ACTIVE_GROWTH / MIB,
+        ),
         *(Check(f"{name} at the end", value, "==", 0) for name, value in result.left.items()),
     ]
 

@@ -275,15 +275,17 @@ def checks_of(
         Check("complete answers", ends[End.COMPLETE], ">=", 1),
         Check("answers that an engine's death ended", ends[End.ERROR]),
         Check("answers that an HTTP process's death broke", ends[End.BROKEN]),
-        Check("answers that ended as they should not", len(unexpected), "==", 0),
-        Check("/health not 200", len(result.unhealthy), "==", 0),
+        Check("answers with an unexpected end", len(unexpected), "==", 0),
+        Check("answers of /health other than 200", len(result.unhealthy), "==", 0),
         Check("answers with wrong versions", len(spans), "==", 0),
         Check("answers replayed or compared", len(errors), ">=", 1),
-        Check("log-probabilities off by, at most", max(errors, default=0.0), "<=", MOST_ERROR),
+        Check("largest error of a log-probability", max(errors, default=0.0), "<=", MOST_ERROR),
         Check("requests and blocks left", result.left, "==", 0),
-        Check("resident memory, largest over that after four", growth, "<=", MOST_GROWTH),
+        Check(
+            "largest resident memory, relative to that after four deaths", growth, "<=", MOST_GROWTH
+        ),
         Check("processes left after SIGTERM", len(terminated[0]), "==", 0),
-        Check("streams that SIGTERM ended in silence", terminated[1], "==", 0),
+        Check("streams that SIGTERM ended without an error event", terminated[1], "==", 0),
         Check("processes left after SIGKILL", len(killed[0]), "==", 0),
         Check("seconds in all", result.seconds, "<=", 300),
     ]
