@@ -282,7 +282,10 @@ def checks_of(
         Check("largest error of a log-probability", max(errors, default=0.0), "<=", MOST_ERROR),
         Check("requests and blocks left", result.left, "==", 0),
         Check(
-            "largest resident memory, relative to that after four deaths", growth, "<=", MOST_GROWTH
+            "largest resident memory, relative to the first four histories",
+            growth,
+            "<=",
+            MOST_GROWTH,
         ),
         Check("processes left after SIGTERM", len(terminated[0]), "==", 0),
         Check("streams that SIGTERM ended without an error event", terminated[1], "==", 0),
