@@ -91,6 +91,7 @@ class ConnectionServer:
         on_closed: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; see ``HandoverProtocol`` for the arguments."""
+        self._on_closed = on_closed
         self._protocol = partial(
             HandoverProtocol,
             timeout_s=config.client_timeout_s,
@@ -113,7 +114,6 @@ class ConnectionServer:
 
     async def _adopt(self, connection: socket.socket, head: bytes) -> None:
         loop = asyncio.get_running_loop()
-        connection.setblocking(False)
 
         def protocol() -> asyncio.Protocol:
             return self._protocol(
@@ -125,7 +125,9 @@ class ConnectionServer:
             )
 
         try:
+            connection.setblocking(False)
             await loop.connect_accepted_socket(protocol, connection)
         except OSError:
             # The client is gone already.
             connection.close()
+            self._on_closed()

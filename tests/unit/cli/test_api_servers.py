@@ -9,8 +9,10 @@ import sys
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.cli.api_servers import processes
+from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.api_servers.processes import HttpProcesses
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -50,6 +52,10 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 def no_connection(_: socket.socket, __: bytes) -> None:
     raise AssertionError("no connection comes")
+
+
+async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("no request comes")
 
 
 def http_processes(
@@ -124,3 +130,18 @@ async def test_a_process_that_starts_while_the_server_stops_ends_too(engine: Asy
     await asyncio.sleep(0)
     await served.stop(0)
     await starting
+
+
+async def test_a_connection_whose_client_is_gone_counts_no_more() -> None:
+    closed = asyncio.Event()
+    server = ConnectionServer(
+        no_application,
+        ServerConfig(),
+        serves=lambda method, path: True,
+        hand_over=no_connection,
+        on_closed=closed.set,
+    )
+    connection = socket.socket()
+    connection.close()
+    server.adopt(connection, b"")
+    await closed.wait()
