@@ -301,7 +301,8 @@ class Fleet:
 
     def _loaded(self, rank: int, models: Sequence[StartedModel]) -> None:
         with self._lock:
-            self._models = self._models or models
+            if not self._is_started:
+                self._models = _smallest(self._models or models, models)
             self._members[rank].has_loaded = True
             self._join_if_settled()
         self._starts.put(None)
@@ -511,6 +512,18 @@ class Fleet:
             del self._parts[part_id]
         request.parts.clear()
         self._open.pop(request.request_id, None)
+
+
+def _smallest(
+    models: Sequence[StartedModel], others: Sequence[StartedModel]
+) -> Sequence[StartedModel]:
+    """Return each model as the engine has it whose KV pool is the smaller one.
+
+    Engines that share a device size their pools by what is free when they load. Where that does not
+    hold a whole context, the context that every engine can serve is that of the smallest pool.
+    """
+    pairs = zip(models, others, strict=True)
+    return [min(pair, key=lambda started: started.model.cache_tokens) for pair in pairs]
 
 
 def _restart_delay_s(num_deaths: int) -> float:

@@ -24,7 +24,7 @@ from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedErr
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.worker.device.gpus import visible_devices
-from tests.fakes import FakeRunner, spell
+from tests.fakes import FakeRunner, make_info, spell
 from tests.scripted_engine import make_request
 from tests.scripted_process import builder
 
@@ -117,6 +117,16 @@ async def test_every_engine_reports_its_load() -> None:
     assert (await engine.load()).num_requests == 3
     await asyncio.to_thread(engine.stop)
     assert {report.readiness for report in await engine.engines()} == {Readiness.STARTING}
+
+
+@pytest.mark.parametrize("smallest", [0, 1, 2])
+async def test_the_context_is_one_that_every_engine_can_serve(smallest: int) -> None:
+    infos = [make_info(num_blocks=64, max_model_len=512) for _ in range(3)]
+    infos[smallest] = make_info(num_blocks=8, max_model_len=64)
+    engine = parallel_engine(*[builder(FakeRunner(spell("a"), info=info)) for info in infos])
+    await asyncio.to_thread(engine.start)
+    assert engine.first_model().info == infos[smallest]
+    await asyncio.to_thread(engine.stop)
 
 
 def test_an_engine_that_does_not_answer_has_no_load() -> None:
