@@ -189,3 +189,47 @@ async def test_weights_come_back_as_the_folder_has_them(
     await engine.control.wake_up()
     assert engine.control.version().label == DEFAULT_VERSION
     assert is_same(await generate(engine, NAME, "new"), old)
+
+
+class Noted:
+    """Notes what it is told. Implements ``Watcher``."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_sleep(self) -> None:
+        self.notes.append("sleep")
+
+    def on_wake(self) -> None:
+        self.notes.append("wake")
+
+    def on_weights(self, model: str) -> None:
+        self.notes.append(f"weights of {model}")
+
+    def on_unload(self, model: str) -> None:
+        self.notes.append(f"unload {model}")
+
+
+async def test_who_depends_on_weights_and_memory_is_notified(
+    engine: AsyncEngine, folders: dict[float, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, watcher, forgotten = engine.control, Noted(), list[str]()
+    control.watchers.append(watcher)
+    (work,) = await engine.call(lambda host: host.beside)
+    monkeypatch.setattr(work, "forget", forgotten.append)
+    await control.sleep(0, PauseMode.KEEP)
+    await control.wake_up()
+    watcher.notes.clear()
+    await control.sleep(1, PauseMode.KEEP)
+    assert (watcher.notes, forgotten) == (["sleep"], [NAME])
+    await control.wake_up(["weights"])
+    assert watcher.notes == ["sleep"]
+    await control.wake_up()
+    assert watcher.notes == ["sleep", "wake"]
+    await control.update_weights_from_folder(str(folders[0.5]))
+    assert watcher.notes == ["sleep", "wake", f"weights of {NAME}"]
+    assert forgotten == [NAME] * 2
+    with pytest.raises(InvalidRequestError):
+        await control.update_weights(WeightsUpdate(tensors={}))
+    assert len(watcher.notes) == 3
+    control.watchers.remove(watcher)
