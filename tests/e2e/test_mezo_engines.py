@@ -56,8 +56,8 @@ def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
 def samples(client: httpx2.Client, name: str) -> dict[str, float]:
     """Return the samples of a metric by their labels."""
     text = client.get("/metrics").text
-    found = re.findall(rf"^mlx_parallm:{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-    return {labels: float(value) for labels, value in found}
+    matches = re.findall(rf"^mlx_parallm:{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+    return {labels: float(value) for labels, value in matches}
 
 
 def predicted_by_each(server: ServerProcess, model: str, num_engines: int) -> list[list[str]]:
