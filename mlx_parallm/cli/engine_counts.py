@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.processors import num_processors
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import parallel_life
 from mlx_parallm.serving.processes import ENGINE, module_command
@@ -78,7 +79,7 @@ class EngineAdvice:
 def run(engine_config: EngineConfig, server_config: ServerConfig, *, as_json: bool) -> int:
     """Measure, print a table and a recommendation; return 1 if no engine could be measured."""
     gpus = visible_devices(os.environ)
-    counts = candidates(len(gpus), os.cpu_count() or 1, sys.platform)
+    counts = candidates(len(gpus), num_processors(), sys.platform)
 
     def measure(count: int) -> EngineCount:
         config = with_count(server_config, count, len(gpus))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from mlx_parallm.kernels.store import KernelStore
+from mlx_parallm.processors import num_processors
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class KernelCompiler:
         self.counts = CompilerCounts()
         self._compile = compile_source
         self._store = store
-        self._threads = threads or min(_num_cpus(), MAX_THREADS)
+        self._threads = threads or min(num_processors(), MAX_THREADS)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[str, Future[bytes]] = {}
@@ -138,10 +138,3 @@ class KernelCompiler:
     def _key(self, source: str, name: str) -> str:
         parts = (self.identity, name, source)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _num_cpus() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

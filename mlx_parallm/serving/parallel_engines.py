@@ -14,6 +14,7 @@ from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.processors import num_processors
 from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.gpus import VISIBLE, visible_devices
@@ -109,7 +110,7 @@ def shared_free_bytes() -> int | None:
 
 def thread_share(environment: Mapping[str, str], num_engines: int) -> dict[str, str]:
     """Return how many threads each engine's BLAS library uses, where nothing says it yet."""
-    count = max(1, (os.cpu_count() or 1) // num_engines)
+    count = max(1, num_processors() // num_engines)
     return {name: str(count) for name in THREAD_COUNTS if name not in environment}
 
 

@@ -24,7 +24,15 @@ OPERATIONS = "docs/operations.md"
 #: The pages name these options of other programs.
 OTHER_OPTIONS = {
     "curl": {"--data-binary"},
-    "docker": {"--build-arg", "--cpus", "--gpus", "--ipc", "--memory", "--shm-size"},
+    "docker": {
+        "--build-arg",
+        "--cpus",
+        "--cpuset-cpus",
+        "--gpus",
+        "--ipc",
+        "--memory",
+        "--shm-size",
+    },
     "hf": {"--local-dir"},
     "systemctl": {"--now"},
 }

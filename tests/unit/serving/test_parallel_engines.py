@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import pytest
@@ -11,6 +12,7 @@ from mlx_parallm.cli.engines import open_engine
 from mlx_parallm.cli.setting_values import engine_count as parse_count
 from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.llm import LLM
+from mlx_parallm.processors import num_processors
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 
@@ -86,3 +88,14 @@ def test_engines_share_memory_and_threads() -> None:
     assert share_of(cache, 2).num_engines == 2
     assert share_of(cache, 4).memory_fraction == pytest.approx(0.2)
     assert "OMP_NUM_THREADS" not in thread_share({"OMP_NUM_THREADS": "3"}, 2)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has it")
+def test_engines_share_the_processors_that_the_server_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert num_processors() == 1
+        assert set(thread_share({}, 1).values()) == {"1"}
+    finally:
+        os.sched_setaffinity(0, allowed)
