@@ -60,6 +60,8 @@ from mlx_parallm.worker.ops import (
     Step,
     tensor_ops,
 )
+from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.revision import folder_revision
 from mlx_parallm.worker.worker import Worker
 
@@ -163,7 +165,10 @@ class GenerationBuilder(GenerationKind, KindBuilder):
 
     def install(self, worker: Worker) -> None:
         """See ``KindBuilder``."""
-        worker.install(GenerationSpec, GenerationLoader())
+        worker.install(
+            GenerationSpec,
+            GenerationLoader(make_sessions=lambda stock: EncoderSessions(TrainedDecoder(stock))),
+        )
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models and share one byte budget of KV among them; see ``KindBuilder``."""

@@ -11,7 +11,13 @@ from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import Distribution, ForwardSize, TrainableSpec
+from mlx_parallm.types.training import (
+    ChoiceInput,
+    Distribution,
+    ForwardSize,
+    TrainableSpec,
+    TrainingInput,
+)
 
 
 class Mode(StrEnum):
@@ -140,12 +146,14 @@ class SessionState:
 class Example:
     """An input of the model and the index of its right label."""
 
-    input: PoolingInput
+    input: TrainingInput
     label: int
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         item = self.input
+        if isinstance(item, ChoiceInput):
+            return {**asdict(item), "label": self.label}
         return {
             "token_ids": item.token_ids,
             "task": item.task,
@@ -161,6 +169,10 @@ class Example:
         """Return what ``to_json`` was given."""
         fields = dict(stored)
         label = fields.pop("label")
+        if "choices" in fields:
+            choices = tuple(tuple(choice) for choice in fields["choices"])
+            ids = tuple(fields["token_ids"])
+            return cls(ChoiceInput(ids, choices, fields["averages"]), label)
         tuples = {name: tuple(fields[name]) for name in ("token_ids", "places", "candidates")}
         return cls(PoolingInput(**{**fields, **tuples}), label)
 

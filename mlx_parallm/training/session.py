@@ -40,7 +40,7 @@ from mlx_parallm.types.errors import (
     SessionLostError,
     StorageError,
 )
-from mlx_parallm.types.training import PairResult, Segment, Step, TrainableInfo
+from mlx_parallm.types.training import PairResult, Segment, Step, TrainableInfo, num_tokens
 from mlx_parallm.worker.ops import (
     ApplySteps,
     CloseTraining,
@@ -88,7 +88,7 @@ class Session:
         self._send = send
         self._cache_bytes = cache_bytes if self.config.mode is Mode.PAIRED else 0
         self._examples = files.examples()
-        lengths = [len(example.input.token_ids) for example in self._examples]
+        lengths = [num_tokens(example.input) for example in self._examples]
         config = self.config
         self._batches = Batches(lengths, config.batch_size, config.order, config.seed)
         records = files.records()

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
 from mlx_parallm.training.objectives import Measure, losses
 from mlx_parallm.training.records import Example, Mode, SessionConfig
-from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo
+from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo, num_tokens
 from mlx_parallm.worker.ops import PairForward
 
 
@@ -81,4 +81,4 @@ class StepForwards:
 
 
 def _lengths(examples: Sequence[Example]) -> list[int]:
-    return [len(example.input.token_ids) for example in examples]
+    return [num_tokens(example.input) for example in examples]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from mlx_parallm.types.pooling import PoolingInput
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -83,6 +85,44 @@ class TrainableInfo:
     keeps_prefix: bool
     base: str
     forwards: ForwardSize
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceInput:
+    """A prompt of a decoder, and ways to continue it. Its result is how likely these are.
+
+    Attributes:
+        token_ids: the prompt, at least one token.
+        choices: the tokens of each continuation, at least one.
+        averages: True if the result is the mean log-probability of a choice's tokens, instead of
+            their sum.
+    """
+
+    token_ids: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+    averages: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """True if all choices are one token, which the prompt's last token predicts."""
+        return all(len(choice) == 1 for choice in self.choices)
+
+    @property
+    def sequences(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens that are read: the prompt, or it with each choice but its last token."""
+        if self.is_shared:
+            return (self.token_ids,)
+        return tuple((*self.token_ids, *choice[:-1]) for choice in self.choices)
+
+
+TrainingInput = PoolingInput | ChoiceInput
+
+
+def num_tokens(item: TrainingInput) -> int:
+    """Return how many tokens a forward of an input has, without padding to other inputs."""
+    if isinstance(item, PoolingInput):
+        return len(item.token_ids)
+    return len(item.sequences) * max(map(len, item.sequences))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from mlx_parallm.types.training import (
     Segment,
     TrainableInfo,
     TrainableSpec,
+    TrainingInput,
 )
 from mlx_parallm.types.training import Step as TrainingStep
 
@@ -290,7 +291,7 @@ class OpenTraining(Op[TrainableInfo]):
     spec: TrainableSpec
     distribution: Distribution
     cache_bytes: int = 256 << 20
-    samples: Sequence[PoolingInput] = ()
+    samples: Sequence[TrainingInput] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +312,7 @@ class PairForward(Op[PairResult]):
 
     model: str
     session: str
-    inputs: Sequence[PoolingInput]
+    inputs: Sequence[TrainingInput]
     segments: Sequence[Segment]
     seed: int
     num_directions: int

@@ -171,10 +171,10 @@ def test_a_rerun_gives_the_same_log_whatever_is_kept(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("spec", "param"),
     [
-        (TrainableSpec(targets=("query", "nothing")), "targets"),
-        (TrainableSpec(targets=("LayerNorm",)), "targets"),
-        (TrainableSpec(targets=("query",), layers=(2,)), "layers"),
-        (TrainableSpec(targets=("query",), layers=(-1,)), "layers"),
+        (TrainableSpec(targets=("query", "nothing")), "trainable.targets"),
+        (TrainableSpec(targets=("LayerNorm",)), "trainable.targets"),
+        (TrainableSpec(targets=("query",), layers=(2,)), "trainable.layers"),
+        (TrainableSpec(targets=("query",), layers=(-1,)), "trainable.layers"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(worker: Worker, spec: TrainableSpec, param: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
@@ -18,6 +18,7 @@ from mlx_parallm.worker.generation.memory import context_length, plan_kv, query_
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.plan import DecoderChoices, GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
+from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,
@@ -40,12 +41,35 @@ from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
 from mlx_parallm.worker.worker import Device, Tensors
 
 
+class Sessions(Protocol):
+    """The training sessions of a model."""
+
+    def begin(self, op: Any, /) -> Pending[Any]:
+        """Begin an op that names a session; raise if it is refused."""
+        ...
+
+    def release(self) -> None:
+        """Forget all sessions."""
+        ...
+
+
 class GenerationLoader:
     """Loads the models of ``GenerationSpec``. Implements ``Loader``."""
 
-    def __init__(self, choose_attention: Callable[..., BackendChoice] = choose_backend) -> None:
-        """``choose_attention`` has the parameters of ``choose_backend``."""
+    def __init__(
+        self,
+        choose_attention: Callable[..., BackendChoice] = choose_backend,
+        make_sessions: Callable[[StockModel], Sessions] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            choose_attention: has the parameters of ``choose_backend``.
+            make_sessions: returns a place for the training sessions of a model; it raises
+                InvalidRequestError for one that cannot be trained. None: there are none.
+        """
         self.choose_attention = choose_attention
+        self.make_sessions = make_sessions
 
     def begin(self, op: Load, device: Device) -> PendingGenerator:
         """See ``Loader``."""
@@ -83,7 +107,7 @@ class PendingGenerator:
         spec: GenerationSpec = self._op.spec
         with load_failures(spec.path):
             weights = _read(spec, self._op.plan, self._loader.choose_attention)
-        self.model = GeneratorModel(weights, self._device)
+        self.model = GeneratorModel(weights, self._device, self._loader.make_sessions)
         return weights.plan
 
 
@@ -174,9 +198,16 @@ def _attention(
 class GeneratorModel:
     """A generation model. Implements ``WorkerModel``."""
 
-    def __init__(self, weights: _Weights, device: Device) -> None:
+    def __init__(
+        self,
+        weights: _Weights,
+        device: Device,
+        make_sessions: Callable[[StockModel], Sessions] | None = None,
+    ) -> None:
         self._weights: _Weights | None = weights
         self._device = device
+        self._make_sessions = make_sessions
+        self._sessions: Sessions | None = None
         self._allocated: ModelRunner | None = None
 
     @property
@@ -200,8 +231,22 @@ class GeneratorModel:
                 return self._runner.adapters.begin(op, tensors)
             case PrepareWeights():
                 return Done(self._prepare(op, tensors))
-            case _:
+            case CommitWeights() | DropPrepared() | Sleep() | Wake() | Checksums():
                 return Done(self._change(op))
+            case _:
+                return self._train(op)
+
+    def _train(self, op: Any) -> Pending[Any]:
+        """Begin an op of a training session."""
+        assert self._make_sessions is not None, f"a generation model does not know {op}"
+        self._sessions = self._sessions or self._make_sessions(self._runner.stock)
+        return self._sessions.begin(op)
+
+    def _forget_sessions(self) -> None:
+        """Forget what was trained on weights that change."""
+        if self._sessions is not None:
+            self._sessions.release()
+            self._sessions = None
 
     def release(self) -> None:
         """See ``WorkerModel``; arrays are freed with this object."""
@@ -211,7 +256,11 @@ class GeneratorModel:
         assert self._weights is not None
         return self._weights
 
-    def _change(self, op: Any) -> Any:
+    def _change(
+        self, op: CommitWeights | DropPrepared | Sleep | Wake | Checksums
+    ) -> bool | dict[str, str] | None:
+        if isinstance(op, CommitWeights | Sleep):
+            self._forget_sessions()
         live = self._runner.live
         match op:
             case CommitWeights():
@@ -225,7 +274,6 @@ class GeneratorModel:
                 return live.wake(op.tag)
             case Checksums():
                 return live.checksums()
-        raise AssertionError(f"a generation model does not know {op}")
 
     def _prepare(self, op: PrepareWeights, tensors: Mapping[str, Tensors]) -> str | None:
         """Prepare weights; return why they were refused, None if they were not."""

@@ -43,6 +43,7 @@ from mlx_parallm.worker.generation.step_rows import (
     place_proposals,
     spread_proposals,
 )
+from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
@@ -132,6 +133,10 @@ class ModelRunner:
         layers = AdaptedLayers(loaded.model, products, self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
+        #: The model as training sessions run it.
+        self.stock = StockModel(
+            loaded.model, choice.selector, self._path.adapters, loaded.dtype, plan.max_model_len
+        )
         #: Replaces and frees the model's weights and KV.
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.types.errors import ConfigError
@@ -65,11 +65,15 @@ class PathAttempt:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """The chosen path, the name of that choice, and all attempts up to it."""
+    """The chosen path, the name of that choice, all attempts, and the selector of the head's rows.
+
+    The selector is inactive if none was installed.
+    """
 
     path: ForwardPath
     name: str
     attempts: tuple[PathAttempt, ...] = ()
+    selector: RowSelector = field(default_factory=RowSelector)
 
 
 def choose_path(
@@ -116,7 +120,7 @@ def choose_path(
             candidates.use(backend, blocks)
         path = make()
         rehearse(path, random_texts(vocab_size, window), block_size)
-        return PathChoice(path, chosen)
+        return PathChoice(path, chosen, selector=candidates.selector)
     texts = stock_texts(model, vocab_size, window)
     for name, make in candidates.in_order():
         path = make()
@@ -124,14 +128,14 @@ def choose_path(
         attempts.append(PathAttempt(name, difference, error, agrees))
         logger.info("path %s: difference %s, error %s", name, difference, error)
         if agrees and backend.quantisation is None:
-            return PathChoice(path, name, tuple(attempts))
+            return PathChoice(path, name, tuple(attempts), candidates.selector)
         if isinstance(path, SplitPath):
             path.close()
         if agrees:
             candidates.use(backend, blocks)
             path = _runnable(make(), texts, block_size)
-            return PathChoice(path, name, tuple(attempts))
-    return PathChoice(_alone(model, backend), ALONE, tuple(attempts))
+            return PathChoice(path, name, tuple(attempts), candidates.selector)
+    return PathChoice(_alone(model, backend), ALONE, tuple(attempts), candidates.selector)
 
 
 def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
@@ -202,7 +206,7 @@ class _Candidates:
         self._model = model
         self._layouts = layouts
         self._block_size = block_size
-        self._selector: RowSelector = install_row_selection(model, vocab_size)
+        self.selector: RowSelector = install_row_selection(model, vocab_size)
 
     def use(self, backend: AttentionBackend, num_blocks: int) -> None:
         """Make the next paths with new pools of this backend."""
@@ -246,7 +250,7 @@ class _Candidates:
             self._layouts,
             self._pools,
             self._backend,
-            self._selector,
+            self.selector,
             compiles=compiles,
         )
 
@@ -262,7 +266,7 @@ class _Candidates:
             self._views(),
             self._pools,
             self._backend,
-            self._selector,
+            self.selector,
             modules,
             self._block_size,
             batch_decode=batch_decode,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,7 @@ from mlx_parallm.types.pooling import (
     PoolingRunner,
     Task,
 )
+from mlx_parallm.types.training import TrainingInput
 from mlx_parallm.worker.lora.adapted_layers import (
     AdaptedLayers,
     find_module,
@@ -212,9 +213,18 @@ class EncoderAdapters:
         """The layers of the model, in order."""
         return self._stages.layers
 
-    def forward(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
-        """Return last hidden states ``[B, L, D]`` and the mask ``[B, L]`` without any adapter."""
-        return self._forward(inputs)
+    def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
+        """Return what the layers read for an input; equal texts have equal hidden states."""
+        (text,) = _texts([item])
+        return [
+            PoolingInput(
+                text.token_ids, second_at=text.second_at, num_unattended=text.num_unattended
+            )
+        ]
+
+    def run_layers(self, text: PoolingInput) -> None:
+        """Build the forward of one text, without any adapter and without a head."""
+        self._forward([text])
 
     def length(self, inputs: Sequence[PoolingInput]) -> int:
         """Return the length L of a forward of these inputs."""
@@ -222,7 +232,7 @@ class EncoderAdapters:
 
     def changed_job(
         self,
-        inputs: Sequence[PoolingInput],
+        inputs: Sequence[TrainingInput],
         stacks: Mapping[str, AdapterStack],
         first_layer: int = 0,
     ) -> StagedJob:
@@ -235,8 +245,9 @@ class EncoderAdapters:
         """
         self._layers.wrap(stacks)
         with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
-            hidden, mask = self._forward(inputs)
-            results = self._heads.run(inputs, hidden, mask)
+            texts = _texts(inputs)
+            hidden, mask = self._forward(texts)
+            results = self._heads.run(texts, hidden, mask)
         return StagedJob(outputs, results)
 
     def _hidden(
@@ -292,3 +303,8 @@ class EncoderAdapters:
 
     def _changed(self, adapter: AdapterWeights, param: str) -> set[str]:
         return {find_module(self._modules, path, param=param) for path in adapter.modules}
+
+
+def _texts(inputs: Sequence[TrainingInput]) -> Sequence[PoolingInput]:
+    assert all(isinstance(item, PoolingInput) for item in inputs), "encoders read texts"
+    return cast("Sequence[PoolingInput]", inputs)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import PairResult
-from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
+from mlx_parallm.types.training import PairResult, TrainingInput
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.layer_entry import LayerEntry
 from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded
 from mlx_parallm.worker.training.segment_stack import SegmentStack
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
+from mlx_parallm.worker.training.trained_model import TrainedModel
 
 
 class PairJob:
@@ -54,7 +56,7 @@ class EncoderForwards:
     """
 
     def __init__(
-        self, encoder: EncoderAdapters, trainable: TrainableAdapter, pool: PrefixPool | None
+        self, encoder: TrainedModel, trainable: TrainableAdapter, pool: PrefixPool | None
     ) -> None:
         """Prepare.
 
@@ -81,7 +83,7 @@ class EncoderForwards:
         self.pool = pool if self.first_layer else None
         self._entry = LayerEntry(encoder.layers, self.first_layer)
 
-    def keep_prefix_if_exact(self, samples: Sequence[PoolingInput]) -> None:
+    def keep_prefix_if_exact(self, samples: Sequence[TrainingInput]) -> None:
         """Use no pool from now on if kept states change any bit of these samples' results.
 
         A model may pass more from layer to layer than hidden states.
@@ -92,7 +94,7 @@ class EncoderForwards:
 
     def begin(
         self,
-        inputs: Sequence[PoolingInput],
+        inputs: Sequence[TrainingInput],
         segments: Sequence[Sequence[int]],
         copies: mx.array,
         *,
@@ -112,42 +114,56 @@ class EncoderForwards:
         stacks = self._trainable.stacks(copies)
         if self.pool is None:
             return PairJob(self._encoder.changed_job(rows, stacks))
-        keys = [self._key(item) for item in inputs]
+        texts = [self._encoder.texts(item) for item in inputs]
+        every = [text for own in texts for text in own]
+        keys = [self._key(text) for text in every]
         missing = self.pool.missing(keys)
-        by_key = dict(zip(keys, inputs, strict=True))
+        by_key = dict(zip(keys, every, strict=True))
         computed = {key: self._computed(by_key[key]) for key in missing}
-        hidden = self.pool.gather(keys, computed, self._encoder.length(rows), keeps=keeps)
-        index = mx.array([index for segment in segments for index in segment])
-        with self._entry.replaced(hidden[index]):
+        hidden = self.pool.gather(keys, computed, self._encoder.length(every), keeps=keeps)
+        with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
             job = self._encoder.changed_job(rows, stacks, self.first_layer)
         frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
         return PairJob(job, len(keys), len(keys) - len(missing), frozen_tokens)
 
-    def _is_exact(self, item: PoolingInput, stacks: Mapping[str, SegmentStack]) -> bool:
+    def _is_exact(self, item: TrainingInput, stacks: Mapping[str, SegmentStack]) -> bool:
         """True if a result is the same with states that were computed before."""
         (expected,) = self._encoder.changed_job([item], stacks).wait()
-        states = padded(self._computed(item), self._encoder.length([item]))
-        with self._entry.replaced(states[None]):
+        texts = self._encoder.texts(item)
+        length = self._encoder.length(texts)
+        states = mx.stack([padded(self._computed(text), length) for text in texts])
+        with self._entry.replaced(states):
             (result,) = self._encoder.changed_job([item], stacks, self.first_layer).wait()
         return np.array_equal(result, expected)
 
-    def _computed(self, item: PoolingInput) -> mx.array:
+    def _computed(self, text: PoolingInput) -> mx.array:
         """Return the states of one text, ``[tokens, D]``.
 
         Each text has a forward of its own: the bits of a product depend on its number of rows, so
         the states of a text would differ from batch to batch.
         """
         with self._entry.captured() as captured:
-            self._encoder.forward([item])
-        states = captured[0][0, : len(item.token_ids)]
+            self._encoder.run_layers(text)
+        states = captured[0][0, : len(text.token_ids)]
         mx.eval(states)
         return states
 
-    def _key(self, item: PoolingInput) -> Hashable:
-        return (self.first_layer, item.token_ids, item.second_at, item.num_unattended)
+    def _key(self, text: PoolingInput) -> Hashable:
+        return (self.first_layer, text.token_ids, text.second_at, text.num_unattended)
 
 
-def first_trained(encoder: EncoderAdapters, layers: Sequence[TrainedLayer]) -> int:
+def _rows(texts: Sequence[Sequence[Any]], segments: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices of all segments' texts, if those of all inputs are in one list."""
+    firsts = [0, *accumulate(map(len, texts))]
+    return [
+        row
+        for segment in segments
+        for index in segment
+        for row in range(firsts[index], firsts[index + 1])
+    ]
+
+
+def first_trained(encoder: TrainedModel, layers: Sequence[TrainedLayer]) -> int:
     """Return the index of the lowest layer with a trained module; 0 if one is before all layers."""
     indices = {id(layer): index for index, layer in enumerate(encoder.layers)}
     paths = {

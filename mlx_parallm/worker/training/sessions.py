@@ -30,12 +30,12 @@ from mlx_parallm.worker.ops import (
     PairForward,
     Pending,
 )
-from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
 from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import directions, stepped
 from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
+from mlx_parallm.worker.training.trained_model import TrainedModel
 
 TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining | ForgetTraining
 
@@ -49,7 +49,7 @@ GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
 class _Session:
     """One session's adapter, and the forwards of its copies."""
 
-    def __init__(self, encoder: EncoderAdapters, op: OpenTraining, pool: PrefixPool | None) -> None:
+    def __init__(self, encoder: TrainedModel, op: OpenTraining, pool: PrefixPool | None) -> None:
         layers = trained_layers(encoder, op.spec)
         self.trainable = TrainableAdapter(
             layers,
@@ -111,7 +111,7 @@ class _Opening:
 class EncoderSessions:
     """The sessions of one encoder, by their names."""
 
-    def __init__(self, encoder: EncoderAdapters) -> None:
+    def __init__(self, encoder: TrainedModel) -> None:
         self._encoder = encoder
         #: What enters the lowest trained layers of all sessions.
         self.pool = PrefixPool(0)
@@ -171,7 +171,7 @@ class EncoderSessions:
         return trainable.weights(session.after(trainable.start, op.steps))
 
 
-def trained_layers(encoder: EncoderAdapters, spec: TrainableSpec) -> list[TrainedLayer]:
+def trained_layers(encoder: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
     """Return the linear layers that a spec names.
 
     Raises:
@@ -237,7 +237,7 @@ def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:
     return factors
 
 
-def _layer(encoder: EncoderAdapters, path: str, rank: int) -> TrainedLayer:
+def _layer(encoder: TrainedModel, path: str, rank: int) -> TrainedLayer:
     outputs, inputs = plain_shape(encoder.modules[path])
     return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
 

@@ -1,0 +1,195 @@
+"""Runs texts of a generation model through changes of its layers, without caches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import ChoiceInput, TrainingInput
+from mlx_parallm.worker.generation.stock_forward import StockModel
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.worker.lora.stack import AdapterStack
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
+from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
+from mlx_parallm.worker.weights.loader import parameters_of
+
+# SAME: logits of one token, computed with padding after it and alone, differ by at most this share
+# of their norm, in 16 or fewer bits.
+SAME = 0.1
+NO_PATHS: Collection[str] = ()
+
+
+class TrainedDecoder:
+    """A generation model whose adapters are trained. Implements ``TrainedModel``.
+
+    Rows are right-padded: with causal attention no token attends to the padding after it.
+    """
+
+    def __init__(self, stock: StockModel) -> None:
+        """Use a model that is served.
+
+        Raises:
+            InvalidRequestError: its architecture cannot be run without caches.
+        """
+        self._model, self._selector, self._context = stock.model, stock.selector, stock.adapters
+        self._modules = dict(stock.model.named_modules())
+        self._stages = LayerStages(stock.model)
+        self._adapted = AdaptedLayers(stock.model, product_dtype(stock.dtype), stock.adapters)
+        self._shapes = ForwardShapes.of_device(stock.max_model_len)
+        self._check()
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """See ``TrainedModel``."""
+        return self._modules
+
+    @property
+    def parameters(self) -> Mapping[str, mx.array]:
+        """See ``TrainedModel``."""
+        return parameters_of(self._model)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """See ``TrainedModel``."""
+        return self._stages.layers
+
+    @property
+    def shared(self) -> Collection[str]:
+        """See ``TrainedModel``; layers of decoders compute each row apart."""
+        return NO_PATHS
+
+    def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
+        """See ``TrainedModel``.
+
+        Choices of one token are all read off the prompt's last token. Others have a row each, and
+        the last token of a choice is not read.
+        """
+        (choices,) = _choices([item])
+        return [PoolingInput(tokens) for tokens in choices.sequences]
+
+    def length(self, inputs: Sequence[PoolingInput]) -> int:
+        """See ``TrainedModel``."""
+        return self._shapes.length(max(len(item.token_ids) for item in inputs))
+
+    def run_layers(self, text: PoolingInput) -> None:
+        """See ``TrainedModel``."""
+        self._logits(mx.array([text.token_ids]), [0])
+
+    def changed_job(
+        self,
+        inputs: Sequence[TrainingInput],
+        stacks: Mapping[str, AdapterStack],
+        first_layer: int = 0,
+    ) -> StagedJob:
+        """See ``TrainedModel``. Results are log-probabilities of the choices, ``[choices]``."""
+        texts = [text for item in inputs for text in self.texts(item)]
+        length = self.length(texts)
+        ids = np.zeros((len(texts), length), np.int32)
+        for row, text in enumerate(texts):
+            ids[row, : len(text.token_ids)] = text.token_ids
+        self._adapted.wrap(stacks)
+        choices = _choices(inputs)
+        predictions = _Predictions.of(choices, length)
+        with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
+            logits = self._logits(mx.array(ids), predictions.rows).astype(mx.float32)
+        logprobs = predictions.logprobs(logits)
+        ends = [0, *accumulate(len(item.choices) for item in choices)]
+        return StagedJob(outputs, [logprobs[begin:end] for begin, end in pairwise(ends)])
+
+    def _logits(self, ids: mx.array, rows: Sequence[int]) -> mx.array:
+        """Return logits ``[len(rows), vocab]``; ``rows`` count over tokens ``[B, L]``."""
+        chosen = mx.array(list(rows))
+        if not self._selector.active:
+            logits = self._model(ids)
+            return logits.reshape(-1, logits.shape[-1])[chosen]
+        with self._selected(chosen):
+            return self._model(ids)[:, 0]
+
+    @contextmanager
+    def _selected(self, rows: mx.array) -> Iterator[None]:
+        self._selector.rows = rows
+        try:
+            yield
+        finally:
+            self._selector.rows = None
+
+    def _check(self) -> None:
+        try:
+            padded = self._logits(mx.array([[1, 2, 3, 0, 0]]), [2]).astype(mx.float32)
+            alone = self._logits(mx.array([[1, 2, 3]]), [2]).astype(mx.float32)
+            sees_padding = bool(mx.linalg.norm(padded - alone) > SAME * mx.linalg.norm(alone))
+        except MODEL_ERRORS as cause:
+            raise _unfit(f"it cannot be run without a cache: {cause}") from cause
+        if not self.layers or sees_padding:
+            raise _unfit("its tokens depend on those after them")
+
+
+def _choices(inputs: Sequence[TrainingInput]) -> list[ChoiceInput]:
+    for item in inputs:
+        assert isinstance(item, ChoiceInput), "a decoder continues prompts"
+    return cast("list[ChoiceInput]", list(inputs))
+
+
+def _unfit(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"This architecture cannot be trained here: {why}.", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class _Predictions:
+    """Which tokens of a forward predict the tokens of all choices.
+
+    Attributes:
+        rows: indices over the tokens ``[B, L]`` of a forward that predict, each once.
+        sources: for each predicted token, the index of its row in ``rows``.
+        tokens: the predicted tokens.
+        places: int32 ``[choices, longest]``: for each choice of all inputs, indices of its tokens
+            in ``tokens``.
+        weights: float32, of the same shape: what each counts; 0 pads shorter choices.
+    """
+
+    rows: list[int]
+    sources: list[int]
+    tokens: list[int]
+    places: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, inputs: Sequence[ChoiceInput], length: int) -> _Predictions:
+        """Return them for inputs whose sequences are the rows of a forward, in their order."""
+        rows: dict[int, int] = {}
+        sources: list[int] = []
+        tokens: list[int] = []
+        first = 0
+        longest = max(len(choice) for item in inputs for choice in item.choices)
+        count = sum(len(item.choices) for item in inputs)
+        places, weights = np.zeros((count, longest), np.int32), np.zeros((count, longest))
+        choice_rows = iter(range(count))
+        for item in inputs:
+            for number, choice in enumerate(item.choices):
+                own_row = 0 if item.is_shared else number
+                begin = (first + own_row) * length + len(item.token_ids) - 1
+                row = next(choice_rows)
+                places[row, : len(choice)] = range(len(tokens), len(tokens) + len(choice))
+                weights[row, : len(choice)] = 1 / len(choice) if item.averages else 1
+                sources += [
+                    rows.setdefault(begin + place, len(rows)) for place in range(len(choice))
+                ]
+                tokens += choice
+            first += len(item.sequences)
+        return cls(list(rows), sources, tokens, places, weights.astype(np.float32))
+
+    def logprobs(self, logits: mx.array) -> mx.array:
+        """Return the log-probability of each choice, ``[choices]``, from ``[len(rows), vocab]``."""
+        sources = mx.array(self.sources)
+        of_tokens = logits[sources, mx.array(self.tokens)] - mx.logsumexp(logits, axis=-1)[sources]
+        return mx.sum(of_tokens[mx.array(self.places)] * mx.array(self.weights), axis=-1)

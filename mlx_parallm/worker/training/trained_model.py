@@ -1,0 +1,65 @@
+"""The interface of a model whose adapters are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import TrainingInput
+from mlx_parallm.worker.lora.stack import AdapterStack
+from mlx_parallm.worker.pooling.layer_stages import StagedJob
+
+
+class TrainedModel(Protocol):
+    """A model in memory that runs texts through given changes of its layers."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Return the modules, by path."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, mx.array]:
+        """Return the parameters, by name."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """Return the layers, in order."""
+        ...
+
+    @property
+    def shared(self) -> Collection[str]:
+        """Return the paths of modules whose result all rows of a forward share."""
+        ...
+
+    def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
+        """Return what the layers read for an input: one row of the forward for each."""
+        ...
+
+    def length(self, inputs: Sequence[PoolingInput]) -> int:
+        """Return the length L of a forward of these texts."""
+        ...
+
+    def run_layers(self, text: PoolingInput) -> None:
+        """Build the forward of one text, without any adapter and without a head."""
+        ...
+
+    def changed_job(
+        self,
+        inputs: Sequence[TrainingInput],
+        stacks: Mapping[str, AdapterStack],
+        first_layer: int = 0,
+    ) -> StagedJob:
+        """Return a forward that given stacks change, in place of adapters in slots.
+
+        Args:
+            inputs: name no adapters.
+            stacks: the changes, by the paths of linear layers.
+            first_layer: the first layer that is computed, whose output ends the first stage.
+        """
+        ...
