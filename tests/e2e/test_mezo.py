@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
 import random
@@ -343,8 +344,34 @@ def test_requests_that_a_session_cannot_take_now(client: httpx2.Client, session:
     for path in (f"{session}/events?after={step + 1}", f"{session}/adapter?step={step + 1}"):
         assert client.get(path).status_code == 400
     taken = client.post(f"{session}/publish", json={"name": "mlx-parallm-demo"})
-    assert taken.status_code == 400
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "name")
     assert client.get("/v1/mezo/sessions/mezo_none").status_code == 404
+
+
+def test_a_name_that_another_session_has_published_is_taken(client: httpx2.Client) -> None:
+    paths = [begin(client) for _ in range(2)]
+    asked(client, f"{paths[0]}/publish", name="film")
+    taken = client.post(f"{paths[1]}/publish", json={"name": "film"})
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "name")
+    assert client.get(paths[1]).json()["published"] == []
+    # Who names the version means to replace it.
+    again = asked(client, f"{paths[1]}/publish", name="film", expected_version="1")
+    assert again["version"] == "2"
+    for path in paths:
+        client.delete(path)
+    client.delete("/v1/adapters/film")
+
+
+def test_a_session_is_deleted_while_its_steps_are_awaited(client: httpx2.Client) -> None:
+    path = begin(client)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        steps = [pool.submit(client.post, f"{path}/step", json={"steps": 10_000}) for _ in range(2)]
+        while not client.get(path).json()["step"]:
+            time.sleep(0.01)
+        client.delete(path)
+        answers = [step.result() for step in steps]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert client.get("/v1/mezo/sessions").json()["data"] == []
 
 
 def test_many_sessions_leave_no_memory(client: httpx2.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -318,6 +319,17 @@ async def test_a_deleted_session_leaves_nothing(
         service.get(session.config.id)
     assert list((tmp_path / "sessions").glob("mezo_*")) == []
     assert service.all() == []
+
+
+async def test_deleted_sessions_leave_no_files_open(opened: Open) -> None:
+    service = opened()
+    counts: list[int] = []
+    for _ in range(30):
+        session = await begin(service)
+        await service.step(session.config.id, 1, None)
+        counts.append(len(os.listdir("/dev/fd")))
+        await service.delete(session.config.id)
+    assert max(counts) == min(counts)
 
 
 async def test_who_waits_for_steps_of_a_deleted_session_is_told(opened: Open) -> None:

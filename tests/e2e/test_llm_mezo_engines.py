@@ -1,0 +1,20 @@
+"""``LLM(data_parallel_size=2).mezo``: a session lives on one engine and publishes to both."""
+
+from __future__ import annotations
+
+from mlx_parallm.llm import LLM
+from tests.integration.test_llm_mezo import OBJECTIVE, ROWS, SETTINGS, WORDS, predicted
+
+
+def test_a_session_of_two_engines_is_that_of_one() -> None:
+    with LLM("demo:mlm") as llm, llm.mezo(OBJECTIVE, ROWS, **SETTINGS) as session:
+        session.run(300)
+        log = session.log()
+    with LLM("demo:mlm", data_parallel_size=2) as llm:
+        with llm.mezo(OBJECTIVE, ROWS, **SETTINGS) as session:
+            session.run(300)
+            assert len(session.log()) == len(log)
+            assert session.evaluate(ROWS).accuracy == 1.0
+            session.publish("film")
+        # Texts are shared out among both engines.
+        assert predicted(llm, "film") == [WORDS[row["label"]] for row in ROWS]
