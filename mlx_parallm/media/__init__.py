@@ -1,0 +1,1 @@
+"""Pictures of requests: fetched, checked and decoded within limits."""

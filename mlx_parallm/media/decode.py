@@ -1,0 +1,106 @@
+"""Files to pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from mlx_parallm.media.formats.sniffing import read_file
+from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media.limits import MediaLimits
+from mlx_parallm.types.errors import InvalidRequestError
+
+#: Decoders by format. ``Image.open`` would try every plugin that is installed.
+DECODERS: Mapping[str, Callable[[BytesIO], ImageFile]] = {
+    "png": PngImageFile,
+    "jpeg": JpegImageFile,
+    "webp": WebPImageFile,
+    "gif": GifImageFile,
+    "bmp": BmpImageFile,
+}
+# BAND_PIXELS: pixels that are converted at a time, because conversions take copies.
+BAND_PIXELS = 1 << 20
+WHITE = (255, 255, 255)
+
+Pixels = NDArray[np.uint8]
+
+
+def read_picture(data: bytes, limits: MediaLimits) -> StoredPicture:
+    """Return what a file says about its picture, within the limits; no pixel is decoded.
+
+    Raises:
+        InvalidRequestError: the file is refused; the message says why.
+    """
+    limits.check_bytes(len(data))
+    picture = read_file(data)
+    limits.check_pixels(picture.width, picture.height)
+    return picture
+
+
+def decode_picture(picture: StoredPicture) -> Pixels:
+    """Return a picture's pixels as seen, uint8 [height, width, 3], transparency on white.
+
+    Raises:
+        InvalidRequestError: the file is damaged.
+    """
+    try:
+        return _turned(_decode(picture), picture.orientation)
+    except MemoryError:
+        raise
+    except Exception as problem:
+        # Decoders raise errors of many classes for damaged files.
+        raise InvalidRequestError(
+            f"The {picture.format.upper()} file is truncated or damaged."
+        ) from problem
+
+
+def _decode(picture: StoredPicture) -> Pixels:
+    """Return the pixels as stored."""
+    with DECODERS[picture.format](BytesIO(picture.content)) as image:
+        if image.size != (picture.width, picture.height):
+            raise ValueError("The decoder reads another size than was checked.")
+        image.load()
+        return _to_rgb(image)
+
+
+def _to_rgb(image: Image.Image) -> Pixels:
+    """Return the pixels of an image, converted in bands of rows."""
+    width, height = image.size
+    pixels = np.empty((height, width, 3), np.uint8)
+    num_rows = max(1, BAND_PIXELS // width)
+    for top in range(0, height, num_rows):
+        bottom = min(height, top + num_rows)
+        band = image.crop((0, top, width, bottom))
+        pixels[top:bottom] = np.asarray(_on_white(band))
+    return pixels
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return the image in RGB; what is transparent shows white."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    colours = image.convert("RGBA")
+    opaque = Image.new("RGB", image.size, WHITE)
+    opaque.paste(colours, mask=colours.getchannel("A"))
+    return opaque
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    """Return pixels as seen: EXIF's orientations 5 to 8 exchange rows and columns."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
