@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -334,15 +335,18 @@ def test_a_size_that_the_decoder_reads_otherwise_is_refused():
         decode_picture(wrong)
 
 
-def test_limits_that_no_picture_could_meet_are_refused():
-    for limits in (
-        {"max_pixels": 0},
-        {"max_pixels": 200_000_000},
-        {"max_pixels_in_flight": 1},
-        {"max_fetched_bytes": 1},
-    ):
-        with pytest.raises(ConfigError):
-            MediaLimits(**limits)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_pixels", 0),
+        ("max_pixels", 200_000_000),
+        ("max_pixels_in_flight", 1),
+        ("max_fetched_bytes", 1),
+    ],
+)
+def test_limits_that_no_picture_could_meet_are_refused(name, value):
+    with pytest.raises(ConfigError):
+        replace(LIMITS, **{name: value})
 
 
 def test_too_many_pictures_name_the_field():

@@ -1,0 +1,185 @@
+"""The one way from what a request says about a picture to its pixels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
+from mlx_parallm.media.data_url import format_of, read_base64, read_data_url
+from mlx_parallm.media.decode import Pixels, decode_picture, read_picture
+from mlx_parallm.media.fetch import Fetcher
+from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media.limits import MediaLimits
+from mlx_parallm.media.local_files import SCHEME as FILE_SCHEME
+from mlx_parallm.media.local_files import LocalFiles
+from mlx_parallm.media.pixel_budget import PixelBudget
+from mlx_parallm.types.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+
+class RunInThread(Protocol):
+    """Runs work that would keep the event loop busy."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Return the result of the work."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPicture:
+    """A picture as the models see it.
+
+    Attributes:
+        pixels: uint8 [height, width, 3].
+        format: the file's, such as "png".
+    """
+
+    pixels: Pixels
+    format: str
+
+
+class PictureReader:
+    """Gets and decodes the pictures of requests, off the event loop.
+
+    Errors of a picture are InvalidRequestErrors whose ``param`` is the part of the request that
+    the caller names. Use a picture within the ``async with`` of its method, one at a time: its
+    pixels count among those of the process until then.
+    """
+
+    def __init__(
+        self,
+        limits: MediaLimits,
+        *,
+        fetcher: Fetcher | None = None,
+        in_thread: RunInThread = asyncio.to_thread,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            limits: those of every picture, and of all together.
+            fetcher: gets pictures by HTTP; None makes one with the same limits.
+            in_thread: runs work on a thread.
+        """
+        self._limits = limits
+        self._fetcher = fetcher or Fetcher(limits)
+        self._files = LocalFiles(limits)
+        self._in_thread = in_thread
+        self._budget = PixelBudget(limits.max_pixels_in_flight)
+
+    @property
+    def num_free_pixels(self) -> int:
+        """Pixels that could be decoded now."""
+        return self._budget.num_free
+
+    @asynccontextmanager
+    async def from_url(self, url: str, *, param: str) -> AsyncGenerator[DecodedPicture]:
+        """Provide the picture of a ``data:``, ``http(s):`` or ``file:`` URL.
+
+        Raises:
+            InvalidRequestError: there is none within the limits.
+            OverloadedError: the process holds too many bytes of fetched pictures.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            with _naming(param):
+                scheme = url[: len(DATA_SCHEME)].lower()
+                if scheme == DATA_SCHEME:
+                    work = partial(self._from_data_url, url)
+                elif scheme == FILE_SCHEME:
+                    work = partial(self._from_file, url)
+                else:
+                    data = await stack.enter_async_context(self._fetcher.fetched(url))
+                    work = partial(read_picture, data, self._limits)
+                picture = await stack.enter_async_context(self._decoded(work))
+            yield picture
+
+    @asynccontextmanager
+    async def from_base64(
+        self, text: str, media_type: str | None = None, *, param: str
+    ) -> AsyncGenerator[DecodedPicture]:
+        """Provide the picture of a base64 text, of which a media type may be known.
+
+        Raises:
+            InvalidRequestError: there is none within the limits, or it is of another type.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            with _naming(param):
+                decoded = self._decoded(partial(self._from_base64, text, media_type))
+                picture = await stack.enter_async_context(decoded)
+            yield picture
+
+    @asynccontextmanager
+    async def from_bytes(self, data: bytes, *, param: str) -> AsyncGenerator[DecodedPicture]:
+        """Provide the picture of a file's bytes.
+
+        Raises:
+            InvalidRequestError: there is none within the limits.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            with _naming(param):
+                decoded = self._decoded(partial(read_picture, data, self._limits))
+                picture = await stack.enter_async_context(decoded)
+            yield picture
+
+    @asynccontextmanager
+    async def _decoded(self, read: Callable[[], StoredPicture]) -> AsyncGenerator[DecodedPicture]:
+        """Provide the pixels of what ``read`` returns, when there is room for them."""
+        stored = await self._in_thread(read)
+        num_pixels, kind = stored.width * stored.height, stored.format
+        await self._budget.acquire(num_pixels)
+        decoding = asyncio.ensure_future(self._in_thread(partial(decode_picture, stored)))
+        # The file is not needed while its pixels are used.
+        del stored
+        try:
+            yield DecodedPicture(await asyncio.shield(decoding), kind)
+        finally:
+            if decoding.done():
+                self._budget.release(num_pixels)
+            else:
+                # A cancelled request leaves a thread behind, whose pixels still count.
+                decoding.add_done_callback(partial(self._end, num_pixels))
+
+    def _end(self, num_pixels: int, decoding: asyncio.Future[Pixels]) -> None:
+        self._budget.release(num_pixels)
+        if not decoding.cancelled():
+            # An exception that nobody retrieves would be logged.
+            decoding.exception()
+
+    def _from_data_url(self, url: str) -> StoredPicture:
+        data, kind = read_data_url(url, self._limits)
+        return _of_format(read_picture(data, self._limits), kind)
+
+    def _from_base64(self, text: str, media_type: str | None) -> StoredPicture:
+        picture = read_picture(read_base64(text, self._limits), self._limits)
+        if media_type is None:
+            return picture
+        return _of_format(picture, format_of(media_type.lower().removeprefix("image/")))
+
+    def _from_file(self, url: str) -> StoredPicture:
+        return read_picture(self._files.read(url), self._limits)
+
+
+@contextlib.contextmanager
+def _naming(param: str) -> Generator[None]:
+    """Let errors name the part of the request that they are about."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = param
+        raise
+
+
+def _of_format(picture: StoredPicture, kind: str) -> StoredPicture:
+    """Return a picture that has the format that its media type says."""
+    if picture.format != kind:
+        raise InvalidRequestError(
+            f"The picture is of the type image/{picture.format}, not of the media type that the "
+            "request says."
+        )
+    return picture
