@@ -150,7 +150,7 @@ def _training(engine: EngineClient, config: ServerConfig) -> TrainingService | N
         max_bytes=config.max_training_bytes,
         cache_bytes=config.training_cache_bytes,
     )
-    training = TrainingService(Path(config.data_dir) / "mezo", engine.train, limits)
+    training = TrainingService(Path(config.data_dir) / "mezo", engine.train, limits, engine.control)
     engine.control.watchers.append(training)
     return training
 

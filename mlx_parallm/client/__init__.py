@@ -23,6 +23,7 @@ from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.client.training import (
     Checkpoint,
     Evaluation,
+    PerturbedAdapter,
     TrainingSession,
     TrainingStep,
     TrainingTotals,
@@ -35,6 +36,7 @@ __all__ = [
     "Evaluation",
     "Group",
     "MezoClient",
+    "PerturbedAdapter",
     "Prompt",
     "RLClient",
     "RequestFailedError",

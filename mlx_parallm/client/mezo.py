@@ -20,10 +20,12 @@ from mlx_parallm.client.results import AdapterInfo, adapter_of, expected
 from mlx_parallm.client.training import (
     Checkpoint,
     Evaluation,
+    PerturbedAdapter,
     TrainingSession,
     TrainingStep,
     checkpoint_of,
     evaluation_of,
+    perturbed_adapter_of,
     session_of,
     step_of,
 )
@@ -86,18 +88,19 @@ class MezoClient:
         self,
         model: str,
         objective: Mapping[str, Any],
-        data: Data,
+        data: Data | None = None,
         **options: Unpack[SessionOptions],
     ) -> TrainingSession:
         """Begin a session, whose adapter changes nothing yet.
 
         Args:
             model: the name of a masked language model or a classifier.
-            objective: ``{"kind": "label_words", …}`` or ``{"kind": "labels", …}``.
-            data: rows, or the id of a file.
+            objective: ``{"kind": "label_words", …}``, ``{"kind": "labels", …}``, or
+                ``{"kind": "caller"}``, whose losses ``ask`` and ``tell`` exchange.
+            data: rows, or the id of a file; None for the kind caller.
             **options: see ``SessionOptions``.
         """
-        body = {"model": model, "objective": objective, "data": data, **options}
+        body = _present({"model": model, "objective": objective, "data": data, **options})
         return await self._session("POST", _SESSIONS, json=body)
 
     async def sessions(self) -> list[TrainingSession]:
@@ -133,6 +136,33 @@ class MezoClient:
         """Make steps by ``POST /v1/mezo/train_step``, which does the same as ``step``."""
         body = _present({"session_id": session_id, "steps": steps, "batch": batch})
         return await self._steps("/v1/mezo/train_step", body)
+
+    async def ask(self, session_id: str) -> list[PerturbedAdapter]:
+        """Return the perturbed adapters of the next step, which are served until ``tell``.
+
+        Asking again returns the same ones, also after a restart of the server.
+
+        Example:
+            >>> adapters = await client.mezo.ask(session.id)
+            >>> losses = {adapter.name: await play(adapter.name) for adapter in adapters}
+            >>> step = await client.mezo.tell(session.id, losses)
+        """
+        answer = await self._transport.ask("POST", _path(session_id, "ask"))
+        with expected("The adapters"):
+            return [perturbed_adapter_of(item) for item in answer["data"]]
+
+    async def tell(
+        self, session_id: str, losses: Mapping[str, float] | Sequence[float]
+    ) -> TrainingStep:
+        """Make the step from the losses of the adapters of ``ask``, and return it.
+
+        Args:
+            session_id: the session.
+            losses: by the adapters' names, or in their order.
+        """
+        values = dict(losses) if isinstance(losses, Mapping) else list(losses)
+        (step,) = await self._steps(_path(session_id, "tell"), {"losses": values})
+        return step
 
     async def run(self, session_id: str, steps: int) -> TrainingSession:
         """Begin to make steps in the background; ``events`` yields them."""

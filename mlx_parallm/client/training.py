@@ -72,6 +72,7 @@ class TrainingSession:
         prefix_cache: "available" or "unavailable".
         base: SHA-256 of the weights that it trains on.
         published: names of the adapters that it has published.
+        pending: names of the adapters whose losses it asks for, and that were not told yet.
         totals: costs of all steps.
         last: the latest step; None before the first.
         config: the settings.
@@ -91,9 +92,25 @@ class TrainingSession:
     prefix_cache: str | None
     base: str | None
     published: Sequence[str]
+    pending: Sequence[str]
     totals: TrainingTotals
     last: TrainingStep | None
     config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerturbedAdapter:
+    """An adapter whose loss a session asks for.
+
+    Attributes:
+        name: the model that requests name, until the losses are told.
+        direction: index of its direction; None: it is not perturbed.
+        sign: of the perturbation, 1 or -1.
+    """
+
+    name: str
+    direction: int | None
+    sign: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +178,7 @@ def session_of(answer: Mapping[str, Any]) -> TrainingSession:
         prefix_cache=answer["prefix_cache"],
         base=answer["base"],
         published=answer["published"],
+        pending=answer["pending"],
         totals=_totals_of(answer["totals"]),
         last=None if answer["last"] is None else step_of(answer["last"]),
         config=answer["config"],
@@ -176,6 +194,11 @@ def _totals_of(answer: Mapping[str, Any]) -> TrainingTotals:
         forward_s=answer["forward_time"],
         num_zero_gradients=answer["zero_gradient_steps"],
     )
+
+
+def perturbed_adapter_of(answer: Mapping[str, Any]) -> PerturbedAdapter:
+    """Return an adapter in an answer of ``ask``."""
+    return PerturbedAdapter(name=answer["name"], direction=answer["direction"], sign=answer["sign"])
 
 
 def evaluation_of(answer: Mapping[str, Any]) -> Evaluation:

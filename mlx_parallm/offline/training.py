@@ -24,11 +24,11 @@ from mlx_parallm.api.mezo.request import (
     task_of,
 )
 from mlx_parallm.api.mezo.schema import (
+    Caller,
     CreateSession,
     Evaluate,
-    Labels,
-    LabelWords,
     MakeSteps,
+    Measured,
     Row,
 )
 from mlx_parallm.batch_jobs import disk
@@ -211,6 +211,7 @@ class OfflineSession:
 
     async def _examples(self, rows: Sequence[Row], param: str) -> list[Example]:
         objective = OBJECTIVES.validate_python(self._session.config.objective)
+        assert not isinstance(objective, Caller), "the caller of LLM cannot be asked"
         model = model_for(self._engines(), objective)
         return await examples_of(rows, objective, model, param)
 
@@ -287,6 +288,10 @@ def _create(
     body = validated(CreateSession, {**fields, "model": engines.model.names[0]})
     assert not isinstance(body.data, str), "a file was read"
     rows, objective = body.data, body.objective
+    if isinstance(objective, Caller):
+        raise InvalidRequestError("The objective caller needs a server.", param="objective")
+    if rows is None:
+        raise InvalidRequestError("data is missing.", param="data")
     check_template(objective)
     model = model_for(engines, objective)
     check_size(body, len(rows), max_rank)
@@ -295,7 +300,7 @@ def _create(
     SessionFiles.create(folder, config, SessionState(), encoded(examples)).close()
 
 
-def model_for(engines: OfflineEngines, objective: LabelWords | Labels) -> PoolingModel:
+def model_for(engines: OfflineEngines, objective: Measured) -> PoolingModel:
     """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
     model, task = engines.model, task_of(objective)
     if not isinstance(model, PoolingModel):

@@ -90,7 +90,10 @@ class EncoderAdapterSet:
         if self.policies.head_of(request.adapter) != request.head:
             raise ModelLoadingError(request.adapter)
         self._open[version.content] += 1
-        inputs = tuple(replace(item, adapter=version.content) for item in request.inputs)
+        inputs = tuple(
+            replace(item, adapter=version.content, is_cached=version.is_cached)
+            for item in request.inputs
+        )
         return replace(request, inputs=inputs)
 
     def end(self, request: PoolRequest) -> None:

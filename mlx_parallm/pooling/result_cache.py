@@ -42,9 +42,9 @@ class ResultCache:
         return result
 
     def put(self, item: PoolingInput, result: np.ndarray) -> None:
-        """Cache a result, unless it alone is larger than the whole cache."""
+        """Cache a result, if it may be, and is not larger alone than the whole cache."""
         size = _size(item, result)
-        if size > self._max_bytes or item in self._entries:
+        if not item.is_cached or size > self._max_bytes or item in self._entries:
             return
         self._entries[item] = result
         self.num_bytes += size

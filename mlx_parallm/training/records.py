@@ -53,7 +53,7 @@ class SessionConfig:
         model: the first name of the model.
         trainable: the adapter.
         estimator: how gradients are estimated, and steps made of them.
-        measure: what is to become small.
+        measure: what is to become small; None: what the caller tells.
         objective: how rows of data are read, as the caller gave it; plain JSON.
         batch_size: examples of a step.
         order: how batches are drawn.
@@ -67,7 +67,7 @@ class SessionConfig:
     model: str
     trainable: TrainableSpec
     estimator: EstimatorSettings
-    measure: Measure
+    measure: Measure | None
     objective: Mapping[str, Any]
     batch_size: int
     order: BatchOrder
@@ -102,7 +102,7 @@ class SessionConfig:
                         "distribution": Distribution(estimator["distribution"]),
                     }
                 ),
-                "measure": Measure(stored["measure"]),
+                "measure": stored["measure"] and Measure(stored["measure"]),
                 "order": BatchOrder(stored["order"]),
                 "mode": Mode(stored["mode"]),
             }
@@ -121,6 +121,8 @@ class SessionState:
             the bits of a result depend on them.
         until: the number of steps after which a run in the background ends.
         published: names of adapters that it has published.
+        asked_at: the number of steps when losses were asked for; None, or less than the session has
+            made: none are pending.
     """
 
     status: Status = Status.READY
@@ -129,6 +131,7 @@ class SessionState:
     forwards: ForwardSize | None = None
     until: int = 0
     published: tuple[str, ...] = ()
+    asked_at: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""

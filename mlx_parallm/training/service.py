@@ -15,6 +15,7 @@ from typing import Any
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker
+from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.records import (
     Example,
     SessionConfig,
@@ -80,10 +81,24 @@ class TrainingService:
     Methods that take an id raise NotFoundError if no session has it.
     """
 
-    def __init__(self, folder: Path, train: Train, limits: SessionLimits | None = None) -> None:
-        """Prepare; nothing is read before ``start``."""
+    def __init__(
+        self,
+        folder: Path,
+        train: Train,
+        limits: SessionLimits | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """Prepare; nothing is read before ``start``.
+
+        Args:
+            folder: keeps the sessions.
+            train: runs ops.
+            limits: bound the service.
+            adapters: serves what callers ask for; None: they cannot ask.
+        """
         self._folder = folder
         self._train = train
+        self._copies = ServedCopies(adapters)
         self._limits = limits or SessionLimits()
         self._ids = IdMaker()
         self._numbers = count()
@@ -166,7 +181,7 @@ class TrainingService:
             ConflictError: it runs in the background, or is paused.
             StorageError: the step could not be written; the session is paused.
         """
-        session = self._idle(session_id)
+        session = self._measuring(session_id)
         records: list[StepRecord] = []
         for _ in range(num_steps):
             try:
@@ -184,10 +199,61 @@ class TrainingService:
 
     def run(self, session_id: str, num_steps: int) -> Session:
         """Make steps in the background; raise ConflictError if it runs already or is paused."""
-        session = self._idle(session_id)
+        session = self._measuring(session_id)
         session.save(status=Status.RUNNING, reason=None, until=session.num_steps + num_steps)
         self._begin(session)
         return session
+
+    async def ask(self, session_id: str) -> Session:
+        """Serve the perturbed copies of the next step as adapters, until their losses are told.
+
+        Asking again serves the same copies, also after a restart.
+
+        Raises:
+            ConflictError: the session measures its losses itself, or is paused; or there is no room
+                for its adapters.
+        """
+        session = self._told(session_id)
+        async with session.exchange:
+            self._told(session_id)
+            uploads = await session.perturbed()
+            await self._copies.serve(session.config.model, uploads)
+            try:
+                session.save(asked_at=session.num_steps)
+            except StorageError:
+                await self._copies.drop([upload.name for upload in uploads])
+                raise
+        return session
+
+    async def tell(
+        self, session_id: str, losses: Callable[[Sequence[Copy]], Sequence[float]]
+    ) -> StepRecord:
+        """Make the step from the losses that were asked for; its adapters are gone then.
+
+        Args:
+            session_id: the session.
+            losses: returns the loss of each copy, or raises InvalidRequestError.
+
+        Raises:
+            ConflictError: none were asked for; or see ``ask`` and ``step``.
+        """
+        session = self._told(session_id)
+        async with session.exchange:
+            self._told(session_id)
+            copies = session.pending
+            if not copies:
+                raise ConflictError("No losses were asked for since the last step; ask first.")
+            values = losses(copies)
+            try:
+                self._check_room(session)
+                record = await session.learn(values)
+            except ENDING as problem:
+                self._told(session_id)
+                session.pause(str(problem))
+                raise
+            self._metrics.on_step(record)
+            await self._copies.drop([copy.name for copy in copies])
+        return record
 
     async def pause(self, session_id: str) -> Session:
         """Make no more steps until ``resume``; return once the step in flight was made."""
@@ -248,6 +314,8 @@ class TrainingService:
         if run is not None:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
+        async with session.exchange:
+            await self._copies.drop([copy.name for copy in session.pending])
         # An engine without the model has nothing of the session either.
         with contextlib.suppress(ParallmError):
             await session.close()
@@ -294,6 +362,20 @@ class TrainingService:
         if session.state.status is not Status.READY:
             why = "" if session.state.reason is None else f": {session.state.reason}"
             raise ConflictError(f"The session is {session.state.status}{why}")
+        return session
+
+    def _measuring(self, session_id: str) -> Session:
+        """Return a session that is ready and measures its losses; raise ConflictError if not."""
+        session = self._idle(session_id)
+        if session.config.measure is None:
+            raise ConflictError("The caller measures the losses of this session: ask and tell.")
+        return session
+
+    def _told(self, session_id: str) -> Session:
+        """Return a session that is ready and is told losses; raise ConflictError if not."""
+        session = self._idle(session_id)
+        if session.config.measure is not None:
+            raise ConflictError("The session measures its losses itself: step or run.")
         return session
 
     @property

@@ -12,13 +12,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.batches import Batches, step_seed
+from mlx_parallm.training.copies import Copy, copies_of
 from mlx_parallm.training.estimators import Estimate, Estimator
 from mlx_parallm.training.objectives import Scores, scores
 from mlx_parallm.training.records import (
@@ -40,7 +41,14 @@ from mlx_parallm.types.errors import (
     SessionLostError,
     StorageError,
 )
-from mlx_parallm.types.training import PairResult, Segment, Step, TrainableInfo, num_tokens
+from mlx_parallm.types.training import (
+    PairResult,
+    Perturbation,
+    Segment,
+    Step,
+    TrainableInfo,
+    num_tokens,
+)
 from mlx_parallm.worker.ops import (
     ApplySteps,
     CloseTraining,
@@ -86,7 +94,8 @@ class Session:
         self.state: SessionState = files.read_state()
         self.info: TrainableInfo | None = None
         self._send = send
-        self._cache_bytes = cache_bytes if self.config.mode is Mode.PAIRED else 0
+        keeps = self.config.mode is Mode.PAIRED and self.config.measure is not None
+        self._cache_bytes = cache_bytes if keeps else 0
         self._examples = files.examples()
         lengths = [num_tokens(example.input) for example in self._examples]
         config = self.config
@@ -99,6 +108,8 @@ class Session:
         # Steps that are logged, and that the engine does not have yet.
         self._unapplied: list[Step] = []
         self._turn = asyncio.Lock()
+        #: Held while its copies begin or end to be served.
+        self.exchange = asyncio.Lock()
         # Set when a step was made, the status has changed or the session was deleted.
         self._changed = asyncio.Event()
         self._is_deleted = False
@@ -163,8 +174,65 @@ class Session:
             begin_s = time.perf_counter()
             results = await self._ask(*forwards.ops(config, seed))
             seconds = time.perf_counter() - begin_s
+            assert config.measure is not None, "the caller tells no losses"
             estimate = self._estimator.estimate(forwards.losses(results, config.measure))
-            record = self._made(number, seed, estimate, partial(_costs, forwards, results, seconds))
+            assert self.info is not None, "it is open"
+            costs = _costs(forwards, results, seconds, self.info)
+            record = self._made(number, seed, estimate, costs)
+        self._notify()
+        return record
+
+    @property
+    def copies(self) -> list[Copy]:
+        """The perturbed copies of the next step, in the order of its losses."""
+        return copies_of(self.config.id, self.num_steps + 1, self._segments(1))
+
+    @property
+    def pending(self) -> list[Copy]:
+        """The copies whose losses were asked for and not told yet."""
+        return self.copies if self.state.asked_at == self.num_steps else []
+
+    async def perturbed(self) -> list[AdapterUpload]:
+        """Return the copies of the next step as adapters, which no cache remembers.
+
+        Raises:
+            ConflictError: see ``open``.
+        """
+        async with self._turn:
+            copies, config = self.copies, self.config
+            seed = step_seed(config.seed, self.num_steps)
+            perturbations = [
+                Perturbation(
+                    seed=seed,
+                    num_directions=config.estimator.num_directions,
+                    direction=copy.direction,
+                    sign=copy.sign,
+                    epsilon=config.estimator.epsilon,
+                )
+                for copy in copies
+            ]
+            ops = [
+                Materialise(model=config.model, session=config.id, perturbation=perturbation)
+                for perturbation in perturbations
+            ]
+            adapters = await self._ask(*ops)
+        return [
+            AdapterUpload(
+                name=copy.name, weights=weights, replaces=True, opaque=copy.name, is_cached=False
+            )
+            for copy, weights in zip(copies, adapters, strict=True)
+        ]
+
+    async def learn(self, losses: Sequence[float]) -> StepRecord:
+        """Make one step from the loss of each of ``copies``; raise as ``step`` does."""
+        async with self._turn:
+            self._check_deleted()
+            if self.info is None:
+                # The weights may be others than the losses were measured on.
+                await self._open()
+            number = self.num_steps
+            seed = step_seed(self.config.seed, number)
+            record = self._made(number, seed, self._estimator.estimate(losses), Costs())
         self._notify()
         return record
 
@@ -174,16 +242,13 @@ class Session:
         except ValueError as problem:
             raise InvalidRequestError(f"{problem}.", param="batch") from None
 
-    def _made(
-        self, number: int, seed: int, estimate: Estimate, costs: Callable[[TrainableInfo], Costs]
-    ) -> StepRecord:
+    def _made(self, number: int, seed: int, estimate: Estimate, costs: Costs) -> StepRecord:
         """Write a step down, which the engine applies before the next op."""
         if not estimate.is_finite:
             raise ConflictError(
                 f"Step {number + 1} was not made: a loss is not finite "
                 f"({estimate.loss_plus} and {estimate.loss_minus})."
             )
-        assert self.info is not None, "it is open"
         before = self._estimator.mean_square
         step = self._next_step(number, seed, estimate)
         record = StepRecord(
@@ -193,7 +258,7 @@ class Session:
             loss_minus=estimate.loss_minus,
             gradients=estimate.slopes,
             mean_square=self._estimator.mean_square,
-            **asdict(costs(self.info)),
+            **asdict(costs),
         )
         try:
             self.files.append(record, step)

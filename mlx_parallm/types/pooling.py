@@ -60,6 +60,8 @@ class PoolingInput:
         num_unpooled: for ``embed``: tokens at the beginning that are left out of the vector.
         adapter: content id of the adapter to apply; None: the base model.
         scope: whose requests may reuse the result; the engine copies it from the request.
+        is_cached: False if the result is not kept for later requests, as with adapters that change
+            at every step.
     """
 
     token_ids: tuple[int, ...]
@@ -72,6 +74,7 @@ class PoolingInput:
     top_k: int = 0
     adapter: str | None = None
     scope: CacheScope = EVERYBODY
+    is_cached: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,25 @@ class Segment:
     rows: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perturbation:
+    """A perturbed copy of the parameters, for itself.
+
+    Attributes:
+        seed: draws the directions of a step.
+        num_directions: how many.
+        direction: index of the direction; None for the parameters themselves.
+        sign: of the perturbation, 1 or -1.
+        epsilon: its size.
+    """
+
+    seed: int
+    num_directions: int
+    direction: int | None
+    sign: int
+    epsilon: float
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step of a session's log.

@@ -23,6 +23,7 @@ from mlx_parallm.types.step import ScheduledBatch, StepOutput
 from mlx_parallm.types.training import (
     Distribution,
     PairResult,
+    Perturbation,
     Segment,
     TrainableInfo,
     TrainableSpec,
@@ -331,11 +332,19 @@ class ApplySteps(Op[None]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Materialise(Op[AdapterWeights]):
-    """Return a session's adapter as it is after these steps from its beginning; None: as it is."""
+    """Return a session's adapter, with which the model can serve requests.
+
+    Attributes:
+        model: the model.
+        session: the session.
+        steps: the adapter after these steps from its beginning; None: as it is.
+        perturbation: of its parameters; None: they are not perturbed.
+    """
 
     model: str
     session: str
     steps: Sequence[TrainingStep] | None = None
+    perturbation: Perturbation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

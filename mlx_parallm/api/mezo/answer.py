@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.api.mezo.schema import SessionAnswer, StepAnswer, Totals
+from mlx_parallm.api.mezo.schema import (
+    Asked,
+    PerturbedCopy,
+    SessionAnswer,
+    StepAnswer,
+    Totals,
+)
 from mlx_parallm.training.records import StepRecord
 from mlx_parallm.training.session import Session
 
@@ -33,10 +39,17 @@ def session_answer(session: Session) -> SessionAnswer:
         prefix_cache=None if info is None else _availability(is_kept=info.keeps_prefix),
         base=state.base,
         published=list(state.published),
+        pending=[copy.name for copy in session.pending],
         totals=_totals(session),
         last=None if session.last is None else step_answer(session.last),
         config=_settings(session),
     )
+
+
+def ask_answer(session: Session) -> Asked:
+    """Return the description of the copies whose losses a session asks for."""
+    copies = [PerturbedCopy.model_validate(asdict(copy)) for copy in session.pending]
+    return Asked(session_id=session.config.id, step=session.num_steps + 1, data=copies)
 
 
 def _availability(*, is_kept: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -13,10 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.mezo.schema import (
     MAX_ROWS,
+    Caller,
     CreateSession,
     EstimatorBody,
     Labels,
     LabelWords,
+    Measured,
     Objective,
     Row,
     Trainable,
@@ -26,16 +28,19 @@ from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.training.estimators import PAPER, EstimatorSettings
+from mlx_parallm.training.copies import Copy
+from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.records import Example, SessionConfig
-from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import TrainableSpec
 
 DATA = "data"
 PURPOSE = "fine-tune"
+# DATA_FIELDS: fields of the body that say how data are read.
+DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
 TEXT, MASK = "{text}", "[MASK]"
-OBJECTIVES: TypeAdapter[LabelWords | Labels] = TypeAdapter(Objective)
+OBJECTIVES: TypeAdapter[Measured | Caller] = TypeAdapter(Objective)
 # ESTIMATOR_FIELDS: fields of the body by those of the settings.
 ESTIMATOR_FIELDS = {
     "sides": "kind",
@@ -64,9 +69,9 @@ def config_maker(body: CreateSession, model: str) -> Callable[[str, int], Sessio
             model=model,
             trainable=_trainable(body.trainable, body.estimator),
             estimator=_estimator(body.estimator),
-            measure=body.objective.measure,
+            measure=None if isinstance(body.objective, Caller) else body.objective.measure,
             objective=body.objective.model_dump(mode="json"),
-            batch_size=body.batch_size,
+            batch_size=0 if isinstance(body.objective, Caller) else body.batch_size,
             order=body.batches,
             mode=body.mode,
             max_tokens=body.max_batch_tokens,
@@ -106,8 +111,8 @@ def _estimator(body: EstimatorBody) -> EstimatorSettings:
     return EstimatorSettings(**(paper | chosen))
 
 
-def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
-    """Raise InvalidRequestError if a batch or the adapter would be too large."""
+def _check_batch(body: CreateSession, num_examples: int) -> None:
+    """Raise InvalidRequestError if the data have no batch, or it cannot be divided."""
     if body.batch_size > num_examples:
         raise InvalidRequestError(
             f"batch_size is {body.batch_size}, and the data has {num_examples} examples.",
@@ -119,6 +124,37 @@ def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
             "equal groups.",
             param="batch_size",
         )
+
+
+def check_caller(body: CreateSession, max_adapters: int) -> None:
+    """Raise InvalidRequestError for fields about data, or if a step has too many adapters."""
+    for field in DATA_FIELDS:
+        if field in body.model_fields_set and getattr(body, field) is not None:
+            raise InvalidRequestError(
+                f"{field} is about data, and the objective caller has none.", param=field
+            )
+    if body.estimator.groups:
+        raise InvalidRequestError(
+            "estimator.groups divides batches of data, and the objective caller has none.",
+            param="estimator.groups",
+        )
+    sides = body.estimator.directions
+    count = 2 * sides if body.estimator.kind is Sides.TWO_SIDED else sides + 1
+    if count > max_adapters:
+        raise InvalidRequestError(
+            f"A step would have {count} adapters, and --max-cpu-loras is {max_adapters}.",
+            param="estimator.directions",
+        )
+
+
+def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
+    """Raise InvalidRequestError if a batch or the adapter would be too large."""
+    _check_batch(body, num_examples)
+    check_rank(body, max_rank)
+
+
+def check_rank(body: CreateSession, max_rank: int) -> None:
+    """Raise InvalidRequestError if the adapter would be too large."""
     if body.trainable.rank > max_rank:
         raise InvalidRequestError(
             f"trainable.rank is {body.trainable.rank}; adapters of more than --max-lora-rank "
@@ -127,17 +163,35 @@ def check_size(body: CreateSession, num_examples: int, max_rank: int) -> None:
         )
 
 
-def task_of(objective: LabelWords | Labels) -> Task:
+def task_of(objective: Measured) -> Task:
     """Return what a model must be able to do for an objective."""
     return "mlm" if isinstance(objective, LabelWords) else "classify"
 
 
-def model_of(name: str, objective: LabelWords | Labels, engine: EngineClient) -> PoolingModel:
+def model_of(name: str, objective: Measured, engine: EngineClient) -> PoolingModel:
     """Return the model of a session; raise as ``PoolingClient.get`` does."""
     model = engine.pooling.get(name, task_of(objective))
     if model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
     return model
+
+
+def base_of(name: str, engine: EngineClient) -> str:
+    """Return the first name of a model of any kind.
+
+    Raises:
+        ModelNotFoundError: nothing has the name.
+        ModelLoadingError: it is loaded for the first time.
+        InvalidRequestError: it is an adapter.
+    """
+    status = engine.find(name)
+    if status is None:
+        raise engine.not_found(name)
+    if status.model is None:
+        raise ModelLoadingError(name)
+    if status.model.parent is not None:
+        raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
+    return status.model.names[0]
 
 
 async def rows_of(
@@ -192,7 +246,7 @@ def _bad_line(number: int, why: str) -> InvalidRequestError:
 
 async def examples_of(
     rows: Sequence[Row],
-    objective: LabelWords | Labels,
+    objective: Measured,
     model: PoolingModel,
     param: str = DATA,
 ) -> list[Example]:
@@ -228,7 +282,7 @@ def _label(row: Row, place: str, names: Sequence[str], param: str) -> int:
     )
 
 
-def _source(row: Row, objective: LabelWords | Labels, model: PoolingModel) -> Any:
+def _source(row: Row, objective: Measured, model: PoolingModel) -> Any:
     if row.text is None:
         return row.token_ids
     filled = objective.template.replace(TEXT, row.text)
@@ -239,7 +293,7 @@ def _source(row: Row, objective: LabelWords | Labels, model: PoolingModel) -> An
 
 
 async def _inputs(
-    sources: Sequence[Any], objective: LabelWords | Labels, model: PoolingModel, param: str
+    sources: Sequence[Any], objective: Measured, model: PoolingModel, param: str
 ) -> Sequence[PoolingInput]:
     reading = Reading(param=param)
     if isinstance(objective, Labels):
@@ -267,10 +321,36 @@ async def label_words(objective: LabelWords, model: PoolingModel) -> tuple[int, 
     return words.ids
 
 
-def check_template(objective: LabelWords | Labels) -> None:
+def check_template(objective: Measured) -> None:
     """Raise InvalidRequestError if a template has no place for the text, or not one mask."""
     template, param = objective.template, "objective.template"
     if template.count(TEXT) != 1:
         raise InvalidRequestError(f"The template must have {TEXT} once.", param=param)
     if isinstance(objective, LabelWords) and template.count(MASK) != 1:
         raise InvalidRequestError(f"The template must have {MASK} once.", param=param)
+
+
+def told_losses(
+    losses: Mapping[str, float] | Sequence[float], copies: Sequence[Copy]
+) -> list[float]:
+    """Return the losses of a body in the order of the copies.
+
+    Raises:
+        InvalidRequestError: one is missing, or there are others.
+    """
+    names = [copy.name for copy in copies]
+    if not isinstance(losses, Mapping):
+        if len(losses) != len(names):
+            raise InvalidRequestError(
+                f"losses has {len(losses)} values; {len(names)} were asked for.", param="losses"
+            )
+        return list(losses)
+    missing = [name for name in names if name not in losses]
+    if missing:
+        raise InvalidRequestError(f"losses has none of {missing[0]}.", param="losses")
+    unknown = [name for name in losses if name not in names]
+    if unknown:
+        raise InvalidRequestError(
+            f"losses has {unknown[0][:100]!r}, which was not asked for.", param="losses"
+        )
+    return [losses[name] for name in names]

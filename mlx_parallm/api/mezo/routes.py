@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
@@ -18,18 +19,24 @@ from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
-from mlx_parallm.api.mezo.answer import session_answer, step_answer
+from mlx_parallm.api.mezo.answer import ask_answer, session_answer, step_answer
 from mlx_parallm.api.mezo.request import (
     DATA,
     OBJECTIVES,
+    base_of,
+    check_caller,
+    check_rank,
     check_size,
     check_template,
     config_maker,
     examples_of,
     model_of,
     rows_of,
+    told_losses,
 )
 from mlx_parallm.api.mezo.schema import (
+    Asked,
+    Caller,
     CheckpointAnswer,
     CreateSession,
     DeletedSession,
@@ -42,6 +49,7 @@ from mlx_parallm.api.mezo.schema import (
     SessionAnswer,
     SessionList,
     Steps,
+    Tell,
     TrainStep,
 )
 from mlx_parallm.engine.policies import AdapterUpload
@@ -49,7 +57,7 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.serving.parallel_engines import LAUNCHED
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
-from mlx_parallm.types.errors import ConflictError, NotFoundError
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError
 
 routes = Routes(SERVER, access=Access.ADMIN)
 
@@ -75,10 +83,18 @@ async def create_session(
     body: CreateSession, request: Request, engine: EngineDep, training: TrainingDep
 ) -> SessionAnswer:
     """Begin a session: an adapter that changes nothing yet, an objective and its data."""
+    max_rank = engine.config.adapters.max_rank
+    if isinstance(body.objective, Caller):
+        model = base_of(body.model, engine)
+        check_rank(body, max_rank)
+        check_caller(body, engine.config.adapters.max_loaded)
+        return session_answer(await training.create(config_maker(body, model), ()))
     check_template(body.objective)
     model = model_of(body.model, body.objective, engine)
+    if body.data is None:
+        raise InvalidRequestError("data is missing.", param=DATA)
     rows = await rows_of(body.data, request, request.app.state.batches)
-    check_size(body, len(rows), engine.config.adapters.max_rank)
+    check_size(body, len(rows), max_rank)
     examples = await examples_of(rows, body.objective, model)
     session = await training.create(config_maker(body, model.names[0]), examples)
     return session_answer(session)
@@ -119,6 +135,19 @@ async def train_step(body: TrainStep, engine: EngineDep, training: TrainingDep) 
             f"There is no training session {body.session_id[:100]!r}.", param="session_id"
         )
     return await _steps(body.session_id, body, engine, training)
+
+
+@routes.post("/v1/mezo/sessions/{session_id}/ask")
+async def ask_session(session_id: str, training: TrainingDep) -> Asked:
+    """Serve the perturbed adapters of the next step, and name them; again, if asked again."""
+    return ask_answer(await training.ask(session_id))
+
+
+@routes.post("/v1/mezo/sessions/{session_id}/tell", body_limit=INPUT)
+async def tell_session(session_id: str, body: Tell, training: TrainingDep) -> Steps:
+    """Make the step from the losses of the adapters that ``ask`` named; they are gone then."""
+    record = await training.tell(session_id, partial(told_losses, body.losses))
+    return Steps(session_id=session_id, data=[step_answer(record)])
 
 
 @routes.post("/v1/mezo/sessions/{session_id}/run")
@@ -243,6 +272,8 @@ async def _examples(
     """Read the rows of a field as the session's data were read."""
     config = training.get(session_id).config
     objective = OBJECTIVES.validate_python(config.objective)
+    if isinstance(objective, Caller):
+        raise InvalidRequestError("The objective caller reads no rows.", param=param)
     model = model_of(config.model, objective, engine)
     return await examples_of(rows, objective, model, param)
 

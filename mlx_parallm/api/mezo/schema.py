@@ -34,6 +34,9 @@ MAX_NUMBER = 1e15
 Finite = Annotated[float, Field(allow_inf_nan=False, le=MAX_NUMBER)]
 
 
+Loss = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
 class Strict(NullIsAbsent):
     """A body of which every field must be known: a typing error must not train something else."""
 
@@ -43,6 +46,11 @@ class Strict(NullIsAbsent):
 def _kind(value: Any) -> str:
     """Return which of a string and a list a value is to be, so that problems are those of one."""
     return "name" if isinstance(value, str) else "list"
+
+
+def _container(value: Any) -> str:
+    """Return which of an object and a list a value is to be; see ``_kind``."""
+    return "object" if isinstance(value, dict) else "list"
 
 
 #: ``Layers`` is "all", "top:" and a number of layers, or indices.
@@ -119,7 +127,15 @@ class Labels(Strict):
     measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
 
 
-Objective = Annotated[LabelWords | Labels, Field(discriminator="kind")]
+class Caller(Strict):
+    """The caller measures losses, with the adapters that ``ask`` names, and tells them."""
+
+    kind: Literal["caller"] = Field("caller", description="Losses that the caller tells.")
+
+
+#: ``Measured`` is an objective whose losses a session measures itself, on its data.
+Measured = LabelWords | Labels
+Objective = Annotated[Measured | Caller, Field(discriminator="kind")]
 
 
 class Row(Strict):
@@ -158,7 +174,9 @@ class CreateSession(Strict):
         description="How steps are made.",
     )
     objective: Objective = Field(description="What is learnt.")
-    data: Data = Field(description="Rows, or the id of a file of purpose fine-tune.")
+    data: Data | None = Field(
+        None, description="Rows, or the id of a file of purpose fine-tune; not of kind caller."
+    )
     batch_size: StrictInt = Field(16, ge=1, le=65536, description="Examples of a step.")
     batches: BatchOrder = Field(BatchOrder.RANDOM, description="How batches are drawn.")
     mode: Mode = Field(Mode.PAIRED, description="naive computes all copies apart, to compare.")
@@ -175,6 +193,15 @@ class MakeSteps(Strict):
     batch: list[Row] | None = Field(
         None, min_length=1, max_length=65536, description="Rows in place of the session's data."
     )
+
+
+class Tell(Strict):
+    """The losses that were asked for."""
+
+    losses: Annotated[
+        Annotated[dict[str, Loss], Tag("object")] | Annotated[list[Loss], Tag("list")],
+        Discriminator(_container),
+    ] = Field(description="By the names of the adapters, or in their order.")
 
 
 class TrainStep(MakeSteps):
@@ -260,9 +287,27 @@ class SessionAnswer(BaseModel):
     prefix_cache: str | None = Field(description="available or unavailable.")
     base: str | None = Field(description="SHA-256 of the weights that it trains on.")
     published: list[str] = Field(description="Adapters that it has published.")
+    pending: list[str] = Field(description="Adapters whose losses are asked for, and not told yet.")
     totals: Totals = Field(description="The costs of all steps.")
     last: StepAnswer | None = Field(description="The last step.")
     config: dict[str, Any] = Field(description="The settings.")
+
+
+class PerturbedCopy(BaseModel):
+    """An adapter whose loss is asked for."""
+
+    name: str = Field(description="The model that requests name, until the losses are told.")
+    direction: int | None = Field(description="Which direction; null: it is not perturbed.")
+    sign: int = Field(description="Of the perturbation, 1 or -1.")
+
+
+class Asked(BaseModel):
+    """The perturbed adapters of the next step."""
+
+    object: str = Field(default="mezo.ask", description="What this is.")
+    session_id: str = Field(description="The session.")
+    step: int = Field(description="The number of the step that the losses will make.")
+    data: list[PerturbedCopy] = Field(description="The adapters, in the order of their losses.")
 
 
 class SessionList(BaseModel):

@@ -13,6 +13,7 @@ from mlx_parallm.types.errors import InvalidRequestError, SessionLostError
 from mlx_parallm.types.training import (
     Distribution,
     ForwardSize,
+    Perturbation,
     Segment,
     Step,
     TrainableInfo,
@@ -78,6 +79,12 @@ class _Session:
         theta = self.trainable.theta
         along = directions(op.seed, op.num_directions, theta.size, self.distribution)
         return mx.stack([_copy(theta, along, segment, op.epsilon) for segment in op.segments])
+
+    def perturbed(self, theta: mx.array, perturbation: Perturbation) -> mx.array:
+        """Return parameters as the forwards of a step have them, float32 ``[P]``."""
+        count = perturbation.num_directions
+        along = directions(perturbation.seed, count, theta.size, self.distribution)
+        return _copy(theta, along, perturbation, perturbation.epsilon)
 
     def after(self, theta: mx.array, steps: Sequence[Step]) -> mx.array:
         """Return parameters after steps."""
@@ -166,9 +173,12 @@ class EncoderSessions:
     @staticmethod
     def _materialised(session: _Session, op: Materialise) -> AdapterWeights:
         trainable = session.trainable
-        if op.steps is None:
-            return trainable.weights(trainable.theta)
-        return trainable.weights(session.after(trainable.start, op.steps))
+        theta = trainable.theta
+        if op.steps is not None:
+            theta = session.after(trainable.start, op.steps)
+        if op.perturbation is not None:
+            theta = session.perturbed(theta, op.perturbation)
+        return trainable.weights(theta)
 
 
 def trained_layers(encoder: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
@@ -242,7 +252,9 @@ def _layer(encoder: TrainedModel, path: str, rank: int) -> TrainedLayer:
     return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
 
 
-def _copy(theta: mx.array, along: mx.array, segment: Segment, epsilon: float) -> mx.array:
-    if segment.direction is None:
+def _copy(
+    theta: mx.array, along: mx.array, place: Segment | Perturbation, epsilon: float
+) -> mx.array:
+    if place.direction is None:
         return theta
-    return theta + segment.sign * epsilon * along[segment.direction]
+    return theta + place.sign * epsilon * along[place.direction]

@@ -1,0 +1,213 @@
+"""Training sessions whose losses the caller measures, with adapters that a real server serves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server_process import ServerProcess
+
+MODEL = "demo:mlm"
+WORDS = {"good": "cat", "bad": "dog"}
+TEXTS = {"a joyful film It was [MASK].": "good", "a dull film It was [MASK].": "bad"}
+SESSION: dict[str, Any] = {
+    "model": MODEL,
+    "trainable": {"layers": "top:1", "targets": ["value", "attention.output.dense"], "rank": 4},
+    "estimator": {"learning_rate": 0.06, "epsilon": 0.03},
+    "objective": {"kind": "caller"},
+}
+
+
+@pytest.fixture(scope="module", params=[(), ("--data-parallel-size", "2")], ids=["one", "two"])
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    process = ServerProcess("--model", MODEL, "--max-cpu-loras", "5", *request.param)
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=None) as client:
+        yield client
+
+
+@pytest.fixture
+def session(client: httpx2.Client) -> Iterator[str]:
+    path = begin(client)
+    yield path
+    client.delete(path)
+
+
+def begin(client: httpx2.Client, **changes: Any) -> str:
+    """Begin a session; return its path."""
+    return f"/v1/mezo/sessions/{posted(client, '/v1/mezo/sessions', **(SESSION | changes))['id']}"
+
+
+def posted(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(client: httpx2.Client, path: str, **body: Any) -> tuple[int, str]:
+    """Return status and parameter of a refusal."""
+    answer = client.post(path, json=body)
+    return answer.status_code, str(answer.json()["error"]["param"])
+
+
+def names_of(client: httpx2.Client, session: str) -> list[str]:
+    return [copy["name"] for copy in posted(client, f"{session}/ask")["data"]]
+
+
+def wrongness(client: httpx2.Client, model: str) -> float:
+    """Return how far a model is from the right words: the loss of an environment."""
+    answer = posted(client, "/v1/mlm", model=model, texts=list(TEXTS), label_words=WORDS)
+    loss = 0.0
+    for text, label in zip(answer["data"], TEXTS.values(), strict=True):
+        (mask,) = text["predictions"]
+        (word,) = [word for word in mask["words"] if word["label"] == label]
+        loss -= word["logprob"]
+    return loss
+
+
+def adapters(client: httpx2.Client) -> list[str]:
+    return [card["name"] for card in client.get("/v1/adapters").json()["data"]]
+
+
+def test_an_environment_of_the_caller_is_learnt(client: httpx2.Client, session: str) -> None:
+    before = wrongness(client, MODEL)
+    for number in range(1, 121):
+        names = names_of(client, session)
+        losses = {name: wrongness(client, name) for name in names}
+        (step,) = posted(client, f"{session}/tell", losses=losses)["data"]
+        assert step["step"] == number
+        assert [step["loss_plus"], step["loss_minus"]] == list(losses.values())
+    posted(client, f"{session}/publish", name="learnt")
+    assert wrongness(client, "learnt") < before - 0.5
+    client.delete("/v1/adapters/learnt")
+
+
+def test_copies_are_served_until_losses_are_told(client: httpx2.Client, session: str) -> None:
+    names = names_of(client, session)
+    assert [name[:-1] for name in names] == [names[0][:-1]] * 2
+    assert names == names_of(client, session) == client.get(session).json()["pending"]
+    assert sorted(adapters(client)) == sorted(names)
+    # No result of a copy is kept.
+    for model, is_kept in ((MODEL, True), (names[0], False)):
+        texts = {"model": model, "texts": list(TEXTS)}
+        assert posted(client, "/v1/mlm", **texts)["data"]
+        again = posted(client, "/v1/mlm", **texts)["data"]
+        assert [text["cache_hit"] for text in again] == [is_kept] * len(TEXTS)
+    posted(client, f"{session}/tell", losses=[0.5, 0.25])
+    assert adapters(client) == client.get(session).json()["pending"] == []
+    assert client.post("/v1/mlm", json={"model": names[0], "texts": list(TEXTS)}).status_code == 404
+    assert names_of(client, session) != names
+    client.delete(session)
+    assert adapters(client) == []
+
+
+def test_directions_of_one_side_have_one_copy_in_common(client: httpx2.Client) -> None:
+    session = begin(client, estimator={"kind": "one_sided", "directions": 3})
+    copies = posted(client, f"{session}/ask")["data"]
+    places = [(copy["direction"], copy["sign"]) for copy in copies]
+    assert places == [(0, 1), (1, 1), (2, 1), (None, 1)]
+    assert wrongness(client, copies[3]["name"]) == pytest.approx(wrongness(client, MODEL))
+    assert wrongness(client, copies[0]["name"]) != pytest.approx(wrongness(client, MODEL))
+    client.delete(session)
+
+
+def test_what_was_not_asked_cannot_be_told(client: httpx2.Client, session: str) -> None:
+    tell = f"{session}/tell"
+    assert refused(client, tell, losses=[1.0, 2.0])[0] == 409
+    first, second = names_of(client, session)
+    assert refused(client, tell, losses=[1.0]) == (400, "losses")
+    assert refused(client, tell, losses={first: 1.0}) == (400, "losses")
+    assert refused(client, tell, losses={first: 1.0, second: 1.0, "x": 1.0}) == (400, "losses")
+    assert refused(client, tell, losses={first: 1.0, second: "1"}) == (400, "losses")
+    body = f'{{"losses": {{"{first}": 1.0, "{second}": NaN}}}}'
+    assert client.post(tell, content=body).status_code == 400
+    assert client.get(session).json()["step"] == 0
+    posted(client, tell, losses={second: 1.0, first: 2.0})
+    assert client.get(session).json()["last"]["loss_plus"] == 2.0
+    assert refused(client, tell, losses=[1.0, 2.0])[0] == 409
+
+
+def test_sessions_measure_losses_or_are_told(client: httpx2.Client, session: str) -> None:
+    assert refused(client, f"{session}/step")[0] == 409
+    assert refused(client, f"{session}/run", steps=3)[0] == 409
+    rows = [{"text": "a film", "label": "good"}]
+    assert refused(client, f"{session}/evaluate", data=rows) == (400, "data")
+    body: dict[str, Any] = SESSION | {
+        "objective": {"kind": "label_words", "label_words": WORDS},
+        "batch_size": 1,
+    }
+    assert refused(client, "/v1/mezo/sessions", **body) == (400, "data")
+    other = begin(client, **body, data=rows)
+    assert refused(client, f"{other}/ask")[0] == 409
+    posted(client, f"{other}/run", steps=200)
+    assert refused(client, f"{other}/ask")[0] == 409
+    client.delete(other)
+    posted(client, f"{session}/pause")
+    assert refused(client, f"{session}/ask")[0] == 409
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"data": [{"text": "a film", "label": "good"}]}, "data"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"estimator": {"groups": True}}, "estimator.groups"),
+        ({"estimator": {"directions": 3}}, "estimator.directions"),
+        ({"model": "nothing"}, "model"),
+    ],
+)
+def test_new_sessions_without_data_name_what_is_wrong(
+    client: httpx2.Client, changes: dict[str, Any], param: str
+) -> None:
+    status, named = refused(client, "/v1/mezo/sessions", **(SESSION | changes))
+    assert (status, named) == (404 if param == "model" else 400, param)
+
+
+def test_without_room_nothing_is_served(client: httpx2.Client, session: str) -> None:
+    others = [begin(client) for _ in range(2)]
+    for other in others:
+        names_of(client, other)
+    before = adapters(client)
+    answer = client.post(f"{session}/ask")
+    assert answer.status_code == 409
+    assert "--max-cpu-loras" in answer.json()["error"]["message"]
+    assert adapters(client) == before
+    assert client.get(session).json()["pending"] == []
+    for other in others:
+        client.delete(other)
+    assert adapters(client) == []
+
+
+def test_a_killed_server_repeats_what_it_asked(tmp_path: Path) -> None:
+    flags = ("--model", MODEL, "--data-dir", str(tmp_path))
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    losses: Sequence[float] = ()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        session = begin(client)
+        names_of(client, session)
+        posted(client, f"{session}/tell", losses=[1.0, 0.5])
+        names = names_of(client, session)
+        losses = [wrongness(client, name) for name in names]
+    process.stop(signal.SIGKILL)
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        assert client.get(session).json()["pending"] == names
+        assert adapters(client) == []
+        assert names_of(client, session) == names
+        assert [wrongness(client, name) for name in names] == losses
+        (step,) = posted(client, f"{session}/tell", losses=losses)["data"]
+        assert step["step"] == 2
+    process.stop()
