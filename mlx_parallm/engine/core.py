@@ -332,7 +332,8 @@ class EngineCore:
         entry, adapter = self._address(request.model)
         if entry is None:
             raise self.not_found(request.model)
-        if entry.model is not None:
+        if entry.model is not None and reader is None:
+            # A request of work beside the model, which has a reader, is none of the model's kind.
             entry.model.check(request)
         base = entry.names[0]
         self._num_entering += 1

@@ -19,11 +19,12 @@ from mlx_parallm.worker.generation.row_selection import (
     vocab_size_of,
 )
 from mlx_parallm.worker.generation.stock_forward import StockModel
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.ops import ApplySteps, Materialise, OpenTraining, PairForward
 from mlx_parallm.worker.training.sessions import EncoderSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
-from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.decoder_folders import read_generator
 from tests.encoder_folders import write_golden
 
@@ -36,6 +37,12 @@ EPSILON = 0.05
 END = 2
 
 
+def stock_of(loaded: LoadedModel, selector: RowSelector) -> StockModel:
+    context = AdapterContext()
+    layers = AdaptedLayers(loaded.model, product_dtype(loaded.dtype), context)
+    return StockModel(loaded.model, selector, context, layers, 64)
+
+
 class Trained:
     """A golden generator with one open session."""
 
@@ -46,7 +53,7 @@ class Trained:
         if selects:
             selector = install_row_selection(loaded.model, vocab_size_of(loaded))
             assert selector.active
-        stock = StockModel(loaded.model, selector, AdapterContext(), loaded.dtype, 64)
+        stock = stock_of(loaded, selector)
         self.sessions = EncoderSessions(TrainedDecoder(stock))
         self.spec = TrainableSpec(
             **{"targets": TARGETS[name[:4].rstrip("_")], "rank": 2, "alpha": 4.0, **spec}
@@ -160,6 +167,6 @@ def test_a_model_that_reads_padding_is_refused(tmp_path: Path) -> None:
             return super().__call__(ids, cache) * (1 + mx.sum(ids == 0))
 
     loaded.model.__class__ = Both
-    stock = StockModel(loaded.model, RowSelector(), AdapterContext(), loaded.dtype, 64)
+    stock = stock_of(loaded, RowSelector())
     with pytest.raises(InvalidRequestError, match="depend on those after them"):
         TrainedDecoder(stock)

@@ -246,7 +246,6 @@ class GeneratorModel:
         """Forget what was trained on weights that change."""
         if self._sessions is not None:
             self._sessions.release()
-            self._sessions = None
 
     def release(self) -> None:
         """See ``WorkerModel``; arrays are freed with this object."""

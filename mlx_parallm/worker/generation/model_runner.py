@@ -135,7 +135,7 @@ class ModelRunner:
         self.adapters = AdapterStore(layers)
         #: The model as training sessions run it.
         self.stock = StockModel(
-            loaded.model, choice.selector, self._path.adapters, loaded.dtype, plan.max_model_len
+            loaded.model, choice.selector, self._path.adapters, layers, plan.max_model_len
         )
         #: Replaces and frees the model's weights and KV.
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)

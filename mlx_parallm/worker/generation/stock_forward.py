@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.worker.generation.row_selection import RowSelector
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.context import AdapterContext
 
 
@@ -17,12 +18,12 @@ class StockModel:
         model: mlx_lm's module.
         selector: selects the rows that the head computes.
         adapters: the context that its layers read.
-        dtype: the model's dtype.
+        layers: wraps its layers, each once, so that adapters can change them.
         max_model_len: most tokens of a text.
     """
 
     model: Any
     selector: RowSelector
     adapters: AdapterContext
-    dtype: str
+    layers: AdaptedLayers
     max_model_len: int

@@ -16,7 +16,6 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import ChoiceInput, TrainingInput
 from mlx_parallm.worker.generation.stock_forward import StockModel
-from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
@@ -44,7 +43,7 @@ class TrainedDecoder:
         self._model, self._selector, self._context = stock.model, stock.selector, stock.adapters
         self._modules = dict(stock.model.named_modules())
         self._stages = LayerStages(stock.model)
-        self._adapted = AdaptedLayers(stock.model, product_dtype(stock.dtype), stock.adapters)
+        self._adapted = stock.layers
         self._shapes = ForwardShapes.of_device(stock.max_model_len)
         self._check()
 
