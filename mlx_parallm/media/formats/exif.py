@@ -13,6 +13,9 @@ SHORT = 3
 ENTRY_BYTES = 12
 BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 PREFIX = b"Exif\0\0"
+# MAX_EXIF_BYTES: JPEG has no room for more. Chunks of PNG and WebP can be as long as a file, so
+# their readers copy no more than this.
+MAX_EXIF_BYTES = 65536
 
 
 def orientation_of(exif: bytes) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.media.formats.exif import orientation_of
+from mlx_parallm.media.formats.exif import MAX_EXIF_BYTES, orientation_of
 from mlx_parallm.media.formats.stored import (
     StoredPicture,
     check_frames,
@@ -38,7 +38,7 @@ def read_png(data: bytes) -> StoredPicture:
         if kind in KEPT:
             kept.append(data[offset:end])
         elif kind == b"eXIf":
-            orientation = orientation_of(data[begin : begin + length])
+            orientation = orientation_of(data[begin : begin + min(length, MAX_EXIF_BYTES)])
         elif kind == b"acTL":
             check_frames(read_fields(">I", data, begin, NAME)[0], NAME)
         offset = end

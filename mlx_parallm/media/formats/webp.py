@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.media.formats.exif import orientation_of
+from mlx_parallm.media.formats.exif import MAX_EXIF_BYTES, orientation_of
 from mlx_parallm.media.formats.stored import (
     StoredPicture,
     check_frames,
@@ -48,7 +48,7 @@ def read_webp(data: bytes) -> StoredPicture:
         elif kind in KEPT or (kind == FRAME and num_frames == 1):
             kept.append(data[offset:end])
         elif kind == b"EXIF":
-            orientation = orientation_of(data[begin : begin + length])
+            orientation = orientation_of(data[begin : begin + min(length, MAX_EXIF_BYTES)])
         offset = end
     body = FOURCC + b"".join(kept)
     content = RIFF + len(body).to_bytes(4, "little") + body

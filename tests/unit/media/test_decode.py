@@ -145,6 +145,17 @@ def test_a_bad_orientation_turns_nothing(exif):
     assert orientation_of(exif) == 1
 
 
+def test_long_exif_is_not_copied():
+    exif = exif_of(6).removeprefix(b"Exif\0\0") + bytes(10_000_000)
+    data = with_png_chunks(file_of(noise()), png_chunk(b"eXIf", exif))
+    tracemalloc.start()
+    try:
+        assert read_picture(data, LIMITS).size == (5, 7)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("order", ["little", "big"])
 def test_the_orientation_is_read_in_both_byte_orders(order):
     numbers = ((42, 2), (8, 4), (1, 2), (0x0112, 2), (3, 2), (1, 4), (6, 2), (0, 2))
