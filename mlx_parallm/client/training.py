@@ -73,6 +73,7 @@ class TrainingSession:
         base: SHA-256 of the weights that it trains on.
         published: names of the adapters that it has published.
         pending: names of the adapters whose losses it asks for, and that were not told yet.
+        warning: why it hardly learns; None: no reason is known.
         totals: costs of all steps.
         last: the latest step; None before the first.
         config: the settings.
@@ -93,6 +94,7 @@ class TrainingSession:
     base: str | None
     published: Sequence[str]
     pending: Sequence[str]
+    warning: str | None
     totals: TrainingTotals
     last: TrainingStep | None
     config: Mapping[str, Any]
@@ -179,6 +181,7 @@ def session_of(answer: Mapping[str, Any]) -> TrainingSession:
         base=answer["base"],
         published=answer["published"],
         pending=answer["pending"],
+        warning=answer["warning"],
         totals=_totals_of(answer["totals"]),
         last=None if answer["last"] is None else step_of(answer["last"]),
         config=answer["config"],

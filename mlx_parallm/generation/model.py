@@ -254,9 +254,10 @@ class GenerationModel(ServedModel):
         """See ``ServedModel``."""
         return ModelMemory(weights=self.info.weight_bytes, kv=self.info.kv_bytes)
 
-    def check(self, request: GenerateRequest) -> None:
-        """See ``ServedModel`` and ``check_request``."""
-        check_request(request, self.info)
+    def check(self, request: GenerateRequest | Any) -> None:
+        """See ``ServedModel`` and ``check_request``; the engine checks work beside the model."""
+        if isinstance(request, GenerateRequest):
+            check_request(request, self.info)
 
     def reader(self, request: GenerateRequest) -> EventStream:
         """See ``ServedModel``."""

@@ -14,10 +14,12 @@ class Measure(StrEnum):
 
     cross_entropy: the negative log-probability of the right label.
     error: 1 for a wrong label and 0 for the right one; it has no gradient.
+    f1: 1 less the mean F1 of the labels over all rows together; it has no gradient.
     """
 
     CROSS_ENTROPY = "cross_entropy"
     ERROR = "error"
+    F1 = "f1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Scores:
 
 
 def losses(results: Sequence[np.ndarray], labels: Sequence[int], measure: Measure) -> np.ndarray:
-    """Return the loss of each row, float64 ``[rows]``.
+    """Return the loss of each row, float64 ``[rows]``; for ``Measure.F1`` that of ``ERROR``.
 
     Args:
         results: logits of the labels for each row, float32 ``[labels]`` or ``[1, labels]``.
@@ -46,7 +48,7 @@ def losses(results: Sequence[np.ndarray], labels: Sequence[int], measure: Measur
     """
     logits = _logits(results)
     right = np.asarray(labels)
-    if measure is Measure.ERROR:
+    if measure in (Measure.ERROR, Measure.F1):
         return (logits.argmax(axis=1) != right).astype(np.float64)
     return _cross_entropy(logits, right)
 
@@ -60,6 +62,14 @@ def scores(results: Sequence[np.ndarray], labels: Sequence[int]) -> Scores:
         accuracy=float((chosen == right).mean()),
         f1=_macro_f1(chosen, right),
     )
+
+
+def f1_loss(results: Sequence[np.ndarray], labels: Sequence[int]) -> float:
+    """Return 1 less the mean F1 over rows; NaN if a logit is not finite."""
+    logits = _logits(results)
+    if not np.isfinite(logits).all():
+        return float("nan")
+    return 1.0 - _macro_f1(logits.argmax(axis=1), np.asarray(labels))
 
 
 def _logits(results: Sequence[np.ndarray]) -> np.ndarray:

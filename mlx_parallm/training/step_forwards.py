@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
-from mlx_parallm.training.objectives import Measure, losses
+from mlx_parallm.training.objectives import Measure, f1_loss, losses
 from mlx_parallm.training.records import Example, Mode, SessionConfig
 from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo, num_tokens
 from mlx_parallm.worker.ops import PairForward
@@ -58,7 +58,9 @@ class StepForwards:
         ]
 
     def losses(self, results: Sequence[PairResult], measure: Measure) -> list[float]:
-        """Return the mean loss of each segment."""
+        """Return the loss of each segment: the mean of its rows, or their F1 together."""
+        if measure is Measure.F1:
+            return self._f1_losses(results)
         sums = np.zeros(len(self.segments))
         for part, result in zip(self.parts, results, strict=True):
             rows = [row for segment in part.segments for row in segment.rows]
@@ -67,6 +69,17 @@ class StepForwards:
             sums[list(part.places)] += every.sum(axis=1)
         counts = [len(segment.rows) for segment in self.segments]
         return [float(total) / count for total, count in zip(sums, counts, strict=True)]
+
+    def _f1_losses(self, results: Sequence[PairResult]) -> list[float]:
+        """Return the loss of each segment, whose rows may lie in several forwards."""
+        logits: list[list[np.ndarray]] = [[] for _ in self.segments]
+        labels: list[list[int]] = [[] for _ in self.segments]
+        for part, result in zip(self.parts, results, strict=True):
+            rows = iter(result.results)
+            for place, segment in zip(part.places, part.segments, strict=True):
+                logits[place] += [next(rows) for _ in segment.rows]
+                labels[place] += [self.examples[part.rows[row]].label for row in segment.rows]
+        return [f1_loss(*each) for each in zip(logits, labels, strict=True)]
 
     def layer_tokens(self, info: TrainableInfo, results: Sequence[PairResult]) -> int:
         """Return how many tokens were computed, times the layers that computed them."""

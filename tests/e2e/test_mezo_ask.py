@@ -12,7 +12,7 @@ import pytest
 
 from tests.server_process import ServerProcess
 
-MODEL = "demo:mlm"
+MODEL, GENERATOR = "demo:mlm", "mlx-parallm-demo"
 WORDS = {"good": "cat", "bad": "dog"}
 TEXTS = {"a joyful film It was [MASK].": "good", "a dull film It was [MASK].": "bad"}
 SESSION: dict[str, Any] = {
@@ -25,7 +25,7 @@ SESSION: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=[(), ("--data-parallel-size", "2")], ids=["one", "two"])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    process = ServerProcess("--model", MODEL, "--max-cpu-loras", "5", *request.param)
+    process = ServerProcess("--model", MODEL, GENERATOR, "--max-cpu-loras", "5", *request.param)
     process.wait_until_ready()
     yield process
     process.stop()
@@ -120,6 +120,44 @@ def test_directions_of_one_side_have_one_copy_in_common(client: httpx2.Client) -
     assert wrongness(client, copies[3]["name"]) == pytest.approx(wrongness(client, MODEL))
     assert wrongness(client, copies[0]["name"]) != pytest.approx(wrongness(client, MODEL))
     client.delete(session)
+
+
+def test_copies_of_a_generator_sample_and_leave_nothing(client: httpx2.Client) -> None:
+    trainable = {"layers": "all", "targets": ["q_proj", "v_proj"], "rank": 4}
+    estimator = {"epsilon": 0.1, "learning_rate": 0.1}
+    session = begin(client, model=GENERATOR, trainable=trainable, estimator=estimator)
+    body = {"prompts": ["A long prompt, which fills more than one block. " * 8], "n": 1, "seed": 7}
+
+    def rollout(model: str) -> dict[str, Any]:
+        answer = posted(client, "/v1/rl/rollout", model=model, max_tokens=8, **body)
+        return answer["groups"][0]
+
+    def loss(group: dict[str, Any]) -> float:
+        return -sum(group["samples"][0]["logprobs"])
+
+    rollout(GENERATOR)
+    assert rollout(GENERATOR)["cached_tokens"] > 0
+    for _ in range(2):
+        plus, minus = names_of(client, session)
+        groups = [rollout(name) for name in (plus, minus, plus, minus)]
+        assert [group["cached_tokens"] for group in groups] == [0] * 4
+        assert groups[0]["samples"] == groups[2]["samples"]
+        assert loss(groups[0]) != pytest.approx(loss(groups[1]), abs=1e-6)
+        posted(client, f"{session}/tell", losses=[loss(group) for group in groups[:2]])
+    assert adapters(client) == []
+    # The blocks of the base are found as before.
+    assert rollout(GENERATOR)["cached_tokens"] > 0
+    client.delete(session)
+
+
+def test_steps_that_change_nothing_are_warned_of(client: httpx2.Client, session: str) -> None:
+    names_of(client, session)
+    posted(client, f"{session}/tell", losses=[1.0, 1.0])
+    assert "1 of 1 steps" in client.get(session).json()["warning"]
+    for losses in ([1.0, 0.0], [0.0, 1.0]):
+        names_of(client, session)
+        posted(client, f"{session}/tell", losses=losses)
+    assert client.get(session).json()["warning"] is None
 
 
 def test_what_was_not_asked_cannot_be_told(client: httpx2.Client, session: str) -> None:

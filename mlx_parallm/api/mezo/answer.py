@@ -40,6 +40,7 @@ def session_answer(session: Session) -> SessionAnswer:
         base=state.base,
         published=list(state.published),
         pending=[copy.name for copy in session.pending],
+        warning=_warning(session),
         totals=_totals(session),
         last=None if session.last is None else step_answer(session.last),
         config=_settings(session),
@@ -54,6 +55,17 @@ def ask_answer(session: Session) -> Asked:
 
 def _availability(*, is_kept: bool) -> str:
     return "available" if is_kept else "unavailable"
+
+
+def _warning(session: Session) -> str | None:
+    """Return a warning if more than half of the steps have changed nothing."""
+    count, num_zero = session.num_steps, session.num_zero
+    if 2 * num_zero <= count:
+        return None
+    return (
+        f"{num_zero} of {count} steps changed nothing, because their losses were equal: use a "
+        "larger estimator.epsilon, or larger batches."
+    )
 
 
 def _settings(session: Session) -> dict[str, Any]:

@@ -288,6 +288,7 @@ class SessionAnswer(BaseModel):
     base: str | None = Field(description="SHA-256 of the weights that it trains on.")
     published: list[str] = Field(description="Adapters that it has published.")
     pending: list[str] = Field(description="Adapters whose losses are asked for, and not told yet.")
+    warning: str | None = Field(description="Why it hardly learns; null: no reason is known.")
     totals: Totals = Field(description="The costs of all steps.")
     last: StepAnswer | None = Field(description="The last step.")
     config: dict[str, Any] = Field(description="The settings.")

@@ -599,3 +599,45 @@ async def test_sessions_run_side_by_side(opened: Open) -> None:
         service.run(session.config.id, 10)
     await asyncio.gather(*(session.wait_for_steps(9) for session in sessions))
     assert len({session.files.log() for session in sessions}) == 3
+
+
+async def test_f1_is_that_of_the_whole_batch_however_it_is_cut(opened: Open) -> None:
+    service = opened()
+    settings = EstimatorSettings(epsilon=1.0, learning_rate=0.5)
+    sessions = [
+        await begin(service, measure=Measure.F1, estimator=settings, batch_size=8, **changes)
+        for changes in ({}, {"max_tokens": 8}, {"mode": Mode.NAIVE})
+    ]
+    whole, cut, naive = [[await each.step() for _ in range(5)] for each in sessions]
+    losses = [
+        [(step.loss_plus, step.loss_minus) for step in steps] for steps in (whole, cut, naive)
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    assert all(0.0 <= loss <= 1.0 for pair in losses[0] for loss in pair)
+    assert len({loss for pair in losses[0] for loss in pair}) > 1
+
+
+async def test_copies_of_a_lost_engine_are_the_same(
+    tmp_path: Path, train: WorkerTrain, opened: Open
+) -> None:
+    session = await begin(opened(), measure=None)
+    before = [copy.weights.digest for copy in await session.perturbed()]
+    train.load(tmp_path / "model")
+    assert [copy.weights.digest for copy in await session.perturbed()] == before
+    record = await session.learn([1.0, 0.5])
+    assert (record.step, record.loss_plus, record.loss_minus) == (1, 1.0, 0.5)
+    after = [copy.weights.digest for copy in await session.perturbed()]
+    assert not set(after) & set(before)
+
+
+async def test_copies_of_other_weights_are_refused(
+    tmp_path: Path, train: WorkerTrain, opened: Open
+) -> None:
+    session = await begin(opened(), measure=None)
+    await session.perturbed()
+    train.load(other_weights(tmp_path / "other"))
+    with pytest.raises(ConflictError, match="other weights"):
+        await session.perturbed()
+    with pytest.raises(ConflictError, match="other weights"):
+        await session.learn([1.0, 0.5])
+    assert session.num_steps == 0
