@@ -314,12 +314,16 @@ class EngineCore:
         if limit and self._streams.num_samples + n > limit:
             await self._life.query(CheckRoom(model, client, n))
 
-    async def open_reader(self, request: Any, reader: EventReader | None = None) -> Any:
+    async def open_reader(
+        self, request: Any, reader: EventReader | None = None, *, is_beside: bool = False
+    ) -> Any:
         """Admit a request of any kind of model; return the reader of its events.
 
         Args:
             request: names a model or an adapter.
             reader: reads the events; a new one of the model if it is not given.
+            is_beside: True for a request of work beside the model, which is not of the model's kind
+                and so is not checked by it.
 
         Raises:
             ModelNotFoundError: nothing has the name that it gives.
@@ -332,8 +336,7 @@ class EngineCore:
         entry, adapter = self._address(request.model)
         if entry is None:
             raise self.not_found(request.model)
-        if entry.model is not None and reader is None:
-            # A request of work beside the model, which has a reader, is none of the model's kind.
+        if entry.model is not None and not is_beside:
             entry.model.check(request)
         base = entry.names[0]
         self._num_entering += 1

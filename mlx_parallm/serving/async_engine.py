@@ -50,7 +50,7 @@ class AsyncEngine(EngineCore, Generators):
     async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
         """See ``EngineClient``."""
         reader = AnswerReader[tuple[Any, ...]](request)
-        await self.open_reader(request, reader)
+        await self.open_reader(request, reader, is_beside=True)
         try:
             return await reader.results()
         except asyncio.CancelledError:
