@@ -1,4 +1,4 @@
-"""What it takes to run a generation model without caches, beside the steps of its engine."""
+"""A generation model as it is run without caches, beside the steps of its engine."""
 
 from __future__ import annotations
 
