@@ -46,7 +46,9 @@ SESSION: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
+    # The result cache is off, so that answers beside a session are computed.
+    models = ("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
+    process = ServerProcess(*models, "--encoder-cache-size", "0")
     process.wait_until_ready()
     yield process
     process.stop()
@@ -148,23 +150,30 @@ def test_an_adapter_can_be_downloaded(client: httpx2.Client, session: str, form:
 def test_a_session_changes_no_token_of_the_traffic(
     client: httpx2.Client, server: ServerProcess, session: str
 ) -> None:
-    def texts() -> list[str]:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as chat:
-            return [
-                chat.completions.create(
-                    model="mlx-parallm-demo", prompt=f"{number},", max_tokens=16, seed=number
-                )
-                .choices[0]
-                .text
-                for number in range(8)
-            ]
+    def text(number: int) -> str | None:
+        answer = chat.completions.create(
+            model="mlx-parallm-demo", prompt=f"{number},", max_tokens=16, seed=number
+        )
+        return answer.choices[0].text
 
-    alone, vectors = texts(), predicted(client, MODEL)
-    asked(client, f"{session}/run", steps=300)
-    beside = texts()
-    assert predicted(client, MODEL) == vectors
-    asked(client, f"{session}/pause")
-    assert beside == alone
+    def scores(_: int) -> list[Any]:
+        """Return what one request after the other gets."""
+        return [
+            asked(client, "/v1/mlm", model=MODEL, texts=[f"{number} It was [MASK]."])["data"]
+            for number in range(100)
+        ]
+
+    def traffic() -> list[Any]:
+        with concurrent.futures.ThreadPoolExecutor(5) as pool:
+            return [*pool.map(scores, range(1)), *pool.map(text, range(100))]
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as chat:
+        alone = traffic()
+        asked(client, f"{session}/run", steps=500)
+        assert traffic() == alone
+        assert client.get(session).json()["step"] > 0
+        assert len(events(client, session)) == 500
+        assert traffic() == alone
 
 
 def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is kept between steps is never a wrong answer, in whatever order things happen."""
+"""Kept states are never a wrong answer, in whatever order things happen."""
 
 from __future__ import annotations
 

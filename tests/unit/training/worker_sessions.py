@@ -21,7 +21,7 @@ from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
 from mlx_parallm.worker.training.sessions import EncoderSessions
 from mlx_parallm.worker.worker import Worker
-from tests.encoder_folders import read_golden, write_golden
+from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden
 
 MODEL = "model"
 WORDS = (3, 9)
@@ -51,6 +51,18 @@ def config_of(**changes: Any) -> Callable[[str, int], SessionConfig]:
     return lambda name, time: replace(CONFIG, **changes, id=name, created_at=time)
 
 
+def three_layers(folder: Path) -> Path:
+    """Write the model with another layer at the top."""
+    golden = read_golden("bert_masked_lm")
+    weights = golden_arrays(golden)
+    more = {
+        name.replace(".layer.1.", ".layer.2."): 0.9 * array
+        for name, array in weights.items()
+        if ".layer.1." in name
+    }
+    return write_encoder(folder, golden["config"] | {"num_hidden_layers": 3}, weights | more)
+
+
 class WorkerTrain:
     """Runs ops on a worker of its own.
 
@@ -73,6 +85,10 @@ class WorkerTrain:
         config = ModelConfig(path=str(folder))
         spec = PoolingSpec(config=config, path=folder, task="auto", chosen=(), free_bytes=None)
         self._worker.execute(Load(model=MODEL, spec=spec))
+
+    def execute(self, op: Op[Any]) -> Any:
+        """Run one op besides those of requests."""
+        return self._worker.execute(op)
 
     async def __call__(self, request: TrainingRequest) -> tuple[Any, ...]:
         """See ``service.Train``."""
