@@ -150,6 +150,56 @@ def test_copies_of_a_generator_sample_and_leave_nothing(client: httpx2.Client) -
     client.delete(session)
 
 
+def test_copies_compute_what_published_adapters_do(client: httpx2.Client) -> None:
+    trainable = {"layers": "top:2", "targets": ["q_proj", "v_proj"], "rank": 4}
+    session = begin(client, model=GENERATOR, trainable=trainable, estimator={"epsilon": 0.1})
+    names_of(client, session)
+    posted(client, f"{session}/tell", losses=[1.0, 0.0])
+    copies = posted(client, f"{session}/ask")["data"]
+    posted(client, f"{session}/publish", name="centre")
+    sampling: dict[str, Any] = {"prompts": ["1, 2, 3,"], "max_tokens": 8, "temperature": 0}
+
+    def logprobs(model: str) -> list[float]:
+        answer = posted(client, "/v1/rl/rollout", model=model, **sampling)
+        return answer["groups"][0]["samples"][0]["logprobs"]
+
+    centre = logprobs("centre")
+    plus, minus = (logprobs(copy["name"]) for copy in copies)
+    assert plus != minus
+    assert centre not in (plus, minus)
+    # The next step has other directions, and the published adapter stays as it is.
+    posted(client, f"{session}/tell", losses=[1.0, 1.0])
+    again = [logprobs(name) for name in names_of(client, session)]
+    assert not [each for each in again if each in (plus, minus)]
+    assert logprobs("centre") == centre
+    client.delete("/v1/adapters/centre")
+    client.delete(session)
+
+
+def test_samples_of_a_generator_are_rewarded(client: httpx2.Client) -> None:
+    trainable = {"layers": "all", "targets": ["q_proj", "v_proj"], "rank": 4}
+    estimator = {"epsilon": 0.1, "learning_rate": 0.1}
+    session = begin(client, model=GENERATOR, trainable=trainable, estimator=estimator)
+
+    def loss(model: str, seed: int) -> float:
+        """Return how rare a letter is in samples: less the reward of an environment."""
+        prompts = ["1, 2, 3,", "The cat", "Hello"]
+        body = {"prompts": prompts, "max_tokens": 16, "seed": seed}
+        groups = posted(client, "/v1/rl/rollout", model=model, **body)["groups"]
+        texts = [group["samples"][0]["text"] for group in groups]
+        return -sum(text.count("e") / max(1, len(text)) for text in texts) / len(texts)
+
+    before = sum(loss(GENERATOR, seed) for seed in range(1000, 1004))
+    for number in range(30):
+        losses = [loss(name, number * 100) for name in names_of(client, session)]
+        posted(client, f"{session}/tell", losses=losses)
+    posted(client, f"{session}/publish", name="rewarded")
+    after = sum(loss("rewarded", seed) for seed in range(1000, 1004))
+    assert after < before
+    client.delete("/v1/adapters/rewarded")
+    client.delete(session)
+
+
 def test_steps_that_change_nothing_are_warned_of(client: httpx2.Client, session: str) -> None:
     names_of(client, session)
     posted(client, f"{session}/tell", losses=[1.0, 1.0])
