@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
@@ -641,3 +642,45 @@ async def test_copies_of_other_weights_are_refused(
     with pytest.raises(ConflictError, match="other weights"):
         await session.learn([1.0, 0.5])
     assert session.num_steps == 0
+
+
+class FakeAdapters:
+    """Serves adapters by name, slowly.
+
+    Attributes:
+        served: the names.
+        has_begun: set once one is served.
+    """
+
+    def __init__(self) -> None:
+        self.served: set[str] = set()
+        self.has_begun = asyncio.Event()
+
+    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> Any:
+        assert model is not None
+        await asyncio.sleep(0.01)
+        assert not upload.is_cached
+        self.served.add(upload.name)
+        self.has_begun.set()
+
+    async def unload_adapter(self, name: str) -> Any:
+        if name not in self.served:
+            raise NotFoundError("It is not loaded.")
+        self.served.remove(name)
+
+
+async def test_a_session_that_is_deleted_while_it_asks_leaves_no_adapter(
+    tmp_path: Path, train: WorkerTrain
+) -> None:
+    adapters = FakeAdapters()
+    service = TrainingService(tmp_path / "sessions", train, adapters=adapters)
+    service.start()
+    session = await begin(service, measure=None)
+    asking = asyncio.ensure_future(service.ask(session.config.id))
+    await adapters.has_begun.wait()
+    await service.delete(session.config.id)
+    await asyncio.gather(asking, return_exceptions=True)
+    assert adapters.served == set()
+    with pytest.raises(NotFoundError):
+        await service.tell(session.config.id, lambda _: [1.0, 0.5])
+    await service.stop()
