@@ -54,6 +54,11 @@ class StagedJob:
         self._results = results
 
     @property
+    def lazy_results(self) -> Sequence[mx.array]:
+        """The results, of which nothing may be computed yet; a gradient can go through them."""
+        return self._results
+
+    @property
     def num_stages(self) -> int:
         """See ``pooling.PoolingJob``."""
         return len(self._outputs) + 1
