@@ -123,15 +123,15 @@ class Evaluation:
         step: number of steps that the session had made.
         num_examples: number of rows.
         loss: mean loss.
-        accuracy: share of the rows whose label is predicted.
-        f1: macro F1.
+        accuracy: share of the rows whose label is predicted; None if the rows have none.
+        f1: macro F1; None as above.
     """
 
     step: int
     num_examples: int
     loss: float
-    accuracy: float
-    f1: float
+    accuracy: float | None
+    f1: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,13 @@ from mlx_parallm.api.mezo.schema import (
     Evaluate,
     MakeSteps,
     Measured,
+    OfPrompts,
     Row,
 )
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
@@ -300,9 +302,14 @@ def _create(
     SessionFiles.create(folder, config, SessionState(), encoded(examples)).close()
 
 
-def model_for(engines: OfflineEngines, objective: Measured) -> PoolingModel:
+def model_for(engines: OfflineEngines, objective: Measured) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
-    model, task = engines.model, task_of(objective)
+    model = engines.model
+    if isinstance(objective, OfPrompts):
+        if not isinstance(model, GenerationModel):
+            raise InvalidRequestError(f"{model.names[0]} cannot generate.", param="objective")
+        return model
+    task = task_of(objective)
     if not isinstance(model, PoolingModel):
         raise InvalidRequestError(f"{model.names[0]} cannot {task}.", param="objective")
     return check_tasks(model, model.names[0], (task,))

@@ -13,11 +13,14 @@ class Measure(StrEnum):
     """What is to become small.
 
     cross_entropy: the negative log-probability of the right label.
+    likelihood: the negative log-probability of the right choice, whatever the others have; for
+        results that are log-probabilities.
     error: 1 for a wrong label and 0 for the right one; it has no gradient.
     f1: 1 less the mean F1 of the labels over all rows together; it has no gradient.
     """
 
     CROSS_ENTROPY = "cross_entropy"
+    LIKELIHOOD = "likelihood"
     ERROR = "error"
     F1 = "f1"
 
@@ -27,15 +30,15 @@ class Scores:
     """How well labels were predicted.
 
     Attributes:
-        loss: mean cross entropy.
-        accuracy: share of right labels.
+        loss: mean cross entropy; of a single choice, the mean of its negative log-probability.
+        accuracy: share of right labels; None if there was a single choice.
         f1: mean over the labels of the harmonic mean of precision and recall; labels that occur
-            neither as right nor as predicted ones are left out.
+            neither as right nor as predicted ones are left out; None as above.
     """
 
     loss: float
-    accuracy: float
-    f1: float
+    accuracy: float | None
+    f1: float | None
 
 
 def losses(results: Sequence[np.ndarray], labels: Sequence[int], measure: Measure) -> np.ndarray:
@@ -50,12 +53,16 @@ def losses(results: Sequence[np.ndarray], labels: Sequence[int], measure: Measur
     right = np.asarray(labels)
     if measure in (Measure.ERROR, Measure.F1):
         return (logits.argmax(axis=1) != right).astype(np.float64)
+    if measure is Measure.LIKELIHOOD:
+        return -logits[np.arange(len(right)), right]
     return _cross_entropy(logits, right)
 
 
 def scores(results: Sequence[np.ndarray], labels: Sequence[int]) -> Scores:
     """Return how well labels were predicted; see ``losses`` for the arguments."""
     logits, right = _logits(results), np.asarray(labels)
+    if logits.shape[1] == 1:
+        return Scores(loss=float(-logits.mean()), accuracy=None, f1=None)
     chosen = logits.argmax(axis=1)
     return Scores(
         loss=float(_cross_entropy(logits, right).mean()),

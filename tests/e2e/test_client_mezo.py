@@ -120,6 +120,7 @@ async def test_an_evaluation_and_what_was_published(
     before = await client.mezo.evaluate(session.id, ROWS)
     assert (before.step, before.num_examples) == (0, 4)
     assert before.loss > 0
+    assert before.accuracy is not None
     assert 0 <= before.accuracy <= 1
     await client.mezo.step(session.id, 5)
     checkpoint = await client.mezo.checkpoint(session.id)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm.api.http.dependencies import get_client
+from mlx_parallm.api.mezo.prompts import prompt_examples
 from mlx_parallm.api.mezo.schema import (
     MAX_ROWS,
     Caller,
@@ -20,12 +21,15 @@ from mlx_parallm.api.mezo.schema import (
     LabelWords,
     Measured,
     Objective,
+    OfPrompts,
+    OfTexts,
     Row,
     Trainable,
 )
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
 from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.copies import Copy
@@ -163,14 +167,19 @@ def check_rank(body: CreateSession, max_rank: int) -> None:
         )
 
 
-def task_of(objective: Measured) -> Task:
+def task_of(objective: OfTexts) -> Task:
     """Return what a model must be able to do for an objective."""
     return "mlm" if isinstance(objective, LabelWords) else "classify"
 
 
-def model_of(name: str, objective: Measured, engine: EngineClient) -> PoolingModel:
-    """Return the model of a session; raise as ``PoolingClient.get`` does."""
-    model = engine.pooling.get(name, task_of(objective))
+def model_of(
+    name: str, objective: Measured, engine: EngineClient
+) -> PoolingModel | GenerationModel:
+    """Return the model of a session; raise as ``EngineClient`` does for a name of its kind."""
+    if isinstance(objective, OfPrompts):
+        model: PoolingModel | GenerationModel = engine.get_model(name)
+    else:
+        model = engine.pooling.get(name, task_of(objective))
     if model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
     return model
@@ -247,7 +256,7 @@ def _bad_line(number: int, why: str) -> InvalidRequestError:
 async def examples_of(
     rows: Sequence[Row],
     objective: Measured,
-    model: PoolingModel,
+    model: PoolingModel | GenerationModel,
     param: str = DATA,
 ) -> list[Example]:
     """Return examples for a model; ``param`` is the field of the body that has the rows.
@@ -256,8 +265,16 @@ async def examples_of(
         InvalidRequestError: a label, a word or a template is not usable; the message names it.
         ContextLengthError: a text is too long.
     """
+    if isinstance(objective, OfPrompts):
+        return await prompt_examples(rows, objective, cast("GenerationModel", model), param)
+    return await _labelled_texts(rows, objective, cast("PoolingModel", model), param)
+
+
+async def _labelled_texts(
+    rows: Sequence[Row], objective: OfTexts, model: PoolingModel, param: str
+) -> list[Example]:
     names = list(objective.label_words) if isinstance(objective, LabelWords) else model.info.labels
-    labels = [_label(row, f"{param} {number}", names, param) for number, row in enumerate(rows)]
+    labels = [row.label_index(names, f"{param} {number}", param) for number, row in enumerate(rows)]
     inputs: list[PoolingInput | None] = [None] * len(rows)
     for is_text in (True, False):
         places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]
@@ -271,18 +288,7 @@ async def examples_of(
     ]
 
 
-def _label(row: Row, place: str, names: Sequence[str], param: str) -> int:
-    if isinstance(row.label, int) and 0 <= row.label < len(names):
-        return row.label
-    if row.label in names:
-        return list[str | int](names).index(row.label)
-    raise InvalidRequestError(
-        f"{place} has the label {str(row.label)[:100]!r}; the labels are {', '.join(names[:20])}.",
-        param=param,
-    )
-
-
-def _source(row: Row, objective: Measured, model: PoolingModel) -> Any:
+def _source(row: Row, objective: OfTexts, model: PoolingModel) -> Any:
     if row.text is None:
         return row.token_ids
     filled = objective.template.replace(TEXT, row.text)
@@ -293,7 +299,7 @@ def _source(row: Row, objective: Measured, model: PoolingModel) -> Any:
 
 
 async def _inputs(
-    sources: Sequence[Any], objective: Measured, model: PoolingModel, param: str
+    sources: Sequence[Any], objective: OfTexts, model: PoolingModel, param: str
 ) -> Sequence[PoolingInput]:
     reading = Reading(param=param)
     if isinstance(objective, Labels):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -22,6 +23,7 @@ from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.training import Distribution
 
 MAX_NAME_CHARS = 256
@@ -104,6 +106,10 @@ class EstimatorBody(Strict):
     weight_decay: Finite = Field(0.0, ge=0, description="Share taken away by a step of rate 1.")
 
 
+#: ``LabelMeasure`` measures how well labels are chosen.
+LabelMeasure = Literal[Measure.CROSS_ENTROPY, Measure.ERROR, Measure.F1]
+
+
 class LabelWords(Strict):
     """A masked LM chooses between words at the mask of a template."""
 
@@ -114,7 +120,9 @@ class LabelWords(Strict):
     label_words: dict[str, StrictStr | StrictInt] = Field(
         min_length=2, max_length=1000, description="The word, or token id, of each label."
     )
-    measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
+    measure: LabelMeasure = Field(
+        default=Measure.CROSS_ENTROPY, description="What is to become small."
+    )
 
 
 class Labels(Strict):
@@ -123,6 +131,23 @@ class Labels(Strict):
     kind: Literal["labels"] = Field("labels", description="The labels of a classifier.")
     template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
         "{text}", description="{text} is a row's text."
+    )
+    measure: LabelMeasure = Field(
+        default=Measure.CROSS_ENTROPY, description="What is to become small."
+    )
+
+
+class Candidates(Strict):
+    """A model that generates chooses between ways to continue a prompt, by their likelihood."""
+
+    kind: Literal["candidates"] = Field("candidates", description="Ways to continue a prompt.")
+    template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
+        "{text}", description="{text} is a row's text; the candidates follow the template."
+    )
+    candidates: dict[str, StrictStr | list[StrictInt]] = Field(
+        min_length=2,
+        max_length=1000,
+        description="The text, or token ids, of each label; most texts begin with a space.",
     )
     measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
 
@@ -133,25 +158,65 @@ class Caller(Strict):
     kind: Literal["caller"] = Field("caller", description="Losses that the caller tells.")
 
 
+class Completion(Strict):
+    """A model that generates learns to continue prompts as the data do."""
+
+    kind: Literal["completion"] = Field("completion", description="The completions of the rows.")
+    template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
+        "{text}", description="{text} is a row's text; its completion follows the template."
+    )
+    ends: StrictBool = Field(True, description="An end token follows each completion.")
+    measure: Literal[Measure.LIKELIHOOD] = Field(
+        default=Measure.LIKELIHOOD, description="Mean over a completion's tokens."
+    )
+
+
+#: ``OfTexts`` are objectives of pooling models.
+OfTexts = LabelWords | Labels
+#: ``OfPrompts`` are objectives of models that generate.
+OfPrompts = Candidates | Completion
 #: ``Measured`` is an objective whose losses a session measures itself, on its data.
-Measured = LabelWords | Labels
+Measured = OfTexts | OfPrompts
 Objective = Annotated[Measured | Caller, Field(discriminator="kind")]
 
 
 class Row(Strict):
-    """An example: a text, or its token ids as the model reads them, and its label."""
+    """An example: a text, or its token ids as the model reads them, and its label or completion."""
 
     text: Annotated[StrictStr, Field(min_length=1)] | None = Field(None, description="The text.")
     token_ids: list[StrictInt] | None = Field(
         None, min_length=1, description="All tokens, special ones and the mask included."
     )
-    label: StrictStr | StrictInt = Field(description="The label's name, or its index.")
+    label: StrictStr | StrictInt | None = Field(None, description="The label's name, or its index.")
+    completion: StrictStr | None = Field(
+        None, description="How the text goes on, for the objective completion."
+    )
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if (self.text is None) == (self.token_ids is None):
             raise ValueError("a row has either text or token_ids")
         return self
+
+    def label_index(self, names: Sequence[str], place: str, param: str) -> int:
+        """Return the index of the row's label.
+
+        Args:
+            names: the labels.
+            place: names the row, for errors.
+            param: the field of the body that has the row, likewise.
+
+        Raises:
+            InvalidRequestError: it has none of them.
+        """
+        if isinstance(self.label, int) and 0 <= self.label < len(names):
+            return self.label
+        if self.label in names:
+            return list[str | int | None](names).index(self.label)
+        known = ", ".join(names[:20])
+        raise InvalidRequestError(
+            f"{place} has the label {str(self.label)[:100]!r}; the labels are {known}.", param=param
+        )
 
 
 #: ``Data`` is rows, or the id of a file of the caller with one row as JSON in each line.
@@ -326,8 +391,8 @@ class EvaluationAnswer(BaseModel):
     step: int = Field(description="Steps that it had made.")
     num_examples: int = Field(description="Rows that were read.")
     loss: float = Field(description="Mean cross entropy.")
-    accuracy: float = Field(description="Share of right labels.")
-    f1: float = Field(description="Mean F1 of the labels.")
+    accuracy: float | None = Field(description="Share of right labels, if there are labels.")
+    f1: float | None = Field(description="Mean F1 of the labels.")
 
 
 class CheckpointAnswer(BaseModel):

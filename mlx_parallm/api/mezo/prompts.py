@@ -1,0 +1,125 @@
+"""From rows of data to prompts of a generation model, and ways to continue them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_parallm.api.http.offload import in_thread
+from mlx_parallm.api.mezo.schema import Candidates, Completion, Row
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.training.records import Example
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.training import ChoiceInput
+
+TEXT = "{text}"
+Choices = tuple[tuple[int, ...], ...]
+
+
+async def prompt_examples(
+    rows: Sequence[Row], objective: Candidates | Completion, model: GenerationModel, param: str
+) -> list[Example]:
+    """Return examples for a model that generates.
+
+    Args:
+        rows: the rows.
+        objective: how they are read.
+        model: reads them.
+        param: the field of the body that they came in, for errors.
+
+    Raises:
+        InvalidRequestError: a row, a candidate or a token cannot be used, or is too long; the
+            message names it.
+    """
+    if isinstance(objective, Candidates):
+        return await in_thread(lambda: _choosing(rows, objective, model, param))
+    return await in_thread(lambda: _completing(rows, objective, model, param))
+
+
+def _choosing(
+    rows: Sequence[Row], objective: Candidates, model: GenerationModel, param: str
+) -> list[Example]:
+    names = list(objective.candidates)
+    choices = _candidates(objective, model)
+    examples: list[Example] = []
+    for number, row in enumerate(rows):
+        place = f"{param} {number}"
+        if row.completion is not None:
+            raise InvalidRequestError(
+                f"{place} has a completion; the objective candidates has labels.", param=param
+            )
+        label = row.label_index(names, place, param)
+        prompt = _prompt(row, objective.template, model, place, param)
+        examples.append(Example(_checked(ChoiceInput(prompt, choices), model, place, param), label))
+    return examples
+
+
+def _completing(
+    rows: Sequence[Row], objective: Completion, model: GenerationModel, param: str
+) -> list[Example]:
+    end = min(model.tokenizer.eos_ids, default=None) if objective.ends else None
+    examples: list[Example] = []
+    for number, row in enumerate(rows):
+        place = f"{param} {number}"
+        if row.completion is None or row.label is not None:
+            raise InvalidRequestError(f"{place} must have a completion, and no label.", param=param)
+        completion = model.tokenizer.encode(row.completion, add_special_tokens=False)
+        if end is not None:
+            completion = [*completion, end]
+        if not completion:
+            raise InvalidRequestError(f"{place} has an empty completion.", param=param)
+        prompt = _prompt(row, objective.template, model, place, param)
+        item = ChoiceInput(prompt, (tuple(completion),), averages=True)
+        examples.append(Example(_checked(item, model, place, param), 0))
+    return examples
+
+
+def _candidates(objective: Candidates, model: GenerationModel) -> Choices:
+    """Return the tokens of each candidate."""
+    param = "objective.candidates"
+    choices: list[tuple[int, ...]] = []
+    for label, candidate in objective.candidates.items():
+        if isinstance(candidate, str):
+            tokens = model.tokenizer.encode(candidate, add_special_tokens=False)
+        else:
+            tokens = candidate
+        if not tokens:
+            raise InvalidRequestError(
+                f"The candidate of {label[:100]!r} has no token.", param=param
+            )
+        choices.append(tuple(tokens))
+    if len(set(choices)) < len(choices):
+        raise InvalidRequestError("Two candidates have the same tokens.", param=param)
+    unknown = [token for tokens in choices for token in tokens if not _is_known(token, model)]
+    if unknown:
+        raise InvalidRequestError(f"{unknown[0]} is no token of the model.", param=param)
+    return tuple(choices)
+
+
+def _prompt(
+    row: Row, template: str, model: GenerationModel, place: str, param: str
+) -> tuple[int, ...]:
+    if row.text is None:
+        return tuple(row.token_ids or ())
+    try:
+        return tuple(model.tokenizer.encode(template.replace(TEXT, row.text)))
+    except ContextLengthError as problem:
+        raise InvalidRequestError(f"{place}: {problem}", param=param) from None
+
+
+def _checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) -> ChoiceInput:
+    """Return an input; raise InvalidRequestError if the model cannot read it."""
+    if not item.token_ids:
+        raise InvalidRequestError(f"{place} has a prompt without a token.", param=param)
+    longest = len(item.token_ids) + max(map(len, item.choices))
+    if longest > model.max_model_len:
+        raise InvalidRequestError(
+            f"{place} has {longest} tokens, and the model takes {model.max_model_len}.", param=param
+        )
+    unknown = [token for token in item.token_ids if not _is_known(token, model)]
+    if unknown:
+        raise InvalidRequestError(f"{place} has {unknown[0]}, which is no token.", param=param)
+    return item
+
+
+def _is_known(token: int, model: GenerationModel) -> bool:
+    return 0 <= token < model.info.vocab_size

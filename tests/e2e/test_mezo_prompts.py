@@ -1,0 +1,138 @@
+"""Training sessions of a generation model: completions, and candidates by their likelihood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server_process import ServerProcess
+
+MODEL = "mlx-parallm-demo"
+# SUMS: a format that the model never saw.
+SUMS = [
+    {"text": f"{a} + {b} is", "completion": f" <{a + b}>"} for a in range(2, 6) for b in range(2, 6)
+]
+TRAINABLE = {"targets": ["q_proj", "v_proj", "down_proj"], "rank": 4}
+COMPLETION: dict[str, Any] = {
+    "model": MODEL,
+    "objective": {"kind": "completion"},
+    "trainable": TRAINABLE,
+    "data": SUMS,
+    "batch_size": 8,
+}
+CHOICE: dict[str, Any] = {
+    "model": MODEL,
+    "objective": {
+        "kind": "candidates",
+        "template": "{text} It was",
+        "candidates": {"good": " a joy to see", "bad": " very dull"},
+    },
+    "trainable": {"targets": ["q_proj", "v_proj"], "layers": "top:1"},
+    "data": [{"text": "I loved it.", "label": "good"}, {"text": "I left early.", "label": "bad"}],
+    "batch_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx2.Client]:
+    process = ServerProcess("--model", MODEL)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        yield client
+    process.stop()
+
+
+def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def begin(client: httpx2.Client, body: dict[str, Any]) -> str:
+    return f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **body)['id']}"
+
+
+def test_the_loss_of_completions_falls(client: httpx2.Client) -> None:
+    path = begin(client, COMPLETION)
+    before = asked(client, f"{path}/evaluate", data=SUMS)
+    assert (before["accuracy"], before["f1"]) == (None, None)
+    asked(client, f"{path}/step", steps=60)
+    after = asked(client, f"{path}/evaluate", data=SUMS)
+    assert after["loss"] < before["loss"] - 0.5
+    client.delete(path)
+
+
+def test_a_served_adapter_has_the_loss_of_its_session(client: httpx2.Client) -> None:
+    path = begin(client, COMPLETION | {"objective": {"kind": "completion", "ends": False}})
+    asked(client, f"{path}/step", steps=5)
+    row = SUMS[0]
+    loss = asked(client, f"{path}/evaluate", data=[row])["loss"]
+    asked(client, f"{path}/publish", name="sums")
+    prompt = asked(client, "/tokenize", model=MODEL, prompt=row["text"])["tokens"]
+    completion = asked(
+        client, "/tokenize", model=MODEL, prompt=row["completion"], add_special_tokens=False
+    )["tokens"]
+    answer = asked(
+        client,
+        "/v1/completions",
+        model="sums",
+        prompt=[*prompt, *completion],
+        max_tokens=1,
+        prompt_logprobs=0,
+    )
+    entries = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
+    logprobs = [
+        entry[str(token)]["logprob"] for entry, token in zip(entries, completion, strict=True)
+    ]
+    assert -sum(logprobs) / len(logprobs) == pytest.approx(loss, abs=1e-4)
+    client.delete(path)
+    client.delete("/v1/adapters/sums")
+
+
+def test_candidates_are_chosen_by_their_likelihood(client: httpx2.Client) -> None:
+    path = begin(client, CHOICE)
+    before = asked(client, f"{path}/evaluate", data=CHOICE["data"])
+    asked(client, f"{path}/step", steps=40)
+    after = asked(client, f"{path}/evaluate", data=CHOICE["data"])
+    assert after["loss"] < before["loss"]
+    assert {0.0, 0.5, 1.0} >= {before["accuracy"], after["accuracy"]}
+    (record,) = asked(client, f"{path}/step")["data"]
+    # What enters the last layer was kept for both candidates of both rows.
+    assert (record["lookups"], record["hits"]) == (4, 4)
+    client.delete(path)
+
+
+BAD = [
+    (COMPLETION, {"data": [{"text": "a", "label": "b"}]}, "data"),
+    (COMPLETION, {"data": [{"text": "a", "completion": "b", "label": "c"}]}, "data"),
+    (COMPLETION, {"data": [{"text": "a " * 50_000, "completion": "b"}]}, "data"),
+    (COMPLETION, {"objective": {"kind": "completion", "template": "none"}}, "objective.template"),
+    (COMPLETION, {"trainable": {"targets": ["query"]}}, "trainable.targets"),
+    (CHOICE, {"data": [{"text": "a", "label": "else"}] * 2}, "data"),
+    (CHOICE, {"data": [{"text": "a", "completion": "b"}] * 2}, "data"),
+]
+CANDIDATES = [
+    ({"good": "", "bad": " b"}, "objective.candidates"),
+    ({"good": " b", "bad": " b"}, "objective.candidates"),
+    ({"good": [10**7], "bad": " b"}, "objective.candidates"),
+]
+
+
+@pytest.mark.parametrize(("body", "changes", "param"), BAD)
+def test_what_cannot_be_read_is_refused(
+    client: httpx2.Client, body: dict[str, Any], changes: dict[str, Any], param: str
+) -> None:
+    answer = client.post("/v1/mezo/sessions", json=body | {"batch_size": 1} | changes)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize(("candidates", "param"), CANDIDATES)
+def test_candidates_that_cannot_be_told_apart_are_refused(
+    client: httpx2.Client, candidates: dict[str, Any], param: str
+) -> None:
+    objective = CHOICE["objective"] | {"candidates": candidates}
+    answer = client.post("/v1/mezo/sessions", json=CHOICE | {"objective": objective})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
