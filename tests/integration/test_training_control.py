@@ -69,9 +69,8 @@ async def begin(service: TrainingService) -> Session:
 
 
 async def wait_for(session: Session, status: Status) -> None:
-    async with asyncio.timeout(60):
-        while session.state.status is not status:
-            await session.wait_for_steps(session.num_steps)
+    while session.state.status is not status:
+        await session.wait_for_steps(session.num_steps)
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -100,8 +99,7 @@ async def test_new_weights_pause_a_session_until_its_own_are_back(
     service.resume(session.config.id)
     if session.state.status is Status.READY:
         await service.step(session.config.id, 1, None)
-    async with asyncio.timeout(60):
-        await session.wait_for_steps(num_steps)
+    await session.wait_for_steps(num_steps)
     await service.delete(session.config.id)
 
 
@@ -133,8 +131,7 @@ async def test_a_session_can_be_deleted_while_the_server_sleeps(
     service.run(session.config.id, 10_000)
     await session.wait_for_steps(3)
     await started.control.sleep(1, PauseMode.KEEP)
-    async with asyncio.timeout(30):
-        await service.delete(session.config.id)
+    await service.delete(session.config.id)
     await started.control.wake_up()
     assert service.all() == []
 

@@ -20,6 +20,8 @@ SCRIPT = "import signal; print('begun', flush=True); signal.pause()"
 PARENT_SCRIPT = f"""
 import signal, subprocess, sys
 from mlx_parallm.child_process import ChildProcess
+# A shell lets what it runs in the background ignore this signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 child = ChildProcess(sys.argv[1:])
 wait = [sys.executable, "-c", "import signal; signal.pause()"]
 bystander = subprocess.Popen(wait, close_fds=False, stdout=subprocess.DEVNULL)
