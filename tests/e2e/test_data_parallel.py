@@ -173,9 +173,8 @@ def test_the_state_of_each_engine_is_reported(server: ServerProcess) -> None:
                 )
                 for rank in (1, 1, 0)
             ]
-            while http.get("/load").json()["server_load"] < len(waiting):
+            while (loads := http.get("/v1/loads").json())["aggregate"]["total_reqs"] < len(waiting):
                 pass
-            loads = http.get("/v1/loads").json()
             assert http.post("/resume").status_code == 200
         assert [answer.result().status_code for answer in waiting] == [200] * 3
         assert [each["dp_rank"] for each in loads["loads"]] == [0, 1]
@@ -199,13 +198,14 @@ def test_metrics_can_be_read_by_prometheus(server: ServerProcess) -> None:
     assert len({family.name for family in families}) == len(families)
 
 
-def test_the_memory_of_a_model_is_that_of_all_engines(
-    server: ServerProcess, live_server: ServerProcess
-) -> None:
+def test_the_memory_of_a_model_is_that_of_all_engines(server: ServerProcess) -> None:
+    alone = ServerProcess("--data-parallel-size", "1")
+    alone.wait_until_ready()
     several, single = (
         httpx2.get(f"{each.url}/get_server_info").json()["models"][0]["memory"]
-        for each in (server, live_server)
+        for each in (server, alone)
     )
+    alone.stop()
     assert several["weights"] == 2 * single["weights"] > 0
     # The engines divide 128 MiB (tests/server_process.py).
     assert several["kv"] == pytest.approx(128 << 20, rel=0.01)

@@ -190,7 +190,9 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
         "loaded",
         "evicted",
     ]
-    assert cards["one"]["memory"]["adapters_bytes"] == num_bytes == answer.json()["bytes"]
+    assert cards["one"]["memory"]["adapters_bytes"] == num_bytes
+    num_engines = httpx2.get(f"{small.url}/get_world_size").json()["world_size"]
+    assert num_bytes == num_engines * answer.json()["bytes"]
     listed = httpx2.get(f"{small.url}/v1/adapters/mine").json()
     assert (listed["resident"], listed["digest"]) == (False, answer.json()["digest"])
     np.testing.assert_allclose(embed(small, "mine"), before, atol=1e-6)
