@@ -29,7 +29,7 @@ from mlx_parallm.types.training import Distribution, Segment, Step, TrainableInf
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.ops import ApplySteps, CloseTraining, OpenTraining, PairForward
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
-from mlx_parallm.worker.training.sessions import EncoderSessions, first_factors, trained_layers
+from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
 from mlx_parallm.worker.training.trainable import TrainableAdapter
 
 MODEL, SESSION = "model", "session"
@@ -63,7 +63,7 @@ def main() -> int:
     peaks = {"serving": peak_of(lambda: runner.run(inputs))}
     for name, top in (("all layers", None), ("top third", 4)):
         spec = TrainableSpec(targets=TARGETS, top=top, rank=RANK)
-        sessions = EncoderSessions(runner.adapters)
+        sessions = TrainingSessions(runner.adapters)
         peaks[name] = peak_of(partial(train, sessions, spec, inputs, args.steps))
         del sessions
     spec = TrainableSpec(targets=TARGETS, rank=RANK)
@@ -82,7 +82,7 @@ def peak_of(act: Callable[[], Any]) -> tuple[int, float]:
 
 
 def train(
-    sessions: EncoderSessions, spec: TrainableSpec, inputs: Sequence[PoolingInput], count: int
+    sessions: TrainingSessions, spec: TrainableSpec, inputs: Sequence[PoolingInput], count: int
 ) -> None:
     """Make steps of a session, in the forwards that a server makes."""
     opening = OpenTraining(

@@ -60,7 +60,7 @@ from mlx_parallm.worker.ops import (
     Step,
     tensor_ops,
 )
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.revision import folder_revision
 from mlx_parallm.worker.worker import Worker
@@ -167,7 +167,7 @@ class GenerationBuilder(GenerationKind, KindBuilder):
         """See ``KindBuilder``."""
         worker.install(
             GenerationSpec,
-            GenerationLoader(make_sessions=lambda stock: EncoderSessions(TrainedDecoder(stock))),
+            GenerationLoader(make_sessions=lambda stock: TrainingSessions(TrainedDecoder(stock))),
         )
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:

@@ -11,7 +11,7 @@ from mlx_parallm.pooling.kind import PoolingKind
 from mlx_parallm.pooling.metrics import PoolingFamilies
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 
 
@@ -24,7 +24,7 @@ class PoolingBuilder(PoolingKind, KindBuilder):
 
     def install(self, worker: Worker) -> None:
         """See ``KindBuilder``."""
-        worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
+        worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """See ``KindBuilder``."""

@@ -22,7 +22,7 @@ from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.ops import ApplySteps, Materialise, OpenTraining, PairForward
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.decoder_folders import read_generator
@@ -54,7 +54,7 @@ class Trained:
             selector = install_row_selection(loaded.model, vocab_size_of(loaded))
             assert selector.active
         stock = stock_of(loaded, selector)
-        self.sessions = EncoderSessions(TrainedDecoder(stock))
+        self.sessions = TrainingSessions(TrainedDecoder(stock))
         self.spec = TrainableSpec(
             **{"targets": TARGETS[name[:4].rstrip("_")], "rank": 2, "alpha": 4.0, **spec}
         )

@@ -17,7 +17,7 @@ from mlx_parallm.types.training import Distribution
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.training.directions import directions
-from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
+from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 from tests.encoder_folders import golden_names, read_golden, write_golden
@@ -79,7 +79,7 @@ class Trained:
 
     def paired(self, pool: PrefixPool | None, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of both copies, all in one forward."""
-        forwards = EncoderForwards(self.runner.adapters, self.trainable, pool)
+        forwards = PairForwards(self.runner.adapters, self.trainable, pool)
         everything = range(len(inputs))
         return forwards.begin(inputs, [everything, everything], self.copies()).wait().results
 
@@ -144,7 +144,7 @@ def test_layers_whose_result_texts_share_are_refused(tmp_path: Path) -> None:
     first = {shared: mx.zeros([RANK, layer.num_inputs])}
     trainable = TrainableAdapter([layer], first, scale=SCALE, trains_first=False)
     with pytest.raises(InvalidRequestError, match="cannot be trained"):
-        EncoderForwards(trained.runner.adapters, trainable, None)
+        PairForwards(trained.runner.adapters, trainable, None)
 
 
 def test_a_text_that_is_found_is_not_computed_again(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_pool_without_room_changes_no_bit(tmp_path: Path) -> None:
 
 def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="all", trains_first=False)
-    forwards = EncoderForwards(trained.runner.adapters, trained.trainable, None)
+    forwards = PairForwards(trained.runner.adapters, trained.trainable, None)
     inputs, theta = trained.inputs(), trained.trainable.theta
     everything = range(len(inputs))
     job = forwards.begin(inputs, [everything, everything], mx.stack([theta, theta]))
@@ -176,7 +176,7 @@ def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
 
 def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="last", trains_first=False)
-    forwards = EncoderForwards(trained.runner.adapters, trained.trainable, PrefixPool(1 << 20))
+    forwards = PairForwards(trained.runner.adapters, trained.trainable, PrefixPool(1 << 20))
     inputs = trained.inputs(TEXTS[:4])
     plus, minus = trained.copies()
     copies = mx.stack([plus, minus, minus])

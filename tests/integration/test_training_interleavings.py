@@ -29,7 +29,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 
@@ -204,7 +204,7 @@ def _all(session: str) -> list[tuple[str, str]]:
 @pytest.fixture
 def worker() -> Worker:
     worker = Worker()
-    worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
+    worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
     return worker
 
 

@@ -28,8 +28,8 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.pair_forwards import PairForwards
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden
 
@@ -47,7 +47,7 @@ INPUTS = [item for item, _ in EXAMPLES]
 @pytest.fixture
 def worker(tmp_path: Path) -> Worker:
     worker = Worker()
-    worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
+    worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
     folder = write_golden(tmp_path, read_golden("bert_masked_lm"))
     spec = PoolingSpec(
         config=ModelConfig(path=str(folder)), path=folder, task="auto", chosen=(), free_bytes=None
@@ -213,8 +213,8 @@ def test_a_prefix_is_kept_only_if_that_changes_no_bit(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert open_session(worker, samples=INPUTS).keeps_prefix
-    exact = EncoderForwards._computed
-    monkeypatch.setattr(EncoderForwards, "_computed", lambda *args: exact(*args) + 1e-3)
+    exact = PairForwards._computed
+    monkeypatch.setattr(PairForwards, "_computed", lambda *args: exact(*args) + 1e-3)
     assert not open_session(worker, samples=INPUTS).keeps_prefix
 
 

@@ -1,4 +1,4 @@
-"""The training sessions of one encoder: their parameters, and the ops that they are asked."""
+"""The training sessions of one model: their parameters, and the ops that they are asked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import directions, stepped
-from mlx_parallm.worker.training.encoder_forwards import EncoderForwards
+from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
@@ -50,15 +50,15 @@ GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
 class _Session:
     """One session's adapter, and the forwards of its copies."""
 
-    def __init__(self, encoder: TrainedModel, op: OpenTraining, pool: PrefixPool | None) -> None:
-        layers = trained_layers(encoder, op.spec)
+    def __init__(self, model: TrainedModel, op: OpenTraining, pool: PrefixPool | None) -> None:
+        layers = trained_layers(model, op.spec)
         self.trainable = TrainableAdapter(
             layers,
             first_factors(layers, op.spec.seed),
             scale=op.spec.alpha / op.spec.rank,
             trains_first=op.spec.trains_first,
         )
-        self.forwards = EncoderForwards(encoder, self.trainable, pool)
+        self.forwards = PairForwards(model, self.trainable, pool)
         self.forwards.keep_prefix_if_exact(op.samples)
         self.distribution: Distribution = op.distribution
 
@@ -115,11 +115,11 @@ class _Opening:
         return self._finish(self._digest.value())
 
 
-class EncoderSessions:
-    """The sessions of one encoder, by their names."""
+class TrainingSessions:
+    """The sessions of one model, by their names."""
 
-    def __init__(self, encoder: TrainedModel) -> None:
-        self._encoder = encoder
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
         #: What enters the lowest trained layers of all sessions.
         self.pool = PrefixPool(0)
         self._sessions: dict[str, _Session] = {}
@@ -129,7 +129,7 @@ class EncoderSessions:
         """Begin an op; raise InvalidRequestError if it is refused."""
         match op:
             case OpenTraining():
-                self._digest = self._digest or BaseDigest(self._encoder.parameters)
+                self._digest = self._digest or BaseDigest(self._model.parameters)
                 return _Opening(self._digest, partial(self._open, op))
             case PairForward():
                 session = self._session(op.session)
@@ -156,8 +156,8 @@ class EncoderSessions:
         if op.cache_bytes:
             pool = self.pool
             pool.max_bytes = op.cache_bytes
-        session = self._sessions[op.session] = _Session(self._encoder, op, pool)
-        return session.info(len(self._encoder.layers), base)
+        session = self._sessions[op.session] = _Session(self._model, op, pool)
+        return session.info(len(self._model.layers), base)
 
     def _session(self, name: str) -> _Session:
         if name not in self._sessions:
@@ -181,22 +181,22 @@ class EncoderSessions:
         return trainable.weights(theta)
 
 
-def trained_layers(encoder: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
+def trained_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
     """Return the linear layers that a spec names.
 
     Raises:
         InvalidRequestError: the model has no such layers.
     """
-    chosen = {id(encoder.layers[index]) for index in _indices(len(encoder.layers), spec)}
-    roots = [path for path, module in encoder.modules.items() if id(module) in chosen]
+    chosen = {id(model.layers[index]) for index in _indices(len(model.layers), spec)}
+    roots = [path for path, module in model.modules.items() if id(module) in chosen]
     paths = [
         path
-        for path, module in encoder.modules.items()
+        for path, module in model.modules.items()
         if kind_of(module) == "linear" and any(path.startswith(f"{root}.") for root in roots)
     ]
     if not spec.targets:
-        paths = [path for path in paths if path not in encoder.shared]
-        return [_layer(encoder, path, spec.rank) for path in paths]
+        paths = [path for path in paths if path not in model.shared]
+        return [_layer(model, path, spec.rank) for path in paths]
     named: dict[str, TrainedLayer] = {}
     for target in spec.targets:
         matching = [path for path in paths if path.endswith(f".{target}")]
@@ -207,7 +207,7 @@ def trained_layers(encoder: TrainedModel, spec: TrainableSpec) -> list[TrainedLa
                 f"{', '.join(known)}.",
                 param="trainable.targets",
             )
-        named |= {path: _layer(encoder, path, spec.rank) for path in matching}
+        named |= {path: _layer(model, path, spec.rank) for path in matching}
     return list(named.values())
 
 
@@ -247,8 +247,8 @@ def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:
     return factors
 
 
-def _layer(encoder: TrainedModel, path: str, rank: int) -> TrainedLayer:
-    outputs, inputs = plain_shape(encoder.modules[path])
+def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:
+    outputs, inputs = plain_shape(model.modules[path])
     return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
 
 

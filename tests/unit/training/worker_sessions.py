@@ -19,7 +19,7 @@ from mlx_parallm.types.training import TrainableSpec
 from mlx_parallm.worker.ops import Load, Op, Unload
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.sessions import EncoderSessions
+from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder, write_golden
 
@@ -76,7 +76,7 @@ class WorkerTrain:
         self.requests: list[TrainingRequest] = []
         self.fail: Exception | None = None
         self._worker = Worker()
-        self._worker.install(PoolingSpec, PoolingLoader(EncoderSessions))
+        self._worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
         self.load(write_golden(folder, read_golden("bert_masked_lm")))
 
     def load(self, folder: Path) -> None:

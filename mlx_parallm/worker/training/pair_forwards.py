@@ -1,4 +1,4 @@
-"""Forwards of an encoder with perturbed copies of a trainable adapter."""
+"""Forwards of a model with perturbed copies of a trainable adapter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PairJob:
         return PairResult(self._job.wait(), *self._counts)
 
 
-class EncoderForwards:
+class PairForwards:
     """Runs the inputs of a step through perturbed copies of one adapter, all copies at once.
 
     The layers before the lowest trained one compute the same for every copy and in every step, so
@@ -56,12 +56,12 @@ class EncoderForwards:
     """
 
     def __init__(
-        self, encoder: TrainedModel, trainable: TrainableAdapter, pool: PrefixPool | None
+        self, model: TrainedModel, trainable: TrainableAdapter, pool: PrefixPool | None
     ) -> None:
         """Prepare.
 
         Args:
-            encoder: runs the model.
+            model: runs the model.
             trainable: the adapter.
             pool: keeps what enters the lowest trained layer; None: every forward computes all
                 layers.
@@ -71,17 +71,17 @@ class EncoderForwards:
                 that of relative positions in DeBERTa, so that copies cannot have results of their
                 own.
         """
-        shared = sorted({layer.path for layer in trainable.layers} & set(encoder.shared))
+        shared = sorted({layer.path for layer in trainable.layers} & set(model.shared))
         if shared:
             raise InvalidRequestError(
                 f"{shared[0]} cannot be trained: all texts of a batch share what it computes.",
                 param="trainable.targets",
             )
-        self._encoder = encoder
+        self._model = model
         self._trainable = trainable
-        self.first_layer = first_trained(encoder, trainable.layers)
+        self.first_layer = first_trained(model, trainable.layers)
         self.pool = pool if self.first_layer else None
-        self._entry = LayerEntry(encoder.layers, self.first_layer)
+        self._entry = LayerEntry(model.layers, self.first_layer)
 
     def keep_prefix_if_exact(self, samples: Sequence[TrainingInput]) -> None:
         """Use no pool from now on if kept states change any bit of these samples' results.
@@ -113,27 +113,27 @@ class EncoderForwards:
         rows = [inputs[index] for segment in segments for index in segment]
         stacks = self._trainable.stacks(copies)
         if self.pool is None:
-            return PairJob(self._encoder.changed_job(rows, stacks))
-        texts = [self._encoder.texts(item) for item in inputs]
+            return PairJob(self._model.changed_job(rows, stacks))
+        texts = [self._model.texts(item) for item in inputs]
         every = [text for own in texts for text in own]
         keys = [self._key(text) for text in every]
         missing = self.pool.missing(keys)
         by_key = dict(zip(keys, every, strict=True))
         computed = {key: self._computed(by_key[key]) for key in missing}
-        hidden = self.pool.gather(keys, computed, self._encoder.length(every), keeps=keeps)
+        hidden = self.pool.gather(keys, computed, self._model.length(every), keeps=keeps)
         with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
-            job = self._encoder.changed_job(rows, stacks, self.first_layer)
+            job = self._model.changed_job(rows, stacks, self.first_layer)
         frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
         return PairJob(job, len(keys), len(keys) - len(missing), frozen_tokens)
 
     def _is_exact(self, item: TrainingInput, stacks: Mapping[str, SegmentStack]) -> bool:
         """True if a result is the same with states that were computed before."""
-        (expected,) = self._encoder.changed_job([item], stacks).wait()
-        texts = self._encoder.texts(item)
-        length = self._encoder.length(texts)
+        (expected,) = self._model.changed_job([item], stacks).wait()
+        texts = self._model.texts(item)
+        length = self._model.length(texts)
         states = mx.stack([padded(self._computed(text), length) for text in texts])
         with self._entry.replaced(states):
-            (result,) = self._encoder.changed_job([item], stacks, self.first_layer).wait()
+            (result,) = self._model.changed_job([item], stacks, self.first_layer).wait()
         return np.array_equal(result, expected)
 
     def _computed(self, text: PoolingInput) -> mx.array:
@@ -143,7 +143,7 @@ class EncoderForwards:
         the states of a text would differ from batch to batch.
         """
         with self._entry.captured() as captured:
-            self._encoder.run_layers(text)
+            self._model.run_layers(text)
         states = captured[0][0, : len(text.token_ids)]
         mx.eval(states)
         return states
@@ -163,13 +163,11 @@ def _rows(texts: Sequence[Sequence[Any]], segments: Sequence[Sequence[int]]) -> 
     ]
 
 
-def first_trained(encoder: TrainedModel, layers: Sequence[TrainedLayer]) -> int:
+def first_trained(model: TrainedModel, layers: Sequence[TrainedLayer]) -> int:
     """Return the index of the lowest layer with a trained module; 0 if one is before all layers."""
-    indices = {id(layer): index for index, layer in enumerate(encoder.layers)}
+    indices = {id(layer): index for index, layer in enumerate(model.layers)}
     paths = {
-        path: indices[id(module)]
-        for path, module in encoder.modules.items()
-        if id(module) in indices
+        path: indices[id(module)] for path, module in model.modules.items() if id(module) in indices
     }
     owners = [
         next((index for path, index in paths.items() if layer.path.startswith(f"{path}.")), 0)
