@@ -8,9 +8,9 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
+from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import AdapterNames
-from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_commands import (
     BeginAdapter,

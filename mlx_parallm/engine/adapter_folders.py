@@ -8,7 +8,7 @@ from pathlib import Path
 from mlx_parallm.adapters.folder import CONFIG_NAME, read_adapter_folder
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.engine.confinement import MAX_NAME, Confinement, is_hub_id
+from mlx_parallm.confinement import MAX_NAME, Confinement, is_hub_id
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelLoadError,

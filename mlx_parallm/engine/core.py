@@ -22,9 +22,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_names import with_adapter
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
-from mlx_parallm.engine.confinement import MAX_NAME
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.interface import (

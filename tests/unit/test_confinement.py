@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.engine.confinement import Confinement, is_hub_id
+from mlx_parallm.confinement import Confinement, is_hub_id
 from mlx_parallm.types.errors import InvalidRequestError
 
 
