@@ -49,7 +49,7 @@ def main() -> None:
     cases: list[GoldenCase] = [*CASES, *ROTARY_CASES, *DECODER_CASES, *GENERATOR_CASES]
     for case in cases:
         if only in case.name:
-            text = _lines(golden_values(case))
+            text = lines(golden_values(case))
             folder = FOLDER / folder_of(case)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{case.name}.json").write_text(text, encoding="utf-8")
@@ -160,9 +160,9 @@ def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
         logits = [row[:count] for row, count in zip(logits, shown, strict=True)]
     hidden = [row[:length] for row, length in zip(base[0], lengths, strict=True)]
     return {
-        "hidden": _numbers(hidden),
-        "pooled": None if pooled is None else _numbers(list(pooled)),
-        "logits": None if logits is None else _numbers(list(logits)),
+        "hidden": numbers(hidden),
+        "pooled": None if pooled is None else numbers(list(pooled)),
+        "logits": None if logits is None else numbers(list(logits)),
     }
 
 
@@ -171,7 +171,9 @@ def _padded(rows: list[list[int]], pad: int) -> torch.Tensor:
     return torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
 
 
-def _numbers(arrays: list[torch.Tensor]) -> list[Any]:
+def numbers(arrays: list[torch.Tensor]) -> list[Any]:
+    """Return arrays as nested lists of rounded numbers."""
+
     def rounded(value: Any) -> Any:
         if isinstance(value, list):
             return [rounded(item) for item in value]
@@ -180,7 +182,7 @@ def _numbers(arrays: list[torch.Tensor]) -> list[Any]:
     return [rounded(array.tolist()) for array in arrays]
 
 
-def _lines(values: dict[str, Any]) -> str:
+def lines(values: dict[str, Any]) -> str:
     """Return JSON with a line for each key."""
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -37,6 +37,7 @@ from mlx_parallm.api.http.middleware import (
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
+from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
@@ -127,6 +128,7 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
+    app.state.pictures = Pictures(config.media)
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
@@ -195,6 +197,7 @@ def create_request_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
+    app.state.pictures = Pictures(config.media)
     app.state.policies = policies
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))

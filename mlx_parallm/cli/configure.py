@@ -8,7 +8,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +23,14 @@ from mlx_parallm.cli.settings import (
     Setting,
     variable_of,
 )
-from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
+from mlx_parallm.config import (
+    KEY_SCOPE,
+    EngineConfig,
+    MediaLimits,
+    ModelConfig,
+    ModelTask,
+    ServerConfig,
+)
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_mapping
 
@@ -174,7 +181,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
             parts[setting.part][setting.field] = _parse(
                 setting, sourced_values[setting.name], paths
             )
-    server = ServerConfig(**parts["server"])
+    server = ServerConfig(**parts["server"], media=_media(parts["media"]))
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
     if server.cache_scope == KEY_SCOPE and not server.api_keys:
@@ -194,6 +201,18 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         **parts["engine"],
     )
     return engine, server
+
+
+def _media(part: dict[str, Any]) -> MediaLimits:
+    """Return the limits on pictures, with room for the largest ones in the process."""
+    limits: MediaLimits = DEFAULTS["media"]
+    most, most_bytes = part.get("max_pixels", 0), part.get("max_bytes", 0)
+    return replace(
+        limits,
+        **part,
+        max_pixels_in_flight=max(limits.max_pixels_in_flight, most),
+        max_fetched_bytes=max(limits.max_fetched_bytes, most_bytes),
+    )
 
 
 def _parse(setting: Setting, sourced_value: SourcedValue, paths: Sequence[str | None]) -> Any:

@@ -6,6 +6,7 @@ both, and raises ValueError with a text such as "must be a whole number".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -95,6 +96,22 @@ def engine_count(value: Any) -> int:
         return integer(1)(value)
     except ValueError:
         raise ValueError("must be a whole number of at least 1, or auto") from None
+
+
+def image_count(value: Any) -> int:
+    """Return a number of pictures: an integer, or vLLM's object with one for "image".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if is_object(value):
+        if value.keys() != {"image"}:
+            raise ValueError('must be a number of pictures, as an integer or as {"image": N}')
+        value = value["image"]
+    return integer(0)(value)
 
 
 def number(minimum: float, maximum: float | None = None, *, above: bool = False) -> Parse:

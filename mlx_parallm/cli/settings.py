@@ -10,11 +10,13 @@ from mlx_parallm.cli.setting_values import Parse
 from mlx_parallm.config import (
     CACHE_SCOPES,
     KV_CACHE_DTYPES,
+    MOST_PIXELS,
     AdapterConfig,
     CacheConfig,
     EncoderConfig,
     EngineConfig,
     LoadingConfig,
+    MediaLimits,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -47,7 +49,7 @@ class Setting:
     Attributes:
         name: the flag without its dashes, and the key in a file.
         target: ``part.field`` of the configuration; parts are model, adapters, loading, cache,
-            scheduler, encoders, engine and server.
+            scheduler, encoders, engine, server and media.
         parse: returns the field's value for a text or a file's value.
         group: its heading in ``--help``.
         help: a description.
@@ -116,6 +118,7 @@ DEFAULTS: dict[str, Any] = {
     "loading": LoadingConfig(),
     "engine": EngineConfig(),
     "server": ServerConfig(),
+    "media": MediaLimits(),
 }
 
 
@@ -301,6 +304,22 @@ SETTINGS: tuple[Setting, ...] = (
              "path prefix that a proxy in front strips.", metavar="PATH"),
     _setting("enable-prompt-embeds", "engine.enable_prompt_embeds", values.boolean, REQUESTS,
              "let /v1/completions take prompts as embeddings (prompt_embeds)."),
+    _setting("max-images-per-request", "media.max_images", values.image_count, REQUESTS,
+             "most pictures of a request; also as vLLM's JSON, such as {\"image\": 16}.",
+             aliases=("limit-mm-per-prompt",), metavar="N"),
+    _setting("max-image-bytes", "media.max_bytes", values.size, REQUESTS,
+             "largest file of a picture, such as 20MB.", metavar="SIZE"),
+    _setting("max-image-pixels", "media.max_pixels", values.integer(1, MOST_PIXELS), REQUESTS,
+             "most pixels of a picture, before the model's image processor makes it smaller.",
+             metavar="N"),
+    _setting("media-timeout-s", "media.timeout_s", values.number(0, above=True), REQUESTS,
+             "seconds that fetching a picture may take, redirects included.", metavar="SECONDS"),
+    _setting("allowed-media-domains", "media.allowed_domains", values.listed, REQUESTS,
+             "hosts from which requests may let the server fetch pictures; * for any public host. "
+             "If not given, pictures must be in the request (data: URLs).", metavar="HOST"),
+    _setting("allowed-local-media-path", "media.allowed_local_path", values.text, REQUESTS,
+             "folder below which file: URLs of pictures may lead; none if not given.",
+             metavar="FOLDER"),
     _setting("max-logprobs", "server.max_logprobs", values.integer(-1), REQUESTS,
              "most log-probabilities per token that a request may ask for; -1 is no limit.",
              metavar="N"),

@@ -70,16 +70,15 @@ def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:
 
 def _check_input(each: ModelInput, info: RunnerInfo) -> None:
     name = each.kind.value
-    if not info.input_width:
+    if each.kind not in info.input_kinds:
         raise InvalidRequestError(f"This model does not take {name}.", param=name)
     is_served = (
-        each.kind is InputKind.PROMPT_EMBEDS
-        and each.store is InputStore.FEATURES
-        and each.positions is None
-        and each.span is not None
+        each.store is InputStore.FEATURES and each.positions is None and each.span is not None
     )
     if not is_served:
         raise InvalidRequestError(f"This model does not take such {name}.", param=name)
+    if each.kind is not InputKind.PROMPT_EMBEDS:
+        return
     shape = each.arrays["rows"].shape
     if each.span is not None and shape != (len(each.span), info.input_width):
         raise InvalidRequestError(

@@ -35,11 +35,12 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.pictures.form import PictureForm, picture_form
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import HostArray, InputChanges
+from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind
 from mlx_parallm.types.step import (
     NO_CHANGES,
     RunnerInfo,
@@ -355,8 +356,23 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         parses_tools=config.tool_call_parser != "none",
         grammars=grammars,
         revision=folder_revision(loaded.folder.path),
+        pictures=_pictures(loaded, runner.info),
     )
     return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
+
+
+def _pictures(loaded: _Loaded, info: RunnerInfo) -> PictureForm | None:
+    """Return how a model takes pictures; None if it takes none, with a warning if it might."""
+    if InputKind.PICTURE not in info.input_kinds:
+        return None
+    row_bytes = info.input_width * (4 if info.dtype == "float32" else 2)
+    try:
+        return picture_form(
+            loaded.folder.path, loaded.plan.model_config, loaded.tokenizer, row_bytes
+        )
+    except (KeyError, ValueError) as problem:
+        logger.warning("%s takes no pictures: %s", loaded.name, problem)
+        return None
 
 
 def _engine(

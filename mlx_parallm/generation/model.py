@@ -16,6 +16,7 @@ from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
+from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
 from mlx_parallm.types.step import RunnerInfo
@@ -176,6 +177,7 @@ class GenerationModel(ServedModel):
         revision: identifies the loaded files.
         parent: for an adapter, the first name of its model.
         adapter: for an adapter, its name.
+        pictures: how the model takes pictures; None if it takes none.
     """
 
     names: tuple[str, ...]
@@ -192,6 +194,7 @@ class GenerationModel(ServedModel):
     revision: str = ""
     parent: str | None = None
     adapter: str | None = None
+    pictures: PictureForm | None = None
 
     traits = GENERATION_TRAITS
     #: Its chat template may write tools.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import re
 
-from mlx_parallm.media.limits import MediaLimits
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEME = "data:"

@@ -15,9 +15,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.formats.sniffing import read_file
 from mlx_parallm.media.formats.stored import StoredPicture
-from mlx_parallm.media.limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: Decoders by format. ``Image.open`` would try every plugin that is installed.
@@ -62,6 +62,16 @@ def decode_picture(picture: StoredPicture) -> Pixels:
         raise InvalidRequestError(
             f"The {picture.format.upper()} file is truncated or damaged."
         ) from problem
+
+
+def shrunk(pixels: Pixels, side: int) -> Pixels:
+    """Return a picture with its sides in proportion, none longer than ``side``."""
+    height, width, _ = pixels.shape
+    if max(height, width) <= side:
+        return pixels
+    image = Image.fromarray(pixels)
+    image.thumbnail((side, side), Image.Resampling.BICUBIC)
+    return np.asarray(image)
 
 
 def _decode(picture: StoredPicture) -> Pixels:

@@ -12,8 +12,8 @@ from typing import cast
 import httpcore2
 import httpx2
 
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.addresses import check_host
-from mlx_parallm.media.limits import MediaLimits
 from mlx_parallm.media.pinned import PinnedBackend, Resolve, resolve
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 

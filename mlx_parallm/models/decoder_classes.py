@@ -8,6 +8,8 @@ from typing import Any
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.models import gpt2, opt
+from mlx_parallm.models.vision.registry import has_tower
+from mlx_parallm.models.vision.with_tower import with_tower
 
 #: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
 OWN_DECODERS: dict[str, ModuleType] = {"opt": opt}
@@ -24,4 +26,5 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
     module = (OWN_DECODERS | EXTENDED_DECODERS).get(str(config.get("model_type")))
     if module is not None:
         return module.Model, module.ModelArgs
-    return mlx_lm_utils._get_classes(config)
+    model, args = mlx_lm_utils._get_classes(config)
+    return (with_tower(model, config) if has_tower(config) else model), args

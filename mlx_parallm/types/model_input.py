@@ -12,6 +12,14 @@ class InputKind(StrEnum):
 
     #: Rows that stand in place of the embeddings of tokens.
     PROMPT_EMBEDS = "prompt_embeds"
+    #: A picture, of which the model's tower computes such rows.
+    PICTURE = "picture"
+
+
+#: ``TOKEN_IDS``: the array of a picture with the token ids of its rows, int32 ``[rows]``;
+#: ``FEATURE`` where a row is one of the tower's.
+TOKEN_IDS = "token_ids"
+FEATURE = -1
 
 
 class InputStore(StrEnum):

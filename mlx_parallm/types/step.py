@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mlx_parallm.types.model_input import InputChanges, InputRows
+from mlx_parallm.types.model_input import InputChanges, InputKind, InputRows
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.weights import DEFAULT_VERSION
@@ -205,6 +205,7 @@ class RunnerInfo:
         runs_ahead: True if a step may be submitted before the previous one has ended.
         is_compiled: True if steps of decode rows call a compiled function.
         input_width: numbers per row of an input besides tokens; 0 if the model takes none.
+        input_kinds: the kinds of inputs that the model takes besides tokens.
     """
 
     path: str
@@ -221,6 +222,7 @@ class RunnerInfo:
     runs_ahead: bool = False
     is_compiled: bool = False
     input_width: int = 0
+    input_kinds: tuple[InputKind, ...] = ()
 
 
 class StepInFlight(Protocol):

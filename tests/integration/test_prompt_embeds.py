@@ -45,9 +45,11 @@ class InputRunner:
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         self.runner.features.drop(batch.inputs.dropped)
         for slot, source in batch.inputs.computed.items():
-            array = source.arrays["rows"]
-            rows = np.frombuffer(array.data, array.dtype).reshape(array.shape)
-            self.runner.compute_input(slot, HostTensor(rows))
+            tensors = {
+                name: HostTensor(np.frombuffer(each.data, each.dtype).reshape(each.shape))
+                for name, each in source.arrays.items()
+            }
+            self.runner.compute_input(slot, source.kind, tensors)
             self.num_computed += 1
         return self.runner.submit(batch)
 
@@ -68,7 +70,7 @@ def runner_of(
         attention,
     )
     choices = DecoderChoices(is_cast=False, attention=attention.name, path=path)
-    return ModelRunner(loaded, layouts, plan, 96, attention, choices=choices, takes_inputs=True)
+    return ModelRunner(loaded, layouts, plan, 96, attention, choices=choices, takes_embeds=True)
 
 
 def embedded(name: str, token_ids: tuple[int, ...]) -> np.ndarray:

@@ -16,6 +16,7 @@ from mlx_parallm.api.turns.fields import (
     TurnEndFields,
     effort_kwargs,
 )
+from mlx_parallm.api.turns.pictures import PictureSource, detail_of, picture_part
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
@@ -29,7 +30,9 @@ class ChatMessage(BaseModel):
 
     role: StrictStr = Field(description=f"One of {', '.join(ROLES)}.")
     content: StrictStr | list[dict[str, Any]] | None = Field(
-        None, description='A text, or parts {"type": "text", "text": …}; null for an assistant.'
+        None,
+        description='A text, or parts {"type": "text", "text": …} and, for models that take '
+        'pictures, {"type": "image_url", "image_url": {"url": …}}; null for an assistant.',
     )
 
 
@@ -132,23 +135,31 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     def echoed(self) -> str:
         """Return what ``echo`` puts before every sample: a last message of the assistant."""
         last = self.turns()[-1]
-        return last["content"] if self.echo and last["role"] == "assistant" else ""
+        is_echoed = self.echo and last["role"] == "assistant"
+        return last["content"] if is_echoed and isinstance(last["content"], str) else ""
 
     def turns(self) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them: text content, "developer" as "system".
+        """Return the messages as the template takes them, "developer" as "system".
+
+        A content is a text; with pictures it is a list of parts, see ``picture_part``.
 
         Raises:
-            InvalidRequestError: an unknown role, or content that is no text.
+            InvalidRequestError: an unknown role, or content that is neither text nor pictures.
         """
-        return turns_of(self.messages)
+        return turns_of(self.messages, takes_pictures=True)
 
 
-def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def turns_of(
+    messages: Sequence[ChatMessage], *, takes_pictures: bool = False
+) -> list[dict[str, Any]]:
     """Messages as the template takes them; see ``ChatRequest.turns``."""
-    return [_turn(message, number) for number, message in enumerate(messages)]
+    return [
+        _turn(message, number, takes_pictures=takes_pictures)
+        for number, message in enumerate(messages)
+    ]
 
 
-def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
+def _turn(message: ChatMessage, number: int, *, takes_pictures: bool) -> dict[str, Any]:
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"messages[{number}].role {message.role[:32]!r} is not one of {', '.join(ROLES)}.",
@@ -158,23 +169,47 @@ def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
     extra = message.model_extra or {}
     turn: dict[str, Any] = {key: value for key, value in extra.items() if value is not None}
     turn["role"] = "system" if message.role == "developer" else message.role
-    turn["content"] = _text(message.content, number)
+    turn["content"] = _content(message.content, number, takes_pictures=takes_pictures)
     if message.content is None and message.role != "assistant":
         raise InvalidRequestError(f"messages[{number}].content is missing.", param="messages")
     return turn
 
 
-def _text(content: str | list[dict[str, Any]] | None, number: int) -> str:
+def _content(
+    content: str | list[dict[str, Any]] | None, number: int, *, takes_pictures: bool
+) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    texts: list[str] = []
-    for part in content:
-        if part.get("type") not in ("text", "refusal") or not isinstance(
-            part.get(part["type"]), str
-        ):
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        where, kind = f"messages[{number}].content[{index}]", part.get("type")
+        if takes_pictures and kind == "image_url":
+            parts.append(_picture(part, where))
+        elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
+            parts.append({"type": "text", "text": part[kind]})
+        else:
             raise InvalidRequestError(
-                f"messages[{number}].content: only parts of type text are supported.",
-                param="messages",
+                f"messages[{number}].content: only parts of type text are supported"
+                + (", and image_url where the model takes pictures." if takes_pictures else "."),
+                param=where if takes_pictures else "messages",
             )
-        texts.append(part[part["type"]])
-    return "".join(texts)
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _picture(part: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a part of OpenAI's form, whose URL may also stand without an object."""
+    value = part.get("image_url")
+    picture = {"url": value} if isinstance(value, str) else value
+    if not is_object(picture) or not isinstance(picture.get("url"), str):
+        raise InvalidRequestError(
+            f"{where}.image_url must have the picture's url.", param=f"{where}.image_url"
+        )
+    return picture_part(
+        PictureSource(
+            param=f"{where}.image_url",
+            url=picture["url"],
+            detail=detail_of(picture.get("detail"), f"{where}.image_url.detail"),
+        )
+    )

@@ -38,7 +38,7 @@ def read_embeds(text: str, info: RunnerInfo) -> ModelInput:
     Raises:
         InvalidRequestError: the model takes no rows, or the text holds none that it can take.
     """
-    if not info.input_width:
+    if InputKind.PROMPT_EMBEDS not in info.input_kinds:
         raise InvalidRequestError(
             "prompt_embeds needs a server with --enable-prompt-embeds and a model that takes them.",
             param=FIELD,

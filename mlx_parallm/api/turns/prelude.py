@@ -13,6 +13,7 @@ from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
@@ -56,6 +57,7 @@ class Prelude:
         config: the server's settings.
         client: whose request it is.
         max_waiting: how many sequences the queue holds; None: not known.
+        pictures: prepares the pictures of conversations.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class Prelude:
     config: ServerConfig
     client: str
     max_waiting: int | None
+    pictures: Pictures
 
     @property
     def answer_id(self) -> str:
@@ -134,6 +137,7 @@ async def get_prelude(request: Request) -> Prelude:
         config=state.config,
         client=caller.client,
         max_waiting=caller.max_waiting,
+        pictures=state.pictures,
     )
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, maybe_in_thread
+from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, in_thread, maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.pictures import Pictures, picture_sources
 from mlx_parallm.api.turns.prompt_limit import prompt_limit
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
@@ -18,7 +19,9 @@ from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
+from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
 # MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
@@ -74,12 +77,19 @@ class PreparedTurn:
         )
 
 
-async def prepare_turn(turn: TurnRequest, model: GenerationModel) -> PreparedTurn:
+async def prepare_turn(
+    turn: TurnRequest, model: GenerationModel, pictures: Pictures | None = None
+) -> PreparedTurn:
     """Render and encode the conversation; decide how the answer is constrained and read.
 
+    Args:
+        turn: what is asked.
+        model: who answers.
+        pictures: prepares those of the conversation; None: it has none.
+
     Raises:
-        InvalidRequestError: a message is malformed, the template refuses the conversation, or the
-            model cannot answer as it is asked to.
+        InvalidRequestError: a message is malformed, the template refuses the conversation, the
+            model cannot answer as it is asked to, or a picture cannot be read.
         ContextLengthError: it is longer than the model's context.
     """
     limit = prompt_limit(
@@ -88,12 +98,17 @@ async def prepare_turn(turn: TurnRequest, model: GenerationModel) -> PreparedTur
         max_tokens=turn.params.max_tokens,
         max_model_len=model.info.max_model_len,
     )
-    rendered, prompt_ids = await render_turn(turn, model, limit=limit)
+    inputs: tuple[ModelInput, ...] = ()
+    if pictures is not None and picture_sources(turn.messages):
+        rendered, prompt_ids, inputs = await _render_with_pictures(turn, model, pictures, limit)
+    else:
+        rendered, prompt_ids = await render_turn(turn, model, limit=limit)
     constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,
         model=model.names[0],
         prompt_ids=prompt_ids,
+        inputs=inputs,
         params=_params(turn, model, constraint, rendered),
         priority=turn.priority,
         client=turn.client,
@@ -122,16 +137,10 @@ async def render_turn(
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
         ContextLengthError: it has more tokens than ``limit`` allows.
     """
-    tools = [tool.for_template() for tool in turn.shown_tools] or None
+    tools = _tools(turn)
 
     def render() -> tuple[str, tuple[int, ...]]:
-        text = model.tokenizer.render_chat(
-            template_messages(turn.messages, id_length=model.call_id_length),
-            tools=tools,
-            add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
-            continue_final_message=turn.continue_final_message,
-            template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
-        )
+        text = _text(turn, model, template_messages(turn.messages, id_length=model.call_id_length))
         ids = tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
         if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
             return text, ids
@@ -139,6 +148,41 @@ async def render_turn(
         return model.tokenizer.decode(ids, skip_special_tokens=False), ids
 
     return await maybe_in_thread(render, _length(turn.messages, tools))
+
+
+async def _render_with_pictures(
+    turn: TurnRequest, model: GenerationModel, pictures: Pictures, limit: TokenLimit | None
+) -> PicturePrompt:
+    """Return a conversation with pictures as text, as tokens, and its pictures."""
+    if turn.truncate is not None:
+        raise unsupported("A prompt with pictures is not cut.", "truncate_prompt_tokens")
+    prepared = await pictures.prepare(picture_sources(turn.messages), model)
+    form = model.pictures
+    assert form is not None, "a model without pictures has refused them"
+    return await in_thread(
+        lambda: picture_prompt(
+            template_messages(turn.messages, id_length=model.call_id_length),
+            prepared,
+            form,
+            render=lambda messages: _text(turn, model, messages),
+            encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
+        )
+    )
+
+
+def _text(turn: TurnRequest, model: GenerationModel, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the chat template makes of messages."""
+    return model.tokenizer.render_chat(
+        messages,
+        tools=_tools(turn),
+        add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
+        continue_final_message=turn.continue_final_message,
+        template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
+    )
+
+
+def _tools(turn: TurnRequest) -> list[dict[str, Any]] | None:
+    return [tool.for_template() for tool in turn.shown_tools] or None
 
 
 def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFormat | None:

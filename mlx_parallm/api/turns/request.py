@@ -18,8 +18,9 @@ class TurnRequest:
     Attributes:
         request_id: unique among the requests in flight.
         messages: in the shape of chat templates: ``role`` (system, user, assistant, tool), a text
-            as ``content``, ``tool_calls`` with a text or an object as ``arguments``,
-            ``tool_call_id``, ``reasoning_content``. Checked by ``prepare_turn``.
+            as ``content``, or parts where there are pictures, ``tool_calls`` with a text or an
+            object as ``arguments``, ``tool_call_id``, ``reasoning_content``. Checked by
+            ``prepare_turn``.
         tools: what may be called; checked by ``check_tools``.
         tool_choice: what must be called; checked by ``check_choice``.
         parallel_tool_calls: false: at most one call; further ones are left out.
@@ -73,7 +74,8 @@ class TurnRequest:
         """The text of the answer that is there already."""
         if not self.continue_final_message or not self.messages:
             return ""
-        return self.messages[-1].get("content") or ""
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:

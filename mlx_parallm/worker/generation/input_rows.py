@@ -33,6 +33,10 @@ class EmbeddingSeam:
         self.width = width
         self.first_id = int(table.weight.shape[0])
 
+    def rows(self, token_ids: mx.array) -> mx.array:
+        """Return the embeddings of token ids, ``[ids, width]``."""
+        return self._table(token_ids)
+
     @contextmanager
     def during(self, features: mx.array) -> Iterator[None]:
         """Replace ids beyond the table by rows of ``features``, ``[rows, width]``, for a while."""

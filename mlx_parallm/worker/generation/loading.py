@@ -222,7 +222,7 @@ class GeneratorModel:
             case Step():
                 return self._runner.submit(op.batch)
             case ComputeInput():
-                return Done(self._runner.compute_input(op.slot, tensors[op.handle]["rows"]))
+                return Done(self._runner.compute_input(op.slot, op.kind, tensors[op.handle]))
             case DropInputs():
                 return Done(self._runner.features.drop(op.slots))
             case Allocate():
@@ -310,7 +310,7 @@ class GeneratorModel:
             logprobs_mode=weights.spec.settings.logprobs_mode,
             tracer=self._device.tracer,
             choices=weights.plan.choices,
-            takes_inputs=weights.spec.settings.enable_prompt_embeds,
+            takes_embeds=weights.spec.settings.enable_prompt_embeds,
         )
         return replace(
             weights.plan,

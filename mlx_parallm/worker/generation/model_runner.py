@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,9 @@ from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.types.step import (
     RunnerInfo,
@@ -35,6 +38,7 @@ from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.generation.picture_rows import picture_rows
 from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import (
@@ -76,7 +80,7 @@ class ModelRunner:
         logprobs_mode: str = RAW_LOGPROBS,
         tracer: StepTracer | None = None,
         choices: DecoderChoices | None = None,
-        takes_inputs: bool = False,
+        takes_embeds: bool = False,
     ) -> None:
         """Choose how the model runs.
 
@@ -91,7 +95,8 @@ class ModelRunner:
             logprobs_mode: the mode of requests that name none.
             tracer: records the phases of every step; None records nothing.
             choices: the choices of an earlier load, which are taken over; None to make them.
-            takes_inputs: True if rows of inputs may replace embeddings, if the model allows it.
+            takes_embeds: True if prompts may bring rows that replace embeddings, if the model
+                allows it.
         """
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         self._tracer = tracer or NoTracer()
@@ -105,7 +110,9 @@ class ModelRunner:
         self._dtype = dtype
         #: The features of inputs besides tokens.
         self.features = InputFeatures()
-        self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_inputs else None
+        self._tower: Any = getattr(loaded.model, TOWER, None)
+        takes_rows = takes_embeds or self._tower is not None
+        self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_rows else None
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         choice = choose_path(
             loaded.model,
@@ -142,6 +149,13 @@ class ModelRunner:
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
         self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
+        if self._embedding is not None:
+            kinds = {InputKind.PROMPT_EMBEDS: takes_embeds, InputKind.PICTURE: self._tower}
+            self._info = replace(
+                self._info,
+                input_width=self._embedding.width,
+                input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
+            )
 
     @property
     def info(self) -> RunnerInfo:
@@ -171,7 +185,6 @@ class ModelRunner:
             kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
             runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
             is_compiled=path.is_compiled,
-            input_width=0 if self._embedding is None else self._embedding.width,
         )
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
@@ -237,9 +250,15 @@ class ModelRunner:
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
 
-    def compute_input(self, slot: int, rows: HostTensor) -> None:
+    def compute_input(self, slot: int, kind: InputKind, tensors: Mapping[str, HostTensor]) -> None:
         """Keep an input's rows, ``[rows, input_width]``; steps name them by their slot."""
-        self.features.put(slot, to_mlx(rows).astype(self._dtype))
+        arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
+        if kind is InputKind.PICTURE:
+            assert self._embedding is not None
+            rows = picture_rows(self._tower, arrays, self._embedding, self._dtype)
+        else:
+            rows = arrays["rows"]
+        self.features.put(slot, rows.astype(self._dtype))
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.data_url import read_base64, read_data_url
-from mlx_parallm.media.limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 LIMITS = MediaLimits()

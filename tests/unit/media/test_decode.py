@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.decode import decode_picture, read_picture
 from mlx_parallm.media.formats.exif import orientation_of
-from mlx_parallm.media.limits import MediaLimits
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from tests.unit.media.pictures import (
     FORMATS,

@@ -7,8 +7,8 @@ import ssl
 
 import pytest
 
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.fetch import Fetcher
-from mlx_parallm.media.limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.unit.media.servers import OTHER_PUBLIC, PUBLIC, TLS, Names, Network, Writer, serving
 

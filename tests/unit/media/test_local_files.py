@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from mlx_parallm.media.limits import MediaLimits
+from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.local_files import LocalFiles
 from mlx_parallm.types.errors import InvalidRequestError
 

@@ -18,11 +18,11 @@ from safetensors.numpy import save
 
 from mlx_parallm.api.completions.embeds import read_embeds
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import ModelInput, Span
+from mlx_parallm.types.model_input import InputKind, ModelInput, Span
 from tests.fakes import make_info
 
 WIDTH = 8
-INFO = make_info(input_width=WIDTH, max_model_len=64)
+INFO = make_info(input_width=WIDTH, input_kinds=(InputKind.PROMPT_EMBEDS,), max_model_len=64)
 
 
 def npy(array: Any, *, allow_pickle: bool = False) -> bytes:

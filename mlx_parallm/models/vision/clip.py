@@ -1,0 +1,157 @@
+"""CLIP's vision transformer (arXiv:2103.00020), with the parameter names of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipConfig:
+    """The fields of ``vision_config``, by transformers' names."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_channels: int = 3
+    image_size: int = 224
+    patch_size: int = 32
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """Return the fields that a config has."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in config.items() if name in names})
+
+
+class ClipAttention(nn.Module):
+    """Attention of all patches to all."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.q_proj = nn.Linear(size, size)
+        self.k_proj = nn.Linear(size, size)
+        self.v_proj = nn.Linear(size, size)
+        self.out_proj = nn.Linear(size, size)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[pictures, patches, size]``."""
+        count, length, size = x.shape
+        heads = [
+            layer(x).reshape(count, length, self.num_heads, -1).transpose(0, 2, 1, 3)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        scale = (size // self.num_heads) ** -0.5
+        out = mx.fast.scaled_dot_product_attention(*heads, scale=scale)
+        return self.out_proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
+
+
+class ClipMLP(nn.Module):
+    """The feed-forward part of a layer."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self._activation = ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., size]``."""
+        return self.fc2(self._activation(self.fc1(x)))
+
+
+class ClipLayer(nn.Module):
+    """A layer, normed before each part."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = ClipAttention(config)
+        self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = ClipMLP(config)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the hidden states after this layer."""
+        x = x + self.self_attn(self.layer_norm1(x))
+        return x + self.mlp(self.layer_norm2(x))
+
+
+class ClipEmbeddings(nn.Module):
+    """Patches as embeddings with positions, after an embedding of the class."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        num_patches = (config.image_size // config.patch_size) ** 2
+        self.class_embedding = mx.zeros((config.hidden_size,))
+        self.patch_embedding = nn.Conv2d(
+            config.num_channels,
+            config.hidden_size,
+            kernel_size=config.patch_size,
+            stride=config.patch_size,
+            bias=False,
+        )
+        self.position_embedding = nn.Embedding(num_patches + 1, config.hidden_size)
+
+    def __call__(self, pixels: mx.array) -> mx.array:
+        """Return embeddings ``[pictures, 1 + patches, size]`` of ``[pictures, 3, h, w]``."""
+        patches = self.patch_embedding(pixels.transpose(0, 2, 3, 1))
+        count, size = patches.shape[0], patches.shape[-1]
+        of_class = mx.broadcast_to(self.class_embedding, (count, 1, size))
+        x = mx.concatenate([of_class, patches.reshape(count, -1, size)], axis=1)
+        return x + self.position_embedding.weight
+
+
+class ClipEncoder(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        self.layers = [ClipLayer(config) for _ in range(config.num_hidden_layers)]
+
+
+class ClipTransformer(nn.Module):
+    """The tower below its last norm."""
+
+    def __init__(self, config: ClipConfig) -> None:
+        super().__init__()
+        self.embeddings = ClipEmbeddings(config)
+        # The name is transformers'.
+        self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.encoder = ClipEncoder(config)
+        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def __call__(self, pixels: mx.array, layer: int) -> mx.array:
+        """Return hidden states ``[pictures, 1 + patches, size]``.
+
+        Args:
+            pixels: ``[pictures, 3, h, w]``.
+            layer: after which layer, as an index into transformers' ``hidden_states``: 0 are the
+                embeddings, -1 those after the last layer.
+        """
+        x = self.pre_layrnorm(self.embeddings(pixels))
+        layers = self.encoder.layers
+        last = layer if layer >= 0 else len(layers) + 1 + layer
+        for each in layers[:last]:
+            x = each(x)
+        return x
+
+
+def quick_gelu(x: mx.array) -> mx.array:
+    """Return OpenAI's approximation of GELU."""
+    return x * mx.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {
+    "quick_gelu": quick_gelu,
+    "gelu": nn.gelu,
+    "gelu_pytorch_tanh": nn.gelu_approx,
+    "silu": nn.silu,
+}

@@ -1,0 +1,32 @@
+"""The features of a picture, and the towers that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+#: ``Arrays``: what transformers' image processor makes of one picture, by its names.
+Arrays = Mapping[str, mx.array]
+
+
+class Features(NamedTuple):
+    """The features of one picture.
+
+    Attributes:
+        rows: ``[n, text width]``, in the order of the feature tokens in the prompt.
+        layers: rows that are added to the hidden states after the first text layers, one array for
+            each (deepstack, arXiv:2406.04334).
+    """
+
+    rows: mx.array
+    layers: tuple[mx.array, ...] = ()
+
+
+class Tower(Protocol):
+    """A tower and its projector."""
+
+    def __call__(self, arrays: Arrays, /) -> Features:
+        """Return the features of one picture."""
+        ...

@@ -1,0 +1,54 @@
+"""LLaVA (arXiv:2304.08485): patches of a tower through two linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.models.vision.clip import ACTIVATIONS, ClipConfig, ClipTransformer
+from mlx_parallm.models.vision.features import Arrays, Features
+
+
+class LlavaProjector(nn.Module):
+    """Two linear layers from the tower's width to the text model's."""
+
+    def __init__(self, width: int, text_width: int, *, activation: str, bias: bool) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(width, text_width, bias=bias)
+        self.linear_2 = nn.Linear(text_width, text_width, bias=bias)
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return rows ``[..., text width]``."""
+        return self.linear_2(self._activation(self.linear_1(x)))
+
+
+class LlavaTower(nn.Module):
+    """CLIP and the projector. Implements ``Tower``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """``config`` is the checkpoint's ``config.json``."""
+        super().__init__()
+        vision = ClipConfig.of(config["vision_config"])
+        layers = config.get("vision_feature_layer", -2)
+        self._layers: list[int] = layers if isinstance(layers, list) else [layers]
+        self._drops_class = config.get("vision_feature_select_strategy", "default") == "default"
+        self.vision_tower = ClipTransformer(vision)
+        self.multi_modal_projector = LlavaProjector(
+            vision.hidden_size * len(self._layers),
+            config["text_config"]["hidden_size"],
+            activation=config.get("projector_hidden_act", "gelu"),
+            bias=config.get("multimodal_projector_bias", True),
+        )
+
+    def __call__(self, arrays: Arrays) -> Features:
+        """See ``Tower``."""
+        pixels = arrays["pixel_values"].astype(self.vision_tower.embeddings.class_embedding.dtype)
+        hidden = [self.vision_tower(pixels, layer) for layer in self._layers]
+        x = mx.concatenate(hidden, axis=-1)
+        if self._drops_class:
+            x = x[:, 1:]
+        rows = self.multi_modal_projector(x)
+        return Features(rows.reshape(-1, rows.shape[-1]))

@@ -1,0 +1,244 @@
+"""How each family of models writes a picture in a prompt.
+
+The forms are those of transformers' processors (``replace_image_token`` of each
+``models/*/processing_*.py``), by which these models were trained; tests compare both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+#: ``Arrays``: what an image processor makes of one picture, by transformers' names.
+Arrays = Mapping[str, np.ndarray]
+
+
+class WrittenPicture(NamedTuple):
+    """A picture as text.
+
+    Attributes:
+        text: has one feature token in place of each run of them.
+        runs: the length of each run.
+    """
+
+    text: str
+    runs: tuple[int, ...]
+
+
+class PictureFamily(Protocol):
+    """How a family of models writes a picture.
+
+    Attributes:
+        placeholder: what chat templates write for a picture.
+        feature_token: the token in whose place features stand.
+        options: arguments of the image processor.
+    """
+
+    @property
+    def placeholder(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def feature_token(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See the class."""
+        ...
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """Return a picture as text, from what the processor made of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRun:
+    """A picture is one run of feature tokens, of equal length for all pictures.
+
+    Attributes:
+        num_tokens: length of the run.
+        token: the feature token, which templates write too.
+    """
+
+    num_tokens: int
+    token: str = "<image>"
+
+    @property
+    def placeholder(self) -> str:
+        """See ``PictureFamily``."""
+        return self.token
+
+    @property
+    def feature_token(self) -> str:
+        """See ``PictureFamily``."""
+        return self.token
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {}
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        return WrittenPicture(self.token, (self.num_tokens,))
+
+
+@dataclass(frozen=True, slots=True)
+class Idefics3Family:
+    """Idefics3 and SmolVLM: tiles by rows and columns, each a run, then the whole picture.
+
+    Attributes:
+        num_tokens: length of each run.
+    """
+
+    num_tokens: int
+
+    placeholder = "<image>"
+    feature_token = "<image>"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {"return_row_col_info": True}
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        num_rows, num_columns = int(arrays["rows"][0][0]), int(arrays["cols"][0][0])
+        begin, token = "<fake_token_around_image>", self.feature_token
+        rows = [
+            "".join(
+                f"{begin}<row_{row}_col_{column}>{token}" for column in range(1, num_columns + 1)
+            )
+            for row in range(1, num_rows + 1)
+        ]
+        tiles = "".join(f"{row}\n" for row in rows)
+        whole = f"{begin}<global-img>{token}{begin}"
+        num_runs = num_rows * num_columns + 1
+        text = f"{tiles}\n{whole}" if tiles else whole
+        return WrittenPicture(text, (self.num_tokens,) * num_runs)
+
+
+@dataclass(frozen=True, slots=True)
+class QwenFamily:
+    """Qwen2-VL and later: a run whose length follows from the grid of patches.
+
+    Attributes:
+        merge_size: patches along each side of the square that becomes one token.
+    """
+
+    merge_size: int
+
+    placeholder = "<|image_pad|>"
+    feature_token = "<|image_pad|>"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {}
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        num_patches = int(np.prod(arrays["image_grid_thw"][0]))
+        return WrittenPicture(self.feature_token, (num_patches // self.merge_size**2,))
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Family:
+    """Gemma 3: a run between marks, on lines of its own.
+
+    Attributes:
+        num_tokens: length of the run.
+    """
+
+    num_tokens: int
+
+    placeholder = "<start_of_image>"
+    feature_token = "<image_soft_token>"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {"do_pan_and_scan": False}
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        text = f"\n\n{self.placeholder}{self.feature_token}<end_of_image>\n\n"
+        return WrittenPicture(text, (self.num_tokens,))
+
+
+@dataclass(frozen=True, slots=True)
+class PixtralFamily:
+    """Pixtral and Mistral 3: a run for each row of patches, each with a mark behind it.
+
+    Attributes:
+        patch_size: pixels along each side of the square that becomes one token.
+    """
+
+    patch_size: int
+
+    placeholder = "[IMG]"
+    feature_token = "[IMG]"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {}
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        height, width = (int(size) // self.patch_size for size in arrays["image_sizes"][0])
+        text = f"{self.feature_token}[IMG_BREAK]" * (height - 1) + f"{self.feature_token}[IMG_END]"
+        return WrittenPicture(text, (width,) * height)
+
+
+def _llava(config: Mapping[str, Any]) -> PictureFamily:
+    vision = config["vision_config"]
+    side = int(vision.get("image_size", 336)) // int(vision.get("patch_size", 14))
+    # The tower of CLIP has a class token before the patches, which "full" keeps.
+    is_full = config.get("vision_feature_select_strategy", "default") == "full"
+    return OneRun(side * side + is_full)
+
+
+def _idefics3(config: Mapping[str, Any]) -> PictureFamily:
+    vision = config["vision_config"]
+    side = int(vision.get("image_size", 364)) // int(vision.get("patch_size", 14))
+    return Idefics3Family(side * side // int(config.get("scale_factor", 2)) ** 2)
+
+
+def _qwen(config: Mapping[str, Any]) -> PictureFamily:
+    return QwenFamily(int(config["vision_config"].get("spatial_merge_size", 2)))
+
+
+def _gemma3(config: Mapping[str, Any]) -> PictureFamily:
+    return Gemma3Family(int(config.get("mm_tokens_per_image", 256)))
+
+
+def _pixtral(config: Mapping[str, Any]) -> PictureFamily:
+    patch_size = int(config["vision_config"].get("patch_size", 16))
+    return PixtralFamily(patch_size * int(config.get("spatial_merge_size", 1)))
+
+
+def _mistral_or_llava(config: Mapping[str, Any]) -> PictureFamily:
+    """Return the family of ``llava`` folders: with Pixtral's tower they are Pixtral."""
+    is_pixtral = config["vision_config"].get("model_type") == "pixtral"
+    return _pixtral(config) if is_pixtral else _llava(config)
+
+
+#: ``FAMILIES``: makes a family from ``config.json``, by its ``model_type``.
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], PictureFamily]] = {
+    "gemma3": _gemma3,
+    "idefics3": _idefics3,
+    "llava": _mistral_or_llava,
+    "mistral3": _pixtral,
+    "qwen2_5_vl": _qwen,
+    "qwen2_vl": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "smolvlm": _idefics3,
+}

@@ -1,0 +1,101 @@
+"""How one model takes pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_parallm.pictures.families import FAMILIES, PictureFamily
+from mlx_parallm.types.errors import InvalidRequestError
+
+# PROCESSOR_FILES: where a folder has the settings of its image processor; the first one counts.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROBE_TEXT = "probe"
+
+
+class PictureTokenizer(Protocol):
+    """What pictures need of a tokenizer."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if it is not one token."""
+        ...
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /) -> str:
+        """Return a conversation as text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureForm:
+    """How a model takes pictures. It can be pickled.
+
+    Attributes:
+        family: how pictures are written.
+        folder: has the settings of the image processor.
+        feature_id: id of the feature token.
+        template_reads_parts: True if the chat template writes pictures of content parts; False if
+            it reads texts only, so that placeholders are put into these.
+        template_needs_parts: True if the chat template does not read a text that is no part.
+        row_bytes: size of one row of features.
+        fingerprint: digest of the processor's settings.
+    """
+
+    family: PictureFamily
+    folder: Path
+    feature_id: int
+    template_reads_parts: bool
+    template_needs_parts: bool
+    row_bytes: int
+    fingerprint: str
+
+
+def picture_form(
+    folder: Path, config: Mapping[str, Any], tokenizer: PictureTokenizer, row_bytes: int
+) -> PictureForm:
+    """Return how a model takes pictures.
+
+    Args:
+        folder: of the model.
+        config: its ``config.json``, of a family in ``FAMILIES``.
+        tokenizer: its own.
+        row_bytes: size of one row of features.
+
+    Raises:
+        ValueError: the folder has no image processor, or the tokenizer has no feature token.
+    """
+    family = FAMILIES[config["model_type"]](config)
+    settings = _processor_settings(folder)
+    feature_id = tokenizer.token_id(family.feature_token)
+    if feature_id is None:
+        raise ValueError(f"the tokenizer has no token {family.feature_token}")
+    return PictureForm(
+        family=family,
+        folder=folder,
+        feature_id=feature_id,
+        template_reads_parts=_shows(tokenizer, [{"type": "image"}], family.placeholder),
+        template_needs_parts=not _shows(tokenizer, PROBE_TEXT, PROBE_TEXT)
+        and _shows(tokenizer, [{"type": "text", "text": PROBE_TEXT}], PROBE_TEXT),
+        row_bytes=row_bytes,
+        fingerprint=sha256(settings).hexdigest(),
+    )
+
+
+def _processor_settings(folder: Path) -> bytes:
+    for name in PROCESSOR_FILES:
+        if (folder / name).exists():
+            content = (folder / name).read_bytes()
+            json.loads(content)
+            return content
+    raise ValueError(f"the folder has none of {', '.join(PROCESSOR_FILES)}")
+
+
+def _shows(tokenizer: PictureTokenizer, content: Any, text: str) -> bool:
+    """True if the chat template writes ``text`` for a message with this content."""
+    try:
+        return text in tokenizer.render_chat([{"role": "user", "content": content}])
+    except InvalidRequestError:
+        return False

@@ -1,0 +1,186 @@
+"""Conversations with pictures as tokens and inputs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mlx_parallm.pictures.form import PictureForm
+from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_list, is_mapping
+from mlx_parallm.types.model_input import (
+    FEATURE,
+    TOKEN_IDS,
+    HostArray,
+    InputKind,
+    ModelInput,
+    Span,
+)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class PicturePrompt(NamedTuple):
+    """A conversation as a model takes it.
+
+    Attributes:
+        text: the conversation, with one feature token per run.
+        token_ids: its tokens, with all feature tokens.
+        inputs: the pictures, in order.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    inputs: tuple[ModelInput, ...]
+
+
+def picture_prompt(
+    messages: Messages,
+    pictures: Sequence[PreparedPicture],
+    form: PictureForm,
+    *,
+    render: Callable[[Messages], str],
+    encode: Callable[[str], Sequence[int]],
+) -> PicturePrompt:
+    """Return a conversation with pictures as tokens and inputs.
+
+    Args:
+        messages: contents are texts, or lists of parts of the types "text" and "image".
+        pictures: those of the parts, in order.
+        form: how the model takes pictures.
+        render: applies the chat template.
+        encode: tokenises a text without adding special tokens.
+
+    Raises:
+        InvalidRequestError: the template does not write each picture once (param "messages").
+    """
+    typed = _TypedMarks(form)
+    hidden = [_message(message, form) for message in typed.hide(list(messages))]
+    pieces = render(hidden).split(form.family.placeholder)
+    if len(pieces) != len(pictures) + 1:
+        raise InvalidRequestError(
+            f"The chat template writes {len(pieces) - 1} pictures of {len(pictures)}.",
+            param="messages",
+        )
+    # Each picture is written between the texts around it.
+    text = pieces[0] + "".join(
+        picture.written.text + after for picture, after in zip(pictures, pieces[1:], strict=True)
+    )
+    ids = typed.encode(text, encode)
+    return _with_runs(typed.shown(text), ids, pictures, form)
+
+
+class _TypedMarks:
+    """Marks of pictures that a user typed, which stay text.
+
+    They are replaced by random texts while the template and the tokenizer look for marks.
+    """
+
+    def __init__(self, form: PictureForm) -> None:
+        family = form.family
+        self._marks = {
+            mark: f"mark{secrets.token_hex(16)}"
+            for mark in dict.fromkeys((family.placeholder, family.feature_token))
+        }
+
+    def hide(self, value: Any) -> Any:
+        """Return a copy of a JSON value with the marks in its texts replaced."""
+        if isinstance(value, str):
+            for mark, cover in self._marks.items():
+                value = value.replace(mark, cover)
+            return value
+        if is_mapping(value):
+            return {key: self.hide(each) for key, each in value.items()}
+        if is_list(value):
+            return [self.hide(each) for each in value]
+        return value
+
+    def shown(self, text: str) -> str:
+        """Return a text with the marks in their places again."""
+        for mark, cover in self._marks.items():
+            text = text.replace(cover, mark)
+        return text
+
+    def encode(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
+        """Return the tokens of a text; a mark that was typed is encoded in two halves.
+
+        So it does not become the token that stands for a picture.
+        """
+        pieces = [text]
+        for mark, cover in self._marks.items():
+            half = len(mark) // 2
+            pieces = [
+                part
+                for piece in pieces
+                for part in _joined(piece.split(cover), (mark[:half], mark[half:]))
+            ]
+        return [token_id for piece in pieces if piece for token_id in encode(piece)]
+
+
+def _joined(pieces: Sequence[str], between: Sequence[str]) -> list[str]:
+    """Return pieces with other texts between them."""
+    joined = [pieces[0]]
+    for piece in pieces[1:]:
+        joined += [*between, piece]
+    return joined
+
+
+def _message(message: Mapping[str, Any], form: PictureForm) -> dict[str, Any]:
+    """Return a message in the form that the chat template reads."""
+    content = message.get("content")
+    if is_list(content) and not form.template_reads_parts:
+        texts = [
+            form.family.placeholder if part["type"] == "image" else part["text"] for part in content
+        ]
+        return {**message, "content": "\n".join(texts)}
+    if isinstance(content, str) and form.template_needs_parts:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return dict(message)
+
+
+def _with_runs(
+    text: str, ids: Sequence[int], pictures: Sequence[PreparedPicture], form: PictureForm
+) -> PicturePrompt:
+    """Return the prompt with each feature token repeated for its run."""
+    places = [place for place, token_id in enumerate(ids) if token_id == form.feature_id]
+    if len(places) != sum(len(picture.written.runs) for picture in pictures):
+        raise InvalidRequestError(
+            "The tokenizer does not keep the pictures' marks apart.", param="messages"
+        )
+    token_ids: list[int] = []
+    inputs: list[ModelInput] = []
+    taken, rest = 0, iter(places)
+    for picture in pictures:
+        start = None
+        for run in picture.written.runs:
+            place = next(rest)
+            token_ids += ids[taken:place]
+            start = len(token_ids) if start is None else start
+            token_ids += [form.feature_id] * run
+            taken = place + 1
+        span = Span(start or 0, len(token_ids))
+        inputs.append(picture_input(picture, form, span, token_ids[span.start : span.stop]))
+    return PicturePrompt(text, (*token_ids, *ids[taken:]), tuple(inputs))
+
+
+def picture_input(
+    picture: PreparedPicture, form: PictureForm, span: Span, token_ids: Sequence[int]
+) -> ModelInput:
+    """Return a picture as an input whose rows are at ``span`` and have these token ids."""
+    ids = np.array(token_ids, np.int32)
+    ids[ids == form.feature_id] = FEATURE
+    return ModelInput(
+        kind=InputKind.PICTURE,
+        content=picture.content,
+        arrays={
+            **picture.arrays,
+            TOKEN_IDS: HostArray(ids.dtype.name, ids.shape, ids.tobytes()),
+        },
+        nbytes=len(span) * form.row_bytes,
+        cost=len(span),
+        span=span,
+    )

@@ -1,0 +1,34 @@
+"""The rows of a picture in a prompt: features of the tower, and embeddings of marks between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.types.model_input import FEATURE, TOKEN_IDS
+from mlx_parallm.worker.generation.input_rows import EmbeddingSeam
+
+
+def picture_rows(
+    tower: Any, arrays: Mapping[str, mx.array], embedding: EmbeddingSeam, dtype: mx.Dtype
+) -> mx.array:
+    """Return the rows of a picture's span, ``[rows, width]``, lazily.
+
+    Args:
+        tower: see ``models.vision.registry``.
+        arrays: what the image processor made of the picture, and ``TOKEN_IDS``, int32 ``[rows]``,
+            with ``FEATURE`` where a row is one of the tower's.
+        embedding: has the model's token embedding.
+        dtype: of the model.
+    """
+    token_ids = arrays[TOKEN_IDS]
+    pixels = {name: array for name, array in arrays.items() if name != TOKEN_IDS}
+    features = tower(pixels).rows.astype(dtype)
+    if features.shape[0] == token_ids.shape[0]:
+        return features
+    is_feature = token_ids == FEATURE
+    places = mx.maximum(mx.cumsum(is_feature.astype(mx.int32)) - 1, 0)
+    marks = embedding.rows(mx.where(is_feature, 0, token_ids)).astype(dtype)
+    return mx.where(is_feature[:, None], features[places], marks)

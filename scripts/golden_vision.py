@@ -1,0 +1,162 @@
+"""A writer of transformers' results for tiny vision-language models: tests/golden/vision.
+
+Run it by hand, in an environment of its own that has torch:
+
+    python3 -m venv /tmp/golden
+    /tmp/golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy pillow
+    /tmp/golden/bin/python -m scripts.golden_vision [--only part-of-a-name]
+
+As in ``golden_encoders`` a file holds names and shapes of weights beside the config. The results
+are features of pictures, logits, and the tokens that greedy decoding chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers
+from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from mlx_parallm.pictures.families import FAMILIES
+from scripts.golden_encoders import lines, numbers
+from scripts.golden_vision_cases import (
+    CASES,
+    SHOWN_ROWS,
+    SPECIALS,
+    VOCAB,
+    VisionCase,
+    golden_picture,
+)
+from tests.golden_weights import golden_weight
+
+FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "vision"
+NEW_TOKENS = 32
+
+
+def main() -> None:
+    """Write the files of all cases, or of those whose names contain ``--only``."""
+    parser = argparse.ArgumentParser(description="Golden values of vision-language models.")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to write")
+    only = parser.parse_args().only
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for case in CASES:
+        if only in case.name:
+            text = lines(golden_values(case))
+            (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
+            print(f"{case.name}: {len(text)} bytes")
+
+
+def golden_values(case: VisionCase) -> dict[str, Any]:
+    """Return config, weights by name and shape, prompts and results of a case."""
+    kind = getattr(transformers, case.architecture)
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.AutoConfig.for_model(**case.config)
+        kind(config).save_pretrained(folder)
+        shapes = _shapes(Path(folder))
+        weights = {name: golden_weight(name, shape) for name, shape in shapes.items()}
+        save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+        model, report = kind.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+        if any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            raise ValueError(f"transformers read {case.name} with {report}")
+        (Path(folder) / "preprocessor_config.json").write_text(json.dumps(case.processor))
+        processor = transformers.AutoImageProcessor.from_pretrained(folder, use_fast=False)
+    return {
+        "config": case.config,
+        "processor": case.processor,
+        "weights": shapes,
+        "prompts": [
+            _prompt(case, model.eval(), processor, number) for number in range(len(case.sizes))
+        ],
+    }
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    with safe_open(folder / "model.safetensors", "np") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def _prompt(case: VisionCase, model: Any, processor: Any, number: int) -> dict[str, Any]:
+    """Return a prompt as ids, and what the model makes of it."""
+    family = FAMILIES[case.config["model_type"]](case.config)
+    random = np.random.RandomState(number)
+    ids: list[int] = random.randint(len(SPECIALS), VOCAB, size=3).tolist()
+    made: list[dict[str, Any]] = []
+    for place, (height, width) in enumerate(case.sizes[number]):
+        picture = Image.fromarray(golden_picture(10 * number + place, height, width))
+        arrays = processor(images=[picture], return_tensors="np", **family.options)
+        written = family.written(arrays)
+        ids += _ids(case.before + written.text + case.after, written.runs, family.feature_token)
+        ids += random.randint(len(SPECIALS), VOCAB, size=2 + place).tolist()
+        made.append(dict(arrays))
+    arguments = _arguments(made, ids, family.feature_token)
+    with torch.no_grad():
+        features = _features(model, arguments)
+        logits = model(**arguments).logits[0, -1]
+        tokens = model.generate(
+            **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=VOCAB
+        )
+    return {
+        "sizes": case.sizes[number],
+        "ids": ids,
+        "features": features,
+        "logits": numbers([logits])[0],
+        "tokens": tokens[0, len(ids) :].tolist(),
+    }
+
+
+def _ids(text: str, runs: tuple[int, ...], feature_token: str) -> list[int]:
+    """Return the ids of marks, each feature token repeated for its run; other texts have none."""
+    ids: list[int] = []
+    rest = iter(runs)
+    while text:
+        mark = next((each for each in SPECIALS if text.startswith(each)), None)
+        if mark is not None:
+            count = next(rest) if mark == feature_token else 1
+            ids += [SPECIALS.index(mark)] * count
+        text = text[len(mark or " ") :]
+    return ids
+
+
+def _arguments(made: list[dict[str, Any]], ids: list[int], feature_token: str) -> dict[str, Any]:
+    """Return the model's inputs for one prompt."""
+    arguments: dict[str, Any] = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones((1, len(ids)), dtype=torch.long),
+    }
+    for name in made[0] if made else ():
+        arrays = [np.asarray(each[name]) for each in made]
+        if name not in ("rows", "cols", "num_crops", "num_patches"):
+            arguments[name] = torch.from_numpy(np.concatenate(arrays))
+    is_feature = [token_id == SPECIALS.index(feature_token) for token_id in ids]
+    if "image_grid_thw" in arguments:
+        arguments["mm_token_type_ids"] = torch.tensor([is_feature]).int()
+    if feature_token == "<image_soft_token>" and made:
+        arguments["token_type_ids"] = torch.tensor([is_feature]).int()
+    return arguments
+
+
+def _features(model: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Return some rows of the features of all pictures of a prompt."""
+    names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+    pixels = {name: arguments[name] for name in names if name in arguments}
+    if not pixels:
+        return []
+    output = model.get_image_features(**pixels)
+    output = getattr(output, "pooler_output", output)
+    parts = list(output) if isinstance(output, list | tuple) else [output]
+    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+    return numbers([rows[list(SHOWN_ROWS)]])[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Pictures in chats, by OpenAI's client."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from scripts.golden_vision_cases import golden_picture
+from tests.picture_folders import TEXTS, write_llava
+from tests.server_process import ServerProcess
+
+NUM_TOKENS = 16
+MODEL, TEXT_TEMPLATE = "see", "see-texts"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("pictures")
+    first = str(write_llava(folder / "first"))
+    second = str(write_llava(folder / "second", template=TEXTS))
+    process = ServerProcess(
+        *("--model", first, second),
+        *("--served-model-name", f"{first}={MODEL}", f"{second}={TEXT_TEMPLATE}"),
+        *("--max-images-per-request", "3", "--max-image-pixels", "10000"),
+    )
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        yield api
+
+
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
+
+
+def url_of(seed: int, size: tuple[int, int] = (40, 50), kind: str = "PNG") -> str:
+    data = io.BytesIO()
+    Image.fromarray(golden_picture(seed, *size)).save(data, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def picture(seed: int, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(seed), **more}}
+
+
+def ask(client: openai.OpenAI, *parts: dict[str, Any], model: str = MODEL, **more: Any) -> Any:
+    messages: Any = [{"role": "user", "content": list(parts)}]
+    return client.chat.completions.create(
+        model=model, messages=messages, max_tokens=12, temperature=0, **more
+    )
+
+
+def answer(client: openai.OpenAI, *parts: dict[str, Any], **more: Any) -> str:
+    return ask(client, *parts, **more).choices[0].message.content
+
+
+def test_answers_depend_on_pictures_and_on_their_places(client: openai.OpenAI) -> None:
+    answers = {
+        answer(client, text("w20"), picture(1), text("w21")),
+        answer(client, text("w20"), picture(2), text("w21")),
+        answer(client, picture(1), text("w20 w21")),
+        answer(client, picture(1), picture(2), text("w20 w21")),
+        answer(client, picture(2), picture(1), text("w20 w21")),
+    }
+    assert len(answers) == 5
+
+
+def test_the_forms_of_a_part_are_equal(client: openai.OpenAI) -> None:
+    expected = answer(client, picture(1), text("w20"))
+    bare = {"type": "image_url", "image_url": url_of(1)}
+    assert answer(client, bare, text("w20")) == expected
+    assert answer(client, picture(1, detail="high"), text("w20")) == expected
+    # The template of the second model reads no parts.
+    assert ask(client, picture(1), text("w20"), model=TEXT_TEMPLATE).usage.prompt_tokens
+
+
+def test_tokens_are_counted_and_prefixes_are_reused(client: openai.OpenAI) -> None:
+    first = ask(client, text("w30 w31"), picture(3), text("w32"))
+    # user: w30 w31, the picture, w32 assistant:
+    assert first.usage.prompt_tokens == 3 + NUM_TOKENS + 2
+    again = ask(client, text("w30 w31"), picture(3), text("w32"))
+    assert again.usage.prompt_tokens_details.cached_tokens == 16
+    assert again.choices[0].message.content == first.choices[0].message.content
+    other = ask(client, text("w30 w31"), picture(4), text("w32"))
+    assert other.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_marks_that_are_typed_stay_text(client: openai.OpenAI) -> None:
+    plain = ask(client, picture(1), text("w20"))
+    typed = ask(client, picture(1), text("w20 <image>"))
+    assert typed.usage.prompt_tokens < plain.usage.prompt_tokens + NUM_TOKENS
+
+
+def test_streams_are_equal(client: openai.OpenAI) -> None:
+    expected = answer(client, picture(1), text("w20"))
+    chunks = ask(client, picture(1), text("w20"), stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+
+
+def test_a_low_detail_makes_a_large_picture_small(client: openai.OpenAI) -> None:
+    """Check a picture within 512 pixels, which is seen as it is."""
+    assert answer(client, picture(1, detail="low")) == answer(client, picture(1))
+
+
+WIDE = {"type": "image_url", "image_url": {"url": url_of(1, (101, 100))}}
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "why"),
+    [
+        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}, "", "not fetched"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "", "not read"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}, "", "PNG"),
+        ({"type": "image_url", "image_url": {"url": url_of(1)[:402]}}, "", "truncated"),
+        ({"type": "image_url", "image_url": {}}, "", "url"),
+        ({"type": "image_url"}, "", "url"),
+        (picture(1, detail="most"), ".detail", "auto, low, high"),
+        (WIDE, "", "101"),
+    ],
+)
+def test_bad_pictures_are_refused_by_their_part(
+    client: openai.OpenAI, part: dict[str, Any], param: str, why: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=why) as caught:
+        ask(client, text("w20"), part)
+    assert caught.value.param == f"messages[0].content[1].image_url{param}"
+    assert answer(client, text("w20"))
+
+
+def test_too_many_pictures_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="4 pictures; at most 3"):
+        ask(client, *[picture(seed) for seed in range(4)])
+
+
+def test_more_than_the_context_is_refused_with_both_numbers(client: openai.OpenAI) -> None:
+    words = " ".join(["w40"] * 500)
+    with pytest.raises(openai.BadRequestError, match=r"512 tokens.*518 tokens"):
+        ask(client, text(words), picture(1))

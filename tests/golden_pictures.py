@@ -1,0 +1,77 @@
+"""Golden vision-language models (scripts/golden_vision.py), as folders and as requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.pictures.families import FAMILIES
+from mlx_parallm.pictures.form import PictureForm
+from mlx_parallm.pictures.processor import PictureProcessor
+from mlx_parallm.pictures.prompt import picture_input
+from mlx_parallm.types.model_input import ModelInput, Span
+from scripts.golden_vision_cases import SPECIALS, golden_picture
+from tests.encoder_folders import golden_arrays
+
+GOLDEN = Path(__file__).parent / "golden" / "vision"
+
+
+def vision_names() -> list[str]:
+    return sorted(path.stem for path in GOLDEN.glob("*.json"))
+
+
+def read_vision(name: str) -> dict[str, Any]:
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def write_vision(folder: Path, golden: dict[str, Any]) -> Path:
+    """Write a golden model with its processor, without a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden["config"]), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(golden["processor"]))
+    mx.save_safetensors(str(folder / "model.safetensors"), golden_arrays(golden), {"format": "pt"})
+    return folder
+
+
+class GoldenPictures:
+    """The pictures of a golden model's prompts, as inputs."""
+
+    def __init__(self, golden: dict[str, Any], folder: Path) -> None:
+        family = FAMILIES[golden["config"]["model_type"]](golden["config"])
+        self.form = PictureForm(
+            family=family,
+            folder=folder,
+            feature_id=SPECIALS.index(family.feature_token),
+            template_reads_parts=True,
+            template_needs_parts=False,
+            row_bytes=4 * golden["config"]["text_config"]["hidden_size"],
+            fingerprint=folder.name,
+        )
+        self._processor = PictureProcessor(self.form)
+        self._prompts = golden["prompts"]
+
+    def inputs(self, number: int, *, start: int = 0) -> tuple[ModelInput, ...]:
+        """Return the pictures of a prompt whose first token has position ``start``."""
+        prompt = self._prompts[number]
+        runs = _runs([token_id == self.form.feature_id for token_id in prompt["ids"]])
+        inputs: list[ModelInput] = []
+        for place, (height, width) in enumerate(prompt["sizes"]):
+            picture = self._processor.prepare(golden_picture(10 * number + place, height, width))
+            own = [runs.pop(0) for _ in picture.written.runs]
+            assert tuple(stop - first for first, stop in own) == picture.written.runs
+            span = Span(start + own[0][0], start + own[-1][1])
+            ids = prompt["ids"][own[0][0] : own[-1][1]]
+            inputs.append(picture_input(picture, self.form, span, ids))
+        assert not runs
+        return tuple(inputs)
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return the first place and the end of each run of true flags."""
+    edges = np.flatnonzero(np.diff([0, *flags, 0])).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,144 @@
+"""Conversations with pictures become tokens and inputs, and marks that users type stay text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.pictures.families import OneRun, WrittenPicture
+from mlx_parallm.pictures.form import PictureForm
+from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.model_input import FEATURE, TOKEN_IDS
+
+MARK, FEATURE_ID = "<image>", 7
+FORM = PictureForm(
+    family=OneRun(3),
+    folder=Path(),
+    feature_id=FEATURE_ID,
+    template_reads_parts=True,
+    template_needs_parts=False,
+    row_bytes=10,
+    fingerprint="",
+)
+
+
+def picture(*runs: int, text: str | None = None, content: str = "a") -> PreparedPicture:
+    written = WrittenPicture(text or MARK * len(runs), runs)
+    return PreparedPicture(written, {}, content)
+
+
+def render(messages: Sequence[Mapping[str, Any]]) -> str:
+    texts: list[str] = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        texts += [MARK if part["type"] == "image" else part["text"] for part in parts]
+    return "|".join(texts)
+
+
+def encode(text: str) -> list[int]:
+    """Return 7 for a mark, and each other character as its code."""
+    ids: list[int] = []
+    while text:
+        is_mark = text.startswith(MARK)
+        ids.append(FEATURE_ID if is_mark else ord(text[0]))
+        text = text[len(MARK) :] if is_mark else text[1:]
+    return ids
+
+
+def codes(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def prompt(content: Any, *pictures: PreparedPicture, form: PictureForm = FORM) -> PicturePrompt:
+    messages = [{"role": "user", "content": content}]
+    return picture_prompt(messages, pictures, form, render=render, encode=encode)
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+IMAGE = {"type": "image", "source": object()}
+
+
+def test_runs_are_written_out_and_have_spans() -> None:
+    made = prompt([text_part("x"), IMAGE, text_part("y"), IMAGE], picture(3), picture(2))
+    assert list(made.token_ids) == [*codes("x|"), 7, 7, 7, *codes("|y|"), 7, 7]
+    assert [(each.span.start, each.span.stop) for each in made.inputs if each.span] == [
+        (2, 5),
+        (8, 10),
+    ]
+    assert [each.nbytes for each in made.inputs] == [30, 20]
+    assert made.text == "x|<image>|y|<image>"
+
+
+def test_marks_between_runs_are_rows_of_the_span() -> None:
+    made = prompt([text_part("x"), IMAGE], picture(2, 1, text="[<image>;<image>]"))
+    assert list(made.token_ids) == [*codes("x|["), 7, 7, ord(";"), 7, ord("]")]
+    (source,) = made.inputs
+    assert source.span is not None
+    assert (source.span.start, source.span.stop) == (3, 7)
+    ids = np.frombuffer(source.arrays[TOKEN_IDS].data, np.int32)
+    assert ids.tolist() == [FEATURE, FEATURE, ord(";"), FEATURE]
+
+
+def test_marks_that_were_typed_stay_text() -> None:
+    made = prompt([text_part("a<image>b"), IMAGE, text_part("<image>")], picture(2))
+    expected = [*codes("a<image>b|"), 7, 7, *codes("|<image>")]
+    assert list(made.token_ids) == expected
+    assert made.text == "a<image>b|<image>|<image>"
+
+
+@given(st.lists(st.sampled_from(["picture", MARK, "<ima", "ge>", "w", MARK * 2]), max_size=8))
+def test_each_picture_has_its_run_whatever_is_typed(contents: list[str]) -> None:
+    parts = [IMAGE if each == "picture" else text_part(each) for each in contents]
+    pictures = [picture(2 + place) for place in range(contents.count("picture"))]
+    made = prompt([text_part("s"), *parts], *pictures)
+    assert [len(each.span or ()) for each in made.inputs] == [
+        2 + place for place in range(len(pictures))
+    ]
+    assert sum(each == FEATURE_ID for each in made.token_ids) == sum(
+        each.written.runs[0] for each in pictures
+    )
+
+
+def test_templates_of_texts_get_the_marks() -> None:
+    form = replace(FORM, template_reads_parts=False)
+    made = prompt([IMAGE, text_part("x")], picture(1), form=form)
+    assert list(made.token_ids) == [7, *codes("\nx")]
+
+
+def test_templates_of_parts_get_texts_as_parts() -> None:
+    form = replace(FORM, template_needs_parts=True)
+    seen: list[Any] = []
+
+    def needs_parts(messages: Sequence[Mapping[str, Any]]) -> str:
+        seen.extend(message["content"] for message in messages)
+        return render(messages)
+
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [IMAGE]}]
+    picture_prompt(messages, [picture(1)], form, render=needs_parts, encode=encode)
+    assert seen[0] == [text_part("x")]
+
+
+def test_a_template_that_drops_a_picture_is_refused() -> None:
+    messages = [{"role": "user", "content": [IMAGE, IMAGE]}]
+    with pytest.raises(InvalidRequestError, match="1 pictures of 2") as caught:
+        picture_prompt(
+            messages,
+            [picture(1), picture(1)],
+            FORM,
+            render=lambda _: MARK,
+            encode=encode,
+        )
+    assert caught.value.param == "messages"
