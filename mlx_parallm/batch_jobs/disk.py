@@ -55,7 +55,12 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file atomically: after a crash it has the old or the new content.
+    """Replace a JSON file as ``replace`` does."""
+    replace(path, json.dumps(content).encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Replace a file atomically: after a crash it has the old or the new content.
 
     Raises:
         StorageError: it could not be written.
@@ -64,7 +69,7 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
     with storage_errors():
         descriptor = create(part)
         try:
-            write_all(descriptor, json.dumps(content).encode())
+            write_all(descriptor, content)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -14,6 +14,7 @@ from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import (
     ChoiceInput,
     Distribution,
+    FirstFactors,
     ForwardSize,
     TrainableSpec,
     TrainingInput,
@@ -93,6 +94,7 @@ class SessionConfig:
                         **spec,
                         "targets": tuple(spec["targets"]),
                         "layers": None if layers is None else tuple(layers),
+                        "init": FirstFactors(spec.get("init", FirstFactors.RANDOM)),
                     }
                 ),
                 "estimator": EstimatorSettings(

@@ -10,11 +10,12 @@ from mlx_parallm.worker.ops import (
     ApplySteps,
     CloseTraining,
     Materialise,
+    MeasureInputs,
     OpenTraining,
     PairForward,
 )
 
-TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining
+TrainingOp = OpenTraining | MeasureInputs | PairForward | ApplySteps | Materialise | CloseTraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from mlx_parallm.types.errors import (
     StorageError,
 )
 from mlx_parallm.types.training import (
+    FirstFactors,
     PairResult,
     Perturbation,
     Segment,
@@ -53,6 +54,7 @@ from mlx_parallm.worker.ops import (
     ApplySteps,
     CloseTraining,
     Materialise,
+    MeasureInputs,
     OpenTraining,
     PairForward,
 )
@@ -64,6 +66,8 @@ Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
 
 # NUM_SAMPLES: examples with which it is tried whether kept states change a bit.
 NUM_SAMPLES = 3
+# NUM_MEASURED: examples whose texts give the first factors, if these are measured.
+NUM_MEASURED = 128
 # MAX_EVALUATED: inputs of one forward of an evaluation.
 MAX_EVALUATED = 64
 
@@ -367,6 +371,7 @@ class Session:
             distribution=config.estimator.distribution,
             cache_bytes=self._cache_bytes,
             samples=tuple(example.input for example in self._examples[:NUM_SAMPLES]),
+            factors=await self._factors(),
         )
         steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
         info, _ = await self._send(config.model, config.id, (opening, steps))
@@ -383,6 +388,25 @@ class Session:
         self.info = info
         self._unapplied.clear()
         return info
+
+    async def _factors(self) -> Mapping[str, np.ndarray] | None:
+        """Return the first factors; None if they are drawn.
+
+        They are measured once and saved: another device may measure others.
+        """
+        config = self.config
+        if config.trainable.init is FirstFactors.RANDOM:
+            return None
+        factors = self.files.factors()
+        if factors is None:
+            inputs = [example.input for example in self._examples[:NUM_MEASURED]]
+            measure = MeasureInputs(
+                model=config.model, session=config.id, spec=config.trainable, inputs=inputs
+            )
+            (factors,) = await self._send(config.model, config.id, (measure,))
+            self._check_deleted()
+            self.files.save_factors(factors)
+        return factors
 
     async def _ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
         """Have ops run after all steps were applied; open the session anew if it was lost."""

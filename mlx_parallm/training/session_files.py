@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
 
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
@@ -22,6 +25,8 @@ from mlx_parallm.types.training import Step
 
 CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
 STEPS, LOG = "steps.jsonl", "log.bin"
+#: ``FACTORS``: first factors that were measured; no such file if they are drawn.
+FACTORS = "factors.safetensors"
 
 
 @dataclass(slots=True)
@@ -76,6 +81,7 @@ class SessionFiles:
             self._log = _Appended.opened(folder / LOG)
             self._steps = _Appended.opened(folder / STEPS)
             self._data_bytes = (folder / EXAMPLES).stat().st_size
+            self._factor_bytes = _size(folder / FACTORS)
             # Where each record begins.
             self._begins: list[int] = []
             self._settle()
@@ -137,6 +143,20 @@ class SessionFiles:
             lines = (self._folder / EXAMPLES).read_bytes().splitlines()
         return [Example.from_json(json.loads(line)) for line in lines]
 
+    def factors(self) -> dict[str, np.ndarray] | None:
+        """Return the first factors by path; None if none were saved."""
+        path = self._folder / FACTORS
+        with disk.storage_errors():
+            if not path.is_file():
+                return None
+            return load(path.read_bytes())
+
+    def save_factors(self, factors: Mapping[str, np.ndarray]) -> None:
+        """Save first factors durably."""
+        content = save(dict(factors))
+        disk.replace(self._folder / FACTORS, content)
+        self._factor_bytes = len(content)
+
     @property
     def num_steps(self) -> int:
         """The number of steps in the log."""
@@ -145,7 +165,7 @@ class SessionFiles:
     @property
     def num_bytes(self) -> int:
         """The size of the data and of what grows with the steps."""
-        return self._data_bytes + self._log.size + self._steps.size
+        return self._data_bytes + self._factor_bytes + self._log.size + self._steps.size
 
     def rounded(self, step: Step) -> Step:
         """Return a step as the log has it."""
@@ -212,6 +232,11 @@ class SessionFiles:
 def encoded(examples: Iterable[Example]) -> bytes:
     """Return examples as they are kept: a JSON object in each line."""
     return "".join(json.dumps(example.to_json()) + "\n" for example in examples).encode()
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if there is none."""
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

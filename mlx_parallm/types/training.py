@@ -24,6 +24,17 @@ class Distribution(StrEnum):
     GAUSSIAN = "gaussian"
 
 
+class FirstFactors(StrEnum):
+    """Where the first factors of a session's adapter come from.
+
+    random: drawn from the seed.
+    activations: principal directions of what each layer gets on texts of the session's data.
+    """
+
+    RANDOM = "random"
+    ACTIVATIONS = "activations"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainableSpec:
     """The adapter that a session trains: a LoRA (arXiv:2106.09685) of chosen linear layers.
@@ -38,6 +49,7 @@ class TrainableSpec:
         trains_first: True to train the first factors too, False to keep them as they were drawn
             (LoRA-FA, arXiv:2308.03303).
         seed: draws the first factors, as PEFT does: uniformly in 1 / sqrt(inputs) around 0.
+        init: where the first factors come from.
     """
 
     targets: tuple[str, ...] = ()
@@ -47,6 +59,7 @@ class TrainableSpec:
     alpha: float = 16.0
     trains_first: bool = False
     seed: int = 0
+    init: FirstFactors = FirstFactors.RANDOM
 
 
 @dataclass(frozen=True, slots=True)

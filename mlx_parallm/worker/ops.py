@@ -285,6 +285,7 @@ class OpenTraining(Op[TrainableInfo]):
         cache_bytes: most memory of what enters the lowest trained layers, which is kept for all
             sessions of the model; 0 keeps none for this one.
         samples: inputs with which it is tried whether that changes no bit.
+        factors: the first factors by path, float32 ``[rank, inputs]``; None: they are drawn.
     """
 
     model: str
@@ -293,6 +294,27 @@ class OpenTraining(Op[TrainableInfo]):
     distribution: Distribution
     cache_bytes: int = 256 << 20
     samples: Sequence[TrainingInput] = ()
+    factors: Mapping[str, np.ndarray] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureInputs(Op[dict[str, np.ndarray]]):
+    """Return first factors for ``OpenTraining``: principal directions of what the layers get.
+
+    Their signs, and directions of like size, may differ between devices, so the result must be kept
+    to have the same adapter again.
+
+    Attributes:
+        model: the model.
+        session: the session, which may not be open.
+        spec: the adapter.
+        inputs: at least one, whose texts are run.
+    """
+
+    model: str
+    session: str
+    spec: TrainableSpec
+    inputs: Sequence[TrainingInput]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

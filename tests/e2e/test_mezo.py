@@ -176,12 +176,13 @@ def test_a_session_changes_no_token_of_the_traffic(
         assert traffic() == alone
 
 
-def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["random", "activations"])
+def test_a_killed_server_goes_on_where_it_was(tmp_path: Path, init: str) -> None:
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))
     process = ServerProcess(*flags)
     process.wait_until_ready()
     with httpx2.Client(base_url=process.url, timeout=None) as client:
-        path = begin(client)
+        path = begin(client, trainable=SESSION["trainable"] | {"init": init})
         asked(client, f"{path}/step", steps=5)
         digest = asked(client, f"{path}/checkpoint")["adapter_sha256"]
         asked(client, f"{path}/run", steps=100)
@@ -297,6 +298,13 @@ def test_a_classifier_learns_its_own_labels(client: httpx2.Client) -> None:
         ({"trainable": {"targets": ["nothing"]}}, 400, "trainable.targets"),
         ({"trainable": {"layers": "top:9"}}, 400, "trainable.layers"),
         ({"trainable": {"rank": 512}}, 400, "trainable.rank"),
+        ({"trainable": {"init": "zeros"}}, 400, "trainable"),
+        (
+            {"objective": {"kind": "caller"}, "data": None, "batch_size": None}
+            | {"trainable": {"init": "activations"}},
+            400,
+            "trainable.init",
+        ),
         ({"data": [{"text": "a [MASK]", "label": "good"}] * 4}, 400, "data"),
         ({"data": [{"text": "a", "token_ids": [1], "label": "good"}]}, 400, "data"),
         ({"data": 5}, 400, "data"),

@@ -21,7 +21,13 @@ from mlx_parallm.worker.generation.row_selection import (
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.ops import ApplySteps, Materialise, OpenTraining, PairForward
+from mlx_parallm.worker.ops import (
+    ApplySteps,
+    Materialise,
+    MeasureInputs,
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
@@ -59,7 +65,7 @@ class Trained:
             **{"targets": TARGETS[name[:4].rstrip("_")], "rank": 2, "alpha": 4.0, **spec}
         )
 
-    def open(self, samples: Sequence[ChoiceInput]) -> Any:
+    def open(self, samples: Sequence[ChoiceInput], **options: Any) -> Any:
         return self.sessions.begin(
             OpenTraining(
                 model=MODEL,
@@ -67,6 +73,7 @@ class Trained:
                 spec=self.spec,
                 distribution=Distribution.RADEMACHER,
                 samples=samples,
+                **options,
             )
         ).wait()
 
@@ -157,6 +164,24 @@ def test_the_adapter_is_what_was_trained(tmp_path: Path) -> None:
     assert np.abs(np.array(after) - np.array(before)).max() > 1e-3
     adapter = trained.sessions.begin(Materialise(model=MODEL, session=SESSION, steps=steps)).wait()
     assert {path.rsplit(".", 1)[1] for path in adapter.modules} == {"q_proj", "fc1"}
+
+
+@pytest.mark.parametrize("choices", [[[5], [9]], [[5, 6], [9, 3]]])
+@pytest.mark.parametrize("name", NAMES)
+def test_first_factors_are_measured_on_prompts(
+    tmp_path: Path, name: str, choices: list[list[int]]
+) -> None:
+    trained = Trained(tmp_path, name)
+    inputs = trained.inputs(choices)
+    op = MeasureInputs(model=MODEL, session=SESSION, spec=trained.spec, inputs=inputs)
+    factors = trained.sessions.begin(op).wait()
+    info = trained.open(inputs[:1], factors=factors)
+    assert set(factors) == set(info.paths)
+    assert all(np.isfinite(array).all() and array.any(axis=1).all() for array in factors.values())
+    trained.sessions.begin(ApplySteps(model=MODEL, session=SESSION, steps=[Step(3, [0.1])])).wait()
+    both = trained.forward(inputs, [(0, 1), (0, -1)])
+    alone = [trained.forward([item], [(0, 1)])[0] for item in inputs]
+    np.testing.assert_allclose(both[: len(inputs)], alone, atol=1e-5, rtol=1e-6)
 
 
 def test_a_model_that_reads_padding_is_refused(tmp_path: Path) -> None:

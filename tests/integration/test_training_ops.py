@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.types.errors import InvalidRequestError, SessionLostError
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, SessionLostError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import Distribution, Segment, Step, TrainableSpec
 from mlx_parallm.worker.ops import (
@@ -21,6 +23,7 @@ from mlx_parallm.worker.ops import (
     CloseTraining,
     Load,
     Materialise,
+    MeasureInputs,
     OpenTraining,
     PairForward,
     PoolBatch,
@@ -191,6 +194,45 @@ def test_facts_about_a_session(worker: Worker) -> None:
     assert everything.first_layer == 0
     assert everything.num_parameters == 2 * info.num_parameters
     assert (info.num_layers, info.keeps_prefix, everything.keeps_prefix) == (2, True, False)
+
+
+def measured(worker: Worker, spec: TrainableSpec = SPEC) -> dict[str, np.ndarray]:
+    op = MeasureInputs(model=MODEL, session=SESSION, spec=spec, inputs=INPUTS)
+    return worker.execute(op)
+
+
+def test_first_factors_of_activations_are_those_of_the_adapter(worker: Worker) -> None:
+    batch = PoolBatch(model=MODEL, inputs=INPUTS, slots={})
+    before = worker.execute(batch)
+    factors = measured(worker)
+    assert all(map(np.array_equal, worker.execute(batch), before))
+    info = open_session(worker, factors=factors)
+    assert set(factors) == set(info.paths)
+    adapter: AdapterWeights = worker.execute(Materialise(model=MODEL, session=SESSION))
+    for path, change in adapter.modules.items():
+        np.testing.assert_array_equal(np.array(to_mlx(change.a)), factors[path])
+    # Query and value of a layer have the same inputs.
+    query, value = (factors[path] for path in sorted(factors))
+    np.testing.assert_array_equal(query, value)
+    losses_before = sum(forward(worker, 0, epsilon=0.0)) / 2
+    train(worker, 100, 2e-2)
+    assert sum(forward(worker, 0, epsilon=0.0)) / 2 < 0.7 * losses_before
+
+
+def test_first_factors_of_activations_may_be_trained(worker: Worker) -> None:
+    spec = replace(SPEC, trains_first=True)
+    open_session(worker, spec, factors=measured(worker, spec))
+    steps = train(worker, 3, 1e-2)
+    digest = worker.execute(Materialise(model=MODEL, session=SESSION)).digest
+    replay = Materialise(model=MODEL, session=SESSION, steps=steps)
+    assert worker.execute(replay).digest == digest
+
+
+def test_factors_of_other_layers_are_refused(worker: Worker) -> None:
+    factors = measured(worker)
+    for others in ({}, {path: array[:1] for path, array in factors.items()}):
+        with pytest.raises(ConflictError, match="other layers"):
+            open_session(worker, factors=others)
 
 
 def test_the_weights_are_told_by_their_digest(worker: Worker, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
-from mlx_parallm.types.training import TrainableSpec
+from mlx_parallm.types.training import FirstFactors, TrainableSpec
 
 DATA = "data"
 PURPOSE = "fine-tune"
@@ -102,6 +102,7 @@ def _trainable(body: Trainable, estimator: EstimatorBody) -> TrainableSpec:
         rank=body.rank,
         alpha=body.alpha,
         trains_first=trains_first,
+        init=body.init,
     )
 
 
@@ -137,6 +138,11 @@ def check_caller(body: CreateSession, max_adapters: int) -> None:
             raise InvalidRequestError(
                 f"{field} is about data, and the objective caller has none.", param=field
             )
+    if body.trainable.init is FirstFactors.ACTIVATIONS:
+        raise InvalidRequestError(
+            "trainable.init: activations are those of data, and the objective caller has none.",
+            param="trainable.init",
+        )
     if body.estimator.groups:
         raise InvalidRequestError(
             "estimator.groups divides batches of data, and the objective caller has none.",

@@ -24,7 +24,7 @@ from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.training import Distribution
+from mlx_parallm.types.training import Distribution, FirstFactors
 
 MAX_NAME_CHARS = 256
 MAX_STEPS = 10_000_000
@@ -77,6 +77,10 @@ class Trainable(Strict):
     rank: StrictInt = Field(8, ge=1, le=1024, description="Rank of each change.")
     alpha: Finite = Field(16.0, gt=0, description="The change is scaled by alpha / rank.")
     train: Literal["b", "ab"] = Field("b", description="Train the second factors only, or both.")
+    init: FirstFactors = Field(
+        FirstFactors.RANDOM,
+        description="First factors: random, or principal directions of the layers' inputs.",
+    )
 
 
 class EstimatorBody(Strict):

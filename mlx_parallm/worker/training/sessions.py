@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.types.errors import InvalidRequestError, SessionLostError
+from mlx_parallm.types.errors import ConflictError, InvalidRequestError, SessionLostError
 from mlx_parallm.types.training import (
     Distribution,
     ForwardSize,
@@ -27,18 +28,28 @@ from mlx_parallm.worker.ops import (
     Done,
     ForgetTraining,
     Materialise,
+    MeasureInputs,
     OpenTraining,
     PairForward,
     Pending,
 )
 from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import directions, stepped
+from mlx_parallm.worker.training.input_directions import InputDirections
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
 
-TrainingOp = OpenTraining | PairForward | ApplySteps | Materialise | CloseTraining | ForgetTraining
+TrainingOp = (
+    OpenTraining
+    | MeasureInputs
+    | PairForward
+    | ApplySteps
+    | Materialise
+    | CloseTraining
+    | ForgetTraining
+)
 
 # CPU_FORWARDS, GPU_FORWARDS: a forward costs a CPU the calls of its operations, and a GPU its
 # launches and the preparation of new shapes. On an H200, one forward of 64 texts of RoBERTa-large,
@@ -54,7 +65,7 @@ class _Session:
         layers = trained_layers(model, op.spec)
         self.trainable = TrainableAdapter(
             layers,
-            first_factors(layers, op.spec.seed),
+            _first_factors(layers, op),
             scale=op.spec.alpha / op.spec.rank,
             trains_first=op.spec.trains_first,
         )
@@ -131,6 +142,8 @@ class TrainingSessions:
             case OpenTraining():
                 self._digest = self._digest or BaseDigest(self._model.parameters)
                 return _Opening(self._digest, partial(self._open, op))
+            case MeasureInputs():
+                return self._directions(op)
             case PairForward():
                 session = self._session(op.session)
                 rows = [segment.rows for segment in op.segments]
@@ -158,6 +171,11 @@ class TrainingSessions:
             pool.max_bytes = op.cache_bytes
         session = self._sessions[op.session] = _Session(self._model, op, pool)
         return session.info(len(self._model.layers), base)
+
+    def _directions(self, op: MeasureInputs) -> InputDirections:
+        layers = trained_layers(self._model, op.spec)
+        texts = [text for item in op.inputs for text in self._model.texts(item)]
+        return InputDirections(self._model, layers, texts, first_factors(layers, op.spec.seed))
 
     def _session(self, name: str) -> _Session:
         if name not in self._sessions:
@@ -245,6 +263,20 @@ def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:
         shape = [layer.rank, layer.num_inputs]
         factors[layer.path] = mx.random.uniform(-most, most, shape, key=key)
     return factors
+
+
+def _first_factors(layers: list[TrainedLayer], op: OpenTraining) -> dict[str, mx.array]:
+    """Return the first factors of a session that is opened.
+
+    Raises:
+        ConflictError: those that it brings are for other layers.
+    """
+    if op.factors is None:
+        return first_factors(layers, op.spec.seed)
+    expected = {layer.path: (layer.rank, layer.num_inputs) for layer in layers}
+    if {path: array.shape for path, array in op.factors.items()} != expected:
+        raise ConflictError(f"{op.model} has other layers than this session was trained on.")
+    return {path: mx.array(array.astype(np.float32)) for path, array in op.factors.items()}
 
 
 def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:

@@ -19,7 +19,7 @@ from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
 from mlx_parallm.training.service import ASLEEP, SessionLimits, TrainingService
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.session_files import LOG, STEPS, encoded
+from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -30,10 +30,11 @@ from mlx_parallm.types.errors import (
     StorageError,
     StorageInUseError,
 )
-from mlx_parallm.types.training import PairResult
-from mlx_parallm.worker.ops import OpenTraining
+from mlx_parallm.types.training import FirstFactors, PairResult
+from mlx_parallm.worker.ops import MeasureInputs, OpenTraining
+from mlx_parallm.worker.training.input_directions import InputDirections
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
-from tests.unit.training.worker_sessions import EXAMPLES, WorkerTrain, config_of
+from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of
 
 Open = Callable[..., TrainingService]
 
@@ -191,6 +192,44 @@ async def test_a_log_that_was_cut_ends_at_its_last_whole_record(
     assert again.num_steps == 3
     assert await digest(again) == expected
     assert (await again.step()).step == 4
+
+
+async def test_measured_factors_are_kept_for_later_processes(
+    opened: Open, train: WorkerTrain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    spec = replace(CONFIG.trainable, init=FirstFactors.ACTIVATIONS)
+    session, drawn = await begin(service, trainable=spec), await begin(service)
+    for _ in range(5):
+        await session.step()
+    assert await digest(session, 0) != await digest(drawn, 0)
+    assert session.files.num_bytes > drawn.files.num_bytes
+    expected = [await digest(session, step) for step in range(6)]
+    await service.stop()
+    train.load(train.folder)
+    train.requests.clear()
+    # Another device has other bits, and perhaps other signs.
+    measured = InputDirections.wait
+    monkeypatch.setattr(
+        InputDirections, "wait", lambda self: {k: -v for k, v in measured(self).items()}
+    )
+    again = opened().get(session.config.id)
+    assert [await digest(again, step) for step in range(6)] == expected
+    assert not any(isinstance(op, MeasureInputs) for each in train.requests for op in each.ops)
+
+
+async def test_factors_that_were_not_saved_leave_no_session(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(SessionFiles, "save_factors", full)
+    service = opened()
+    with pytest.raises(StorageError):
+        await begin(service, trainable=replace(CONFIG.trainable, init=FirstFactors.ACTIVATIONS))
+    assert service.all() == []
+    assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["lock"]
 
 
 async def test_weights_of_other_content_are_refused(
