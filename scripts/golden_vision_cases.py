@@ -93,4 +93,76 @@ LLAVA = VisionCase(
     },
 )
 
-CASES = (LLAVA,)
+QWEN_SIZES = (((56, 84),), ((84, 56), (140, 196)), ())
+QWEN_MARKS = {"before": "<|vision_start|>", "after": "<|vision_end|>"}
+QWEN_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+QWEN_IDS = {
+    "image_token_id": SPECIALS.index("<|image_pad|>"),
+    "video_token_id": 0,
+    "vision_start_token_id": SPECIALS.index("<|vision_start|>"),
+    "vision_end_token_id": SPECIALS.index("<|vision_end|>"),
+}
+# Heads of 8 numbers: one frequency turns by time, one by row, two by column.
+MROPE = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
+QWEN2_TEXT: dict[str, Any] = {
+    **TEXT,
+    "rope_theta": 1e4,
+    "rope_scaling": MROPE,
+    "rope_parameters": {**MROPE, "rope_theta": 1e4},
+}
+QWEN2_VL = VisionCase(
+    name="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    config={
+        "model_type": "qwen2_vl",
+        **QWEN_IDS,
+        "tie_word_embeddings": False,
+        "text_config": {**QWEN2_TEXT, "model_type": "qwen2_vl_text"},
+        "vision_config": {
+            "model_type": "qwen2_vl",
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+        },
+    },
+    processor=QWEN_PROCESSOR,
+    sizes=QWEN_SIZES,
+    **QWEN_MARKS,
+)
+QWEN2_5_VL = VisionCase(
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    config={
+        "model_type": "qwen2_5_vl",
+        **QWEN_IDS,
+        "tie_word_embeddings": False,
+        "text_config": {**QWEN2_TEXT, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 3,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "patch_size": 14,
+            # Windows of two squares a side, so that edges have smaller ones.
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "hidden_act": "silu",
+        },
+    },
+    processor=QWEN_PROCESSOR,
+    sizes=QWEN_SIZES,
+    **QWEN_MARKS,
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL)

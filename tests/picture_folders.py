@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.vision.with_tower import TOWER
+from scripts import golden_vision_cases
+from tests.golden_pictures import read_vision, write_vision
 
 VOCAB = 96
 SPECIALS = ["<pad>", "<unk>", "</s>", "<image>", "user:", "assistant:"]
@@ -62,6 +65,14 @@ PROCESSOR = {
 }
 
 
+def write_qwen(folder: Path) -> Path:
+    """Write the golden Qwen2.5-VL with a tokenizer."""
+    write_vision(folder, read_vision("qwen2_5_vl"))
+    mark = "<|vision_start|> <|image_pad|> <|vision_end|>"
+    _write_words(folder, PARTS.replace("<image>", mark), golden_vision_cases.SPECIALS, 15)
+    return folder
+
+
 def write_llava(folder: Path, *, template: str = PARTS, seed: int = 0) -> Path:
     """Write a LLaVA with random weights."""
     return _write(folder, LLAVA, PROCESSOR, template, seed)
@@ -91,11 +102,18 @@ def _spread(array: mx.array) -> mx.array:
     return mx.random.normal(array.shape) * 0.25 + (1.0 if array.ndim == 1 else 0.0)
 
 
-def _write_words(folder: Path, template: str) -> None:
-    words = SPECIALS + [f"w{number}" for number in range(len(SPECIALS), VOCAB)]
+def _write_words(
+    folder: Path,
+    template: str,
+    specials: Sequence[str] = SPECIALS,
+    num_special: int = 4,
+) -> None:
+    words = [*specials, *(f"w{number}" for number in range(len(specials), VOCAB))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in SPECIALS[:4]])
+    tokenizer.add_special_tokens(
+        [AddedToken(word, normalized=False) for word in specials[:num_special]]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -72,9 +72,7 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
     name = each.kind.value
     if each.kind not in info.input_kinds:
         raise InvalidRequestError(f"This model does not take {name}.", param=name)
-    is_served = (
-        each.store is InputStore.FEATURES and each.positions is None and each.span is not None
-    )
+    is_served = each.store is InputStore.FEATURES and each.span is not None
     if not is_served:
         raise InvalidRequestError(f"This model does not take such {name}.", param=name)
     if each.kind is not InputKind.PROMPT_EMBEDS:

@@ -56,9 +56,32 @@ class PictureFamily(Protocol):
         """Return a picture as text, from what the processor made of it."""
         ...
 
+    def positions(self, arrays: Arrays) -> np.ndarray | None:
+        """Return the position ids of a picture's rows, counted from its first one's.
+
+        Returns:
+            int32 ``[rows, axes]``; None if they are places.
+        """
+        ...
+
+
+class _Usual:
+    """The answers that most families give."""
+
+    __slots__ = ()
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {}
+
+    def positions(self, arrays: Arrays) -> np.ndarray | None:
+        """See ``PictureFamily``."""
+        del arrays
+
 
 @dataclass(frozen=True, slots=True)
-class OneRun:
+class OneRun(_Usual):
     """A picture is one run of feature tokens, of equal length for all pictures.
 
     Attributes:
@@ -79,18 +102,13 @@ class OneRun:
         """See ``PictureFamily``."""
         return self.token
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """See ``PictureFamily``."""
-        return {}
-
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""
         return WrittenPicture(self.token, (self.num_tokens,))
 
 
 @dataclass(frozen=True, slots=True)
-class Idefics3Family:
+class Idefics3Family(_Usual):
     """Idefics3 and SmolVLM: tiles by rows and columns, each a run, then the whole picture.
 
     Attributes:
@@ -125,7 +143,7 @@ class Idefics3Family:
 
 
 @dataclass(frozen=True, slots=True)
-class QwenFamily:
+class QwenFamily(_Usual):
     """Qwen2-VL and later: a run whose length follows from the grid of patches.
 
     Attributes:
@@ -137,19 +155,21 @@ class QwenFamily:
     placeholder = "<|image_pad|>"
     feature_token = "<|image_pad|>"
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """See ``PictureFamily``."""
-        return {}
-
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""
         num_patches = int(np.prod(arrays["image_grid_thw"][0]))
         return WrittenPicture(self.feature_token, (num_patches // self.merge_size**2,))
 
+    def positions(self, arrays: Arrays) -> np.ndarray | None:
+        """See ``PictureFamily``: time, row and column of the merged patches."""
+        _, height, width = (int(size) for size in arrays["image_grid_thw"][0])
+        rows, columns = height // self.merge_size, width // self.merge_size
+        places = np.indices((1, rows, columns), np.int32)
+        return places.reshape(3, -1).T
+
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Family:
+class Gemma3Family(_Usual):
     """Gemma 3: a run between marks, on lines of its own.
 
     Attributes:
@@ -173,7 +193,7 @@ class Gemma3Family:
 
 
 @dataclass(frozen=True, slots=True)
-class PixtralFamily:
+class PixtralFamily(_Usual):
     """Pixtral and Mistral 3: a run for each row of patches, each with a mark behind it.
 
     Attributes:
@@ -184,11 +204,6 @@ class PixtralFamily:
 
     placeholder = "[IMG]"
     feature_token = "[IMG]"
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """See ``PictureFamily``."""
-        return {}
 
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""

@@ -26,11 +26,13 @@ class PreparedPicture:
         written: the picture as text.
         arrays: what the tower computes its features from, by transformers' names.
         content: digest of its pixels and of the processor's settings.
+        positions: see ``PictureFamily.positions``.
     """
 
     written: WrittenPicture
     arrays: Mapping[str, HostArray]
     content: str
+    positions: np.ndarray | None = None
 
 
 class PictureProcessor:
@@ -69,8 +71,9 @@ class PictureProcessor:
         arrays = {name: np.asarray(value) for name, value in made.items()}
         return PreparedPicture(
             family.written(arrays),
-            {name: _host_array(array) for name, array in arrays.items()},
+            {name: host_array(array) for name, array in arrays.items()},
             digest.hexdigest(),
+            family.positions(arrays),
         )
 
     @property
@@ -87,5 +90,6 @@ class PictureProcessor:
         return AutoImageProcessor.from_pretrained(self._form.folder, local_files_only=True)
 
 
-def _host_array(array: np.ndarray) -> HostArray:
+def host_array(array: np.ndarray) -> HostArray:
+    """Return an array in the form in which inputs carry it."""
     return HostArray(array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes())

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mlx_parallm.pictures.form import PictureForm
-from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.pictures.processor import PreparedPicture, host_array
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping
 from mlx_parallm.types.model_input import (
     FEATURE,
+    POSITIONS,
     TOKEN_IDS,
-    HostArray,
     InputKind,
     ModelInput,
     Span,
@@ -173,14 +173,16 @@ def picture_input(
     """Return a picture as an input whose rows are at ``span`` and have these token ids."""
     ids = np.array(token_ids, np.int32)
     ids[ids == form.feature_id] = FEATURE
+    arrays = {**picture.arrays, TOKEN_IDS: host_array(ids)}
+    positions = picture.positions
+    if positions is not None:
+        arrays[POSITIONS] = host_array(positions.astype(np.int32))
     return ModelInput(
         kind=InputKind.PICTURE,
         content=picture.content,
-        arrays={
-            **picture.arrays,
-            TOKEN_IDS: HostArray(ids.dtype.name, ids.shape, ids.tobytes()),
-        },
+        arrays=arrays,
         nbytes=len(span) * form.row_bytes,
         cost=len(span),
         span=span,
+        num_positions=None if positions is None else int(positions.max()) + 1,
     )

@@ -20,6 +20,9 @@ class InputKind(StrEnum):
 #: ``FEATURE`` where a row is one of the tower's.
 TOKEN_IDS = "token_ids"
 FEATURE = -1
+#: ``POSITIONS``: the array of an input with the position ids of its rows on each axis, counted from
+#: its first row's, int32 ``[rows, axes]``.
+POSITIONS = "positions"
 
 
 class InputStore(StrEnum):
@@ -75,9 +78,9 @@ class ModelInput:
             that every row needs, such as a source text.
         may_cut: True if a step may run a part of its rows; False if all must be in one step, as
             where rows attend to later ones.
-        positions: the position ids of its rows where they are not their places in the prompt, one
-            tuple per row with one id per axis (M-RoPE, arXiv:2409.12191, has three); None where
-            they are.
+        num_positions: the position ids that its rows take, where these are not their places: then
+            the array ``POSITIONS`` has them, and what follows begins so many behind its first row
+            (M-RoPE, arXiv:2409.12191). None: as many as rows.
         store: where its product lives.
     """
 
@@ -88,7 +91,7 @@ class ModelInput:
     cost: int = 0
     span: Span | None = None
     may_cut: bool = True
-    positions: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    num_positions: int | None = None
     store: InputStore = InputStore.FEATURES
 
 

@@ -92,6 +92,8 @@ class ScheduledSequence:
         target_start: index into ``token_ids`` of the token that ``target_ids[0]`` follows.
         prompt_entropy: True if the entropies at the targets are wanted too.
         inputs: rows that stand in place of the embeddings of some of ``token_ids``.
+        rope_offsets: pairs of an index into ``token_ids`` and a number: from there on position ids,
+            by which RoPE turns, are places plus that number. Empty: they are places.
     """
 
     seq_id: int
@@ -109,6 +111,7 @@ class ScheduledSequence:
     target_start: int = 0
     prompt_entropy: bool = False
     inputs: tuple[InputRows, ...] = ()
+    rope_offsets: tuple[tuple[int, int], ...] = ()
 
     @property
     def proposals(self) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from scripts.golden_vision_cases import golden_picture
-from tests.picture_folders import TEXTS, write_llava
+from tests.picture_folders import TEXTS, write_llava, write_qwen
 from tests.server_process import ServerProcess
 
 NUM_TOKENS = 16
-MODEL, TEXT_TEMPLATE = "see", "see-texts"
+MODEL, TEXT_TEMPLATE, QWEN = "see", "see-texts", "see-qwen"
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("pictures")
     first = str(write_llava(folder / "first"))
     second = str(write_llava(folder / "second", template=TEXTS))
+    third = str(write_qwen(folder / "third"))
     process = ServerProcess(
-        *("--model", first, second),
+        *("--model", first, second, third),
         *("--served-model-name", f"{first}={MODEL}", f"{second}={TEXT_TEMPLATE}"),
-        *("--max-images-per-request", "3", "--max-image-pixels", "10000"),
+        f"{third}={QWEN}",
+        *("--max-images-per-request", "3", "--max-image-pixels", "30000"),
     )
     process.wait_until_ready()
     yield process
@@ -50,8 +52,8 @@ def url_of(seed: int, size: tuple[int, int] = (40, 50), kind: str = "PNG") -> st
     return f"data:image/{kind.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
-def picture(seed: int, **more: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": url_of(seed), **more}}
+def picture(seed: int, size: tuple[int, int] = (40, 50), **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(seed, size), **more}}
 
 
 def ask(client: openai.OpenAI, *parts: dict[str, Any], model: str = MODEL, **more: Any) -> Any:
@@ -74,6 +76,17 @@ def test_answers_depend_on_pictures_and_on_their_places(client: openai.OpenAI) -
         answer(client, picture(2), picture(1), text("w20 w21")),
     }
     assert len(answers) == 5
+
+
+def test_pictures_of_any_size_have_tokens_of_their_own(client: openai.OpenAI) -> None:
+    small, large = picture(1, size=(56, 84)), picture(1, size=(140, 196))
+    counts = [
+        ask(client, text("w30"), each, text("w31"), model=QWEN).usage.prompt_tokens
+        for each in (small, large)
+    ]
+    assert counts[1] - counts[0] == 5 * 7 - 2 * 3
+    answers = {answer(client, *parts, model=QWEN) for parts in ([small], [large], [small, large])}
+    assert len(answers) == 3
 
 
 def test_the_forms_of_a_part_are_equal(client: openai.OpenAI) -> None:
@@ -113,7 +126,7 @@ def test_a_low_detail_makes_a_large_picture_small(client: openai.OpenAI) -> None
     assert answer(client, picture(1, detail="low")) == answer(client, picture(1))
 
 
-WIDE = {"type": "image_url", "image_url": {"url": url_of(1, (101, 100))}}
+WIDE = {"type": "image_url", "image_url": {"url": url_of(1, (301, 100))}}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +139,7 @@ WIDE = {"type": "image_url", "image_url": {"url": url_of(1, (101, 100))}}
         ({"type": "image_url", "image_url": {}}, "", "url"),
         ({"type": "image_url"}, "", "url"),
         (picture(1, detail="most"), ".detail", "auto, low, high"),
-        (WIDE, "", "101"),
+        (WIDE, "", "301"),
     ],
 )
 def test_bad_pictures_are_refused_by_their_part(

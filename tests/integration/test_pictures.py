@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -12,13 +13,17 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import TOKEN_IDS, InputKind
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.input_rows import InputFeatures
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.rotary_rows import RotarySeam
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from scripts.golden_vision_cases import SHOWN_ROWS
 from tests.compiled_attention import AheadAttention, CompiledAttention
@@ -114,10 +119,14 @@ def test_features_are_those_of_transformers(name: str) -> None:
 def test_greedy_tokens_are_those_of_transformers(
     name: str, backend: type[ReferenceAttention]
 ) -> None:
-    """Ragged prompts in chunks through pictures, which join while others decode."""
     session = PictureSession(name, backend)
     assert InputKind.PICTURE in session.runner.info.input_kinds
-    count = len(golden_of(name)["prompts"])
+    check_all(session)
+
+
+def check_all(session: PictureSession) -> None:
+    """Run ragged prompts in chunks through pictures, which join while others decode."""
+    count = len(golden_of(session.name)["prompts"])
     for number in range(count):
         session.add_prompt(f"first {number}", number)
         session.step()
@@ -150,3 +159,46 @@ def test_preempted_prompts_compute_their_pictures_again(name: str) -> None:
     assert session.scheduler.stats().num_preemptions > 0
     for number in range(count):
         session.check(f"{number}", number)
+
+
+def no_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(self: InputFeatures, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
+        rows = gather(self, sequences)
+        return None if rows is None else mx.zeros_like(rows)
+
+    gather = InputFeatures.gather
+    monkeypatch.setattr(InputFeatures, "gather", zeros)
+
+
+def other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_rows(self: InputFeatures, slot: int, rows: mx.array, *more: Any) -> None:
+        put(self, slot, rows[::-1], *more)
+
+    put = InputFeatures.put
+    monkeypatch.setattr(InputFeatures, "put", reversed_rows)
+
+
+def plain_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotarySeam, "positions", lambda *_: None)
+
+
+def plain_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptInputs, "rope_offsets", lambda *_: ())
+
+
+@pytest.mark.parametrize(
+    ("name", "mutation"),
+    [(name, mutation) for name in vision_names() for mutation in (no_features, other_pictures)]
+    + [
+        (name, mutation)
+        for name in vision_names()
+        if name.startswith("qwen")
+        for mutation in (plain_positions, plain_offsets)
+    ],
+)
+def test_the_tokens_show_what_is_left_out(
+    name: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutation(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_all(PictureSession(name))

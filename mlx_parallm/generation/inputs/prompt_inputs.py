@@ -56,6 +56,25 @@ class PromptInputs:
         ]
         return repr(parts).encode() if parts else b""
 
+    def rope_offsets(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return what is added to places for position ids, for positions ``start`` to ``stop - 1``.
+
+        Returns:
+            Pairs of an index, counted from ``start``, and the offset of positions from there on.
+            Rows of inputs have that of their first row. Empty if all offsets are 0.
+        """
+        offsets: list[tuple[int, int]] = [(0, 0)]
+        offset = 0
+        for placed in self._placed:
+            if placed.span.stop >= stop:
+                break
+            if placed.input.num_positions is not None:
+                offset += placed.input.num_positions - len(placed.span)
+                offsets.append((max(0, placed.span.stop - start), offset))
+        # The last one that begins at the first index counts there.
+        first = max(place for place, (index, _) in enumerate(offsets) if index == 0)
+        return tuple(offsets[first:]) if offset else ()
+
     def cut(self, start: int, stop: int) -> int:
         """Return the largest end of at most ``stop`` at which rows from ``start`` may end.
 

@@ -271,6 +271,7 @@ class Sequence:
             target_start=targets.start - start - 1 if targets else 0,
             prompt_entropy=params.entropy,
             inputs=() if self.held is None else self.held.rows(start, end),
+            rope_offsets=() if self.held is None else self.group.inputs.rope_offsets(start, end),
         )
         if self.held is not None:
             self.held.pass_rows(end)

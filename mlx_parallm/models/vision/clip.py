@@ -8,6 +8,8 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.vision.activations import ACTIVATIONS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig:
@@ -142,16 +144,3 @@ class ClipTransformer(nn.Module):
         for each in layers[:last]:
             x = each(x)
         return x
-
-
-def quick_gelu(x: mx.array) -> mx.array:
-    """Return OpenAI's approximation of GELU."""
-    return x * mx.sigmoid(1.702 * x)
-
-
-ACTIVATIONS = {
-    "quick_gelu": quick_gelu,
-    "gelu": nn.gelu,
-    "gelu_pytorch_tanh": nn.gelu_approx,
-    "silu": nn.silu,
-}

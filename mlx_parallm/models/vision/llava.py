@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.vision.clip import ACTIVATIONS, ClipConfig, ClipTransformer
+from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.clip import ClipConfig, ClipTransformer
 from mlx_parallm.models.vision.features import Arrays, Features
 
 

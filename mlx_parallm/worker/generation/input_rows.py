@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.row_selection import embedding_tables
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
@@ -76,19 +77,36 @@ class InputFeatures:
 
     def __init__(self) -> None:
         self._rows: dict[int, mx.array] = {}
+        self._positions: dict[int, np.ndarray] = {}
 
-    def put(self, slot: int, rows: mx.array) -> None:
-        """Keep an input's features, ``[rows, width]``."""
+    def put(self, slot: int, rows: mx.array, positions: np.ndarray | None = None) -> None:
+        """Keep an input's features.
+
+        Args:
+            slot: where steps find them.
+            rows: ``[rows, width]``.
+            positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
+        """
+        self.drop([slot])
         self._rows[slot] = rows
+        if positions is not None:
+            self._positions[slot] = positions
+
+    def positions(self, rows: InputRows) -> np.ndarray | None:
+        """Return the position ids of some rows, ``[rows, axes]``; None if they are places."""
+        ids = self._positions.get(rows.slot)
+        return None if ids is None else ids[rows.first_row : rows.first_row + rows.num_rows]
 
     def drop(self, slots: Sequence[int]) -> None:
         """Drop the features in some slots; empty slots are ignored."""
         for slot in slots:
             self._rows.pop(slot, None)
+            self._positions.pop(slot, None)
 
     def clear(self) -> None:
         """Drop all features."""
         self._rows.clear()
+        self._positions.clear()
 
     def gather(self, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
         """Return the rows of inputs in a step, in order, ``[rows, width]``; None if it has none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.types.model_input import POSITIONS, InputKind
 from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.types.step import (
     RunnerInfo,
@@ -40,6 +41,7 @@ from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.picture_rows import picture_rows
 from mlx_parallm.worker.generation.plan import DecoderChoices
+from mlx_parallm.worker.generation.rotary_rows import find_rotary
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import (
     PendingTokens,
@@ -111,6 +113,7 @@ class ModelRunner:
         #: The features of inputs besides tokens.
         self.features = InputFeatures()
         self._tower: Any = getattr(loaded.model, TOWER, None)
+        self._rotary = None if self._tower is None else find_rotary(loaded.model, loaded.config)
         takes_rows = takes_embeds or self._tower is not None
         self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_rows else None
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
@@ -258,7 +261,9 @@ class ModelRunner:
             rows = picture_rows(self._tower, arrays, self._embedding, self._dtype)
         else:
             rows = arrays["rows"]
-        self.features.put(slot, rows.astype(self._dtype))
+        ids = tensors.get(POSITIONS)
+        positions = None if ids is None else np.array(ids.array)
+        self.features.put(slot, rows.astype(self._dtype), positions)
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]
@@ -269,7 +274,13 @@ class ModelRunner:
         if features is None:
             return self._path.logits(spread, token_ids, rows)
         assert self._embedding is not None, "an input was admitted that the model does not take"
-        with self._embedding.during(features):
+        positions = None
+        if self._rotary is not None:
+            positions = self._rotary.positions(sequences, self.features)
+        turned = contextlib.nullcontext()
+        if self._rotary is not None and positions is not None:
+            turned = self._rotary.during(positions)
+        with self._embedding.during(features), turned:
             return self._path.logits(spread, self._embedding.place(token_ids, sequences), rows)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:

@@ -41,7 +41,7 @@ class PackedStep:
     """One packed forward: its positions, the attention plan, and which arrays are pools.
 
     Attributes:
-        positions: the positions of the rows, int32 ``[T]``.
+        positions: the position ids of the rows, int32 ``[T]``.
         backend: the attention backend.
         plan: the backend's plan of the step.
         tables: the block tables of the rows, int32 ``[T, M]``; None unless a function that gathers
@@ -64,7 +64,7 @@ class PackedStep:
     @classmethod
     def of(cls, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> PackedStep:
         """Return the forward of these sequences' tokens."""
-        return cls(backend, backend.plan(sequences), mx.array(_positions(sequences)))
+        return cls(backend, backend.plan(sequences), mx.array(positions_of(sequences)))
 
     @classmethod
     def padded(
@@ -75,7 +75,7 @@ class PackedStep:
         Padding rows follow those of the sequences, and have position 0.
         """
         positions = np.zeros(num_rows, dtype=np.int32)
-        real = _positions(sequences)
+        real = positions_of(sequences)
         positions[: len(real)] = real
         return cls(backend, backend.padded_plan(sequences, num_rows), mx.array(positions))
 
@@ -117,12 +117,23 @@ class PackedStep:
         )
 
 
-def _positions(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
-    """Return the positions of all tokens, int32 ``[T]``."""
+def positions_of(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
+    """Return the position ids of all tokens, int32 ``[T]``."""
     counts = np.array([len(sequence.token_ids) for sequence in sequences])
     starts = np.array([sequence.start for sequence in sequences])
     firsts = counts.cumsum() - counts
-    return ((starts - firsts).repeat(counts) + np.arange(counts.sum())).astype(np.int32)
+    places = (starts - firsts).repeat(counts) + np.arange(counts.sum())
+    for sequence, first in zip(sequences, firsts, strict=True):
+        if sequence.rope_offsets:
+            places[first : first + len(sequence.token_ids)] += offsets_of(sequence)
+    return places.astype(np.int32)
+
+
+def offsets_of(sequence: ScheduledSequence) -> np.ndarray:
+    """Return what is added to the places of a sequence's tokens, int ``[len(token_ids)]``."""
+    indices, offsets = zip(*sequence.rope_offsets, strict=True)
+    ends = (*indices[1:], len(sequence.token_ids))
+    return np.repeat(offsets, np.subtract(ends, indices))
 
 
 class PagedLayerCache:

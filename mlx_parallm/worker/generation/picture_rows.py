@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.types.model_input import FEATURE, TOKEN_IDS
+from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS
 from mlx_parallm.worker.generation.input_rows import EmbeddingSeam
 
 
@@ -24,7 +24,8 @@ def picture_rows(
         dtype: of the model.
     """
     token_ids = arrays[TOKEN_IDS]
-    pixels = {name: array for name, array in arrays.items() if name != TOKEN_IDS}
+    own = (TOKEN_IDS, POSITIONS)
+    pixels = {name: array for name, array in arrays.items() if name not in own}
     features = tower(pixels).rows.astype(dtype)
     if features.shape[0] == token_ids.shape[0]:
         return features

@@ -58,6 +58,8 @@ def single_rows(sequence: ScheduledSequence) -> list[ScheduledSequence]:
             token_ids=(token,),
             block_table=sequence.block_table,
             inputs=sequence.inputs if position == sequence.start else (),
+            # Proposals follow the last offset.
+            rope_offsets=tuple((0, offset) for _, offset in sequence.rope_offsets[-1:]),
         )
         for position, token in enumerate(sequence.token_ids, sequence.start)
     ]

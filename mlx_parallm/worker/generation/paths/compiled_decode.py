@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
-from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
 from mlx_parallm.worker.generation.state_store import States, StateStore
 from mlx_parallm.worker.layers.row_counts import padded_blocks, padded_rows
 from mlx_parallm.worker.lora.context import AdapterContext
@@ -93,12 +93,16 @@ class CompiledDecode:
         num_rows = padded_rows(count)
         positions = np.zeros(num_rows, dtype=np.int32)
         positions[:count] = [sequence.start for sequence in sequences]
+        rotary = positions
+        if any(sequence.rope_offsets for sequence in sequences):
+            rotary = np.zeros(num_rows, dtype=np.int32)
+            rotary[:count] = positions_of(sequences)
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
         slots = [sequence.slot for sequence in sequences]
         inputs = (
             token_ids,
-            mx.array(positions),
+            mx.array(rotary),
             self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
             self._states.fetch(slots, num_rows),

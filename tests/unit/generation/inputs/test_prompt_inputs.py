@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +11,8 @@ from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.generation.paged_cache import positions_of
 
 
 def make_input(content: str, start: int, stop: int, *, may_cut: bool = True) -> ModelInput:
@@ -117,3 +121,35 @@ def test_steps_cut_only_where_they_may(
     assert stop == max(allowed, default=start) or stop == start
     assert stop == start or stop not in inside
     assert start in inside or held.end_of(start) not in inside
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 5)), max_size=4),
+    st.integers(1, 6),
+)
+def test_rope_offsets_are_those_of_every_place(gaps: list[tuple[int, int, int]], size: int) -> None:
+    """Check chunks of ``size`` against offsets that are counted place by place."""
+    inputs: list[ModelInput] = []
+    expected: list[int] = []
+    offset = 0
+    for gap, rows, positions in gaps:
+        expected += [offset] * (gap + rows)
+        span = Span(len(expected) - rows, len(expected))
+        num_positions = min(positions, rows)
+        source = make_input("x", span.start, span.stop)
+        inputs.append(replace(source, num_positions=num_positions))
+        offset += num_positions - rows
+    expected += [offset] * 4
+    placed = PromptInputs(inputs)
+    for start in range(0, len(expected), size):
+        stop = min(len(expected), start + size)
+        sequence = ScheduledSequence(
+            seq_id=0,
+            slot=0,
+            start=start,
+            token_ids=(1,) * (stop - start),
+            block_table=(),
+            rope_offsets=placed.rope_offsets(start, stop),
+        )
+        places = range(start, stop)
+        assert positions_of([sequence]).tolist() == [place + expected[place] for place in places]

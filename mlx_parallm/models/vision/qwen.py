@@ -1,0 +1,295 @@
+"""The towers of Qwen2-VL (arXiv:2409.12191) and Qwen2.5-VL (arXiv:2502.13923).
+
+A picture is a grid of patches of any size, in the order of transformers' image processor: squares
+of ``spatial_merge_size`` patches a side, each of which becomes one row, lie together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.features import Arrays, Features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVisionConfig:
+    """The fields of ``vision_config``, by transformers' names.
+
+    Attributes:
+        embed_dim: width of Qwen2-VL's tower; ``hidden_size`` is that of its rows then.
+        out_hidden_size: width of Qwen2.5-VL's rows; ``hidden_size`` is its tower's.
+        fullatt_block_indexes: layers of Qwen2.5-VL without windows.
+        window_size: pixels along each side of a window.
+    """
+
+    depth: int = 32
+    hidden_size: int = 3584
+    embed_dim: int = 1280
+    out_hidden_size: int = 3584
+    intermediate_size: int = 3420
+    mlp_ratio: float = 4
+    num_heads: int = 16
+    in_channels: int = 3
+    in_chans: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    hidden_act: str = "quick_gelu"
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """Return the fields that a config has."""
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in config.items() if name in names}
+        own["fullatt_block_indexes"] = tuple(own.get("fullatt_block_indexes", (7, 15, 23, 31)))
+        return cls(**own)
+
+    @property
+    def patch_dim(self) -> int:
+        """The number of numbers in a patch."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+class Grid:
+    """The patches of one picture.
+
+    Attributes:
+        places: row and column of each patch, int ``[patches, 2]``.
+    """
+
+    def __init__(self, height: int, width: int, merge_size: int) -> None:
+        """``height`` and ``width`` count patches; both are multiples of ``merge_size``."""
+        self._units = height // merge_size, width // merge_size
+        self._patches_of_unit = merge_size**2
+        rows, columns = np.indices((height, width))
+        shape = (self._units[0], merge_size, self._units[1], merge_size)
+        self.places = np.stack(
+            [each.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for each in (rows, columns)],
+            axis=1,
+        )
+
+    def windows(self, side: int) -> np.ndarray:
+        """Return the patches of each window of ``side`` merged squares a side.
+
+        Returns:
+            Indices ``[windows, most patches]``; -1 behind the patches of windows at the edges.
+        """
+        rows, columns = np.indices(self._units)
+        numbers = (rows // side) * -(-self._units[1] // side) + columns // side
+        of_patch = numbers.reshape(-1).repeat(self._patches_of_unit)
+        order = np.argsort(of_patch, kind="stable")
+        counts = np.bincount(of_patch)
+        table = np.full((len(counts), counts.max()), -1)
+        table[np.arange(counts.max()) < counts[:, None]] = order
+        return table
+
+
+class QwenAttention(nn.Module):
+    """Attention of patches, turned by their rows and columns."""
+
+    def __init__(self, size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(size, 3 * size)
+        self.proj = nn.Linear(size, size)
+
+    def __call__(self, x: mx.array, turns: mx.array, windows: Windows | None) -> mx.array:
+        """Return the output ``[patches, size]``.
+
+        Args:
+            x: ``[patches, size]``.
+            turns: angles ``[patches, size of a head / 2]``.
+            windows: patches attend to those of their window; None: to all.
+        """
+        length = x.shape[0]
+        q, k, v = self.qkv(x).reshape(length, 3, self.num_heads, -1).transpose(1, 0, 2, 3)
+        q, k = (_turned(each, turns) for each in (q, k))
+        scale = q.shape[-1] ** -0.5
+        if windows is None:
+            q, k, v = (each.transpose(1, 0, 2)[None] for each in (q, k, v))
+            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)[0]
+            return self.proj(out.transpose(1, 0, 2).reshape(length, -1))
+        q, k, v = (windows.split(each) for each in (q, k, v))
+        mask = windows.mask
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+        return self.proj(windows.joined(out).reshape(length, -1))
+
+
+class Windows:
+    """The windows of a picture's patches.
+
+    Attributes:
+        mask: bool ``[windows, 1, 1, most patches]``: False behind the patches of a window.
+    """
+
+    def __init__(self, table: np.ndarray) -> None:
+        """``table`` is that of ``Grid.windows``."""
+        is_patch = table >= 0
+        self._table = mx.array(np.maximum(table, 0).reshape(-1).astype(np.int32))
+        self._shape = table.shape
+        self.mask = mx.array(is_patch.astype(np.uint8)).astype(mx.bool_)[:, None, None]
+        places = np.empty(is_patch.sum(), np.int32)
+        places[table[is_patch]] = np.flatnonzero(is_patch)
+        self._places = mx.array(places)
+
+    def split(self, x: mx.array) -> mx.array:
+        """Return ``[patches, heads, size]`` as ``[windows, heads, most patches, size]``."""
+        return x[self._table].reshape(*self._shape, *x.shape[1:]).transpose(0, 2, 1, 3)
+
+    def joined(self, x: mx.array) -> mx.array:
+        """Return ``[windows, heads, most patches, size]`` as ``[patches, heads, size]``."""
+        rows = x.transpose(0, 2, 1, 3)
+        return rows.reshape(-1, *rows.shape[2:])[self._places]
+
+
+class QwenMLP(nn.Module):
+    """The feed-forward part of Qwen2-VL's layers."""
+
+    def __init__(self, size: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(size, inner)
+        self.fc2 = nn.Linear(inner, size)
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., size]``."""
+        return self.fc2(self._activation(self.fc1(x)))
+
+
+class QwenGatedMLP(nn.Module):
+    """The feed-forward part of Qwen2.5-VL's layers."""
+
+    def __init__(self, size: int, inner: int, activation: str) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner)
+        self.up_proj = nn.Linear(size, inner)
+        self.down_proj = nn.Linear(inner, size)
+        self._activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., size]``."""
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class QwenBlock(nn.Module):
+    """A layer, normed before each part."""
+
+    def __init__(self, size: int, num_heads: int, norm: Any, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1 = norm(size, eps=1e-6)
+        self.norm2 = norm(size, eps=1e-6)
+        self.attn = QwenAttention(size, num_heads)
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, turns: mx.array, windows: Windows | None) -> mx.array:
+        """Return the hidden states after this layer."""
+        x = x + self.attn(self.norm1(x), turns, windows)
+        return x + self.mlp(self.norm2(x))
+
+
+class QwenPatches(nn.Module):
+    """The embedding of patches, a convolution that is a linear layer."""
+
+    def __init__(self, patch_dim: int, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(patch_dim, size, bias=False)
+
+    def __call__(self, pixels: mx.array) -> mx.array:
+        """Return embeddings ``[patches, size]`` of ``[patches, patch dim]``."""
+        return self.proj(pixels)
+
+
+class QwenMerger(nn.Module):
+    """Makes one row of each square of patches."""
+
+    def __init__(self, size: int, merge_size: int, out: int, norm: Any) -> None:
+        super().__init__()
+        inner = size * merge_size**2
+        self.ln_q = norm(size, eps=1e-6)
+        self.mlp = [nn.Linear(inner, inner), nn.GELU(), nn.Linear(inner, out)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return rows ``[rows, out]`` of ``[patches, size]``."""
+        first, activation, last = self.mlp
+        x = self.ln_q(x).reshape(-1, first.weight.shape[0])
+        return last(activation(first(x)))
+
+
+class QwenTransformer(nn.Module):
+    """A tower of either version."""
+
+    def __init__(self, config: QwenVisionConfig, *, has_windows: bool) -> None:
+        """``has_windows``: True for Qwen2.5-VL."""
+        super().__init__()
+        self.config = config
+        self.has_windows = has_windows
+        size = config.hidden_size if has_windows else config.embed_dim
+        norm = nn.RMSNorm if has_windows else nn.LayerNorm
+        self.head_size = size // config.num_heads
+        self.patch_embed = QwenPatches(config.patch_dim, size)
+        self.blocks = [
+            QwenBlock(size, config.num_heads, norm, self._mlp(config, size))
+            for _ in range(config.depth)
+        ]
+        out = config.out_hidden_size if has_windows else config.hidden_size
+        self.merger = QwenMerger(size, config.spatial_merge_size, out, norm)
+
+    def _mlp(self, config: QwenVisionConfig, size: int) -> nn.Module:
+        if self.has_windows:
+            return QwenGatedMLP(size, config.intermediate_size, config.hidden_act)
+        return QwenMLP(size, int(size * config.mlp_ratio), config.hidden_act)
+
+    def __call__(self, pixels: mx.array, grid: Grid) -> mx.array:
+        """Return rows ``[rows, out]`` of patches ``[patches, patch dim]``."""
+        config = self.config
+        turns = _turns(grid.places, self.head_size)
+        windows = None
+        if self.has_windows:
+            side = config.window_size // config.patch_size // config.spatial_merge_size
+            windows = Windows(grid.windows(side))
+        x = self.patch_embed(pixels)
+        for index, block in enumerate(self.blocks):
+            is_full = index in config.fullatt_block_indexes
+            x = block(x, turns, None if is_full else windows)
+        return self.merger(x)
+
+
+class QwenTower(nn.Module):
+    """The tower of Qwen2-VL or Qwen2.5-VL. Implements ``Tower``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """``config`` is the checkpoint's ``config.json``."""
+        super().__init__()
+        vision = QwenVisionConfig.of(config["vision_config"])
+        self._merge_size = vision.spatial_merge_size
+        has_windows = config["model_type"] == "qwen2_5_vl"
+        self.visual = QwenTransformer(vision, has_windows=has_windows)
+
+    def __call__(self, arrays: Arrays) -> Features:
+        """See ``Tower``."""
+        _, height, width = np.array(arrays["image_grid_thw"])[0].tolist()
+        pixels = arrays["pixel_values"].astype(self.visual.blocks[0].attn.qkv.bias.dtype)
+        return Features(self.visual(pixels, Grid(height, width, self._merge_size)))
+
+
+def _turns(places: np.ndarray, head_size: int) -> mx.array:
+    """Return angles ``[patches, head_size / 2]``: half by rows, half by columns."""
+    half = head_size // 2
+    frequencies = 1e4 ** -(np.arange(0, half, 2, dtype=np.float32) / half)
+    angles = places[:, :, None].astype(np.float32) * frequencies
+    return mx.array(angles.reshape(len(places), -1))
+
+
+def _turned(x: mx.array, turns: mx.array) -> mx.array:
+    """Return ``[patches, heads, size]``, with each pair of halves turned by its angle."""
+    cos, sin = mx.cos(turns)[:, None], mx.sin(turns)[:, None]
+    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
