@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.types.errors import InvalidRequestError
 
 Format = Literal["peft", "mlx"]
 CONFIG = "adapter_config.json"
@@ -31,10 +32,17 @@ def adapter_archive(adapter: AdapterWeights, form: Format) -> bytes:
 
 
 def adapter_files(adapter: AdapterWeights, form: Format) -> Mapping[str, bytes]:
-    """Return the files of a LoRA of linear layers by name.
+    """Return the files of a LoRA of linear layers, perhaps with a head, by name.
 
-    All modules have the same rank and scale, and no module is saved in full.
+    All modules have the same rank and scale.
+
+    Raises:
+        InvalidRequestError: the format has no place for a head.
     """
+    if adapter.saved and form == "mlx":
+        raise InvalidRequestError(
+            "mlx-lm's format has no place for the head of this adapter; PEFT's has.", param="format"
+        )
     scales = {module.scale for module in adapter.modules.values()}
     assert len(scales) == 1, "one session has one scale"
     (scale,) = scales
@@ -53,7 +61,9 @@ def _peft(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[s
         prefix = f"base_model.model.{path}"
         tensors[f"{prefix}.lora_A.weight"] = _float32(module.a)
         tensors[f"{prefix}.lora_B.weight"] = _float32(module.b)
-    config = {
+    for name, tensor in adapter.saved.items():
+        tensors[f"base_model.model.{name}"] = _float32(tensor)
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "r": adapter.rank,
         "lora_alpha": scale * adapter.rank,
@@ -62,6 +72,8 @@ def _peft(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[s
         "bias": "none",
         "task_type": adapter.task_type,
     }
+    if adapter.saved:
+        config["modules_to_save"] = sorted({name.split(".")[0] for name in adapter.saved})
     return config, tensors
 
 

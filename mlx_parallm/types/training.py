@@ -50,6 +50,7 @@ class TrainableSpec:
             (LoRA-FA, arXiv:2308.03303).
         seed: draws the first factors, as PEFT does: uniformly in 1 / sqrt(inputs) around 0.
         init: where the first factors come from.
+        trains_head: True to train the model's classification head too, from its weights.
     """
 
     targets: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class TrainableSpec:
     trains_first: bool = False
     seed: int = 0
     init: FirstFactors = FirstFactors.RANDOM
+    trains_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

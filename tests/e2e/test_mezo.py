@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import json
+import math
 import random
 import re
 import signal
@@ -270,6 +271,37 @@ def test_a_classifier_learns_its_own_labels(client: httpx2.Client) -> None:
     client.delete(path)
 
 
+def test_a_head_is_served_with_its_adapter(client: httpx2.Client) -> None:
+    # The classifier knows better, so its head must change.
+    rows = [{"text": text, "label": 0} for text in GOOD]
+    rows += [{"text": text, "label": 1} for text in BAD]
+    path = begin(
+        client,
+        model="demo:sentiment",
+        objective={"kind": "labels"},
+        data=rows,
+        trainable={"layers": "top:1", "targets": ["value"], "rank": 2, "head": True},
+    )
+    assert client.get(path).json()["trained_layers"][-1] == "classifier"
+    asked(client, f"{path}/step", steps=40)
+    trained = asked(client, f"{path}/evaluate", data=rows)
+    asked(client, f"{path}/publish", name="turned")
+    texts = [*GOOD, *BAD]
+    answer = asked(client, "/classify", model="turned", input=texts)["data"]
+    right = [row["probs"][label] for row, label in zip(answer, [0] * 4 + [1] * 4, strict=True)]
+    loss = -sum(map(math.log, right)) / len(right)
+    assert loss == pytest.approx(trained["loss"], abs=1e-4)
+    untrained = asked(client, "/classify", model="demo:sentiment", input=texts)["data"]
+    assert [row["probs"] for row in untrained] != [row["probs"] for row in answer]
+    refusal = client.get(f"{path}/adapter", params={"format": "mlx"})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "format")
+    archive = client.get(f"{path}/adapter").content
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+        assert json.loads(files.read("adapter_config.json"))["modules_to_save"] == ["classifier"]
+    client.delete("/v1/adapters/turned")
+    client.delete(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "param"),
     [
@@ -299,6 +331,13 @@ def test_a_classifier_learns_its_own_labels(client: httpx2.Client) -> None:
         ({"trainable": {"layers": "top:9"}}, 400, "trainable.layers"),
         ({"trainable": {"rank": 512}}, 400, "trainable.rank"),
         ({"trainable": {"init": "zeros"}}, 400, "trainable"),
+        ({"trainable": {"head": True}}, 400, "trainable.head"),
+        (
+            {"model": "mlx-parallm-demo", "trainable": {"head": True}}
+            | {"objective": {"kind": "candidates", "candidates": {"good": " a", "bad": " b"}}},
+            400,
+            "trainable.head",
+        ),
         (
             {"objective": {"kind": "caller"}, "data": None, "batch_size": None}
             | {"trainable": {"init": "activations"}},

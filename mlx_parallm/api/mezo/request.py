@@ -103,6 +103,7 @@ def _trainable(body: Trainable, estimator: EstimatorBody) -> TrainableSpec:
         alpha=body.alpha,
         trains_first=trains_first,
         init=body.init,
+        trains_head=body.head,
     )
 
 

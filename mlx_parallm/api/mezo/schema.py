@@ -81,6 +81,7 @@ class Trainable(Strict):
         FirstFactors.RANDOM,
         description="First factors: random, or principal directions of the layers' inputs.",
     )
+    head: StrictBool = Field(False, description="Train the classification head of the model too.")
 
 
 class EstimatorBody(Strict):

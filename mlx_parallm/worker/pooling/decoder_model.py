@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -84,13 +84,18 @@ class DecoderModel:
         """Return a model that shares the trunk and has another head; ``score`` is as above."""
         return DecoderModel(self._trunk, score, self._num_layers, self._reach)
 
+    @property
+    def score(self) -> Sequence[Any]:
+        """The successive layers of the head; empty if there is none."""
+        return self._score or ()
+
     def sequence_logits(self, hidden: mx.array, mask: mx.array) -> mx.array:
         """Return the logits of each row's last token, ``[B, labels]``."""
         return self.token_logits(last_of(hidden, mask))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
         """Return logits ``[..., labels]`` for hidden states ``[..., D]``."""
-        for layer in self._score or ():
+        for layer in self.score:
             hidden = layer(hidden)
         return hidden
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,7 +34,7 @@ from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
-from mlx_parallm.worker.pooling.own_heads import HeadMaker
+from mlx_parallm.worker.pooling.own_heads import HeadMaker, TrainableHead
 from mlx_parallm.worker.pooling.trunk_calls import TrunkCalls, trunk_calls
 from mlx_parallm.worker.weights.loader import parameters_of
 
@@ -213,6 +213,11 @@ class EncoderAdapters:
         """The layers of the model, in order."""
         return self._stages.layers
 
+    @property
+    def head(self) -> TrainableHead | None:
+        """The model's classification head as it is now; None if it has none."""
+        return self._maker.trainable()
+
     def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
         """Return what the layers read for an input; equal texts have equal hidden states."""
         (text,) = _texts([item])
@@ -235,6 +240,7 @@ class EncoderAdapters:
         inputs: Sequence[TrainingInput],
         stacks: Mapping[str, AdapterStack],
         first_layer: int = 0,
+        heads: Sequence[Any] = (),
     ) -> StagedJob:
         """Return a batch that given stacks change, in place of the adapters in slots.
 
@@ -242,12 +248,18 @@ class EncoderAdapters:
             inputs: name no adapters.
             stacks: the changes, by the paths of linear layers.
             first_layer: the first layer that is computed, whose output ends the first stage.
+            heads: models whose heads take equal runs of rows; empty: the model's own takes all.
         """
         self._layers.wrap(stacks)
         with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
             texts = _texts(inputs)
             hidden, mask = self._forward(texts)
-            results = self._heads.run(texts, hidden, mask)
+            results: list[mx.array] = []
+            every = [self._heads.with_model(model) for model in heads] or [self._heads]
+            size = len(texts) // len(every)
+            for begin, own in zip(range(0, len(texts), size), every, strict=True):
+                rows = slice(begin, begin + size)
+                results += own.run(texts[rows], hidden[rows], mask[rows])
         return StagedJob(outputs, results)
 
     def _hidden(

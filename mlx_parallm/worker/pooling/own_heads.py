@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -16,13 +17,16 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.encoder_args import HEADS, Head
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.worker.lora.adapted_layers import find_module, unfit_error
-from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
+from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape, plain_weight
 
 Saved = Mapping[str, HostTensor]
 Parameters = Mapping[str, mx.array]
 
+# CLASSIFIER: where paths of layers begin that PEFT trains with an adapter by default.
+CLASSIFIER = "classifier."
 # PEFT's task types, with the head of a checkpoint for the task.
 _OF_TASK_TYPES: Mapping[str, Head] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}
+_TASK_TYPES = {head: task_type for task_type, head in _OF_TASK_TYPES.items()}
 _ENDINGS = {head: ending for ending, head in HEADS.items()}
 _LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
     "sequence": ("classify",),
@@ -45,6 +49,52 @@ class MadeHead:
     tasks: tuple[Task, ...] = ()
 
 
+class TrainableHead:
+    """A classification head whose parameters are trained, beside those of adapters.
+
+    Attributes:
+        task_type: PEFT's, of adapters that bring such a head.
+        parameters: of the model's own head, float32, by name.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        task_type: str,
+        join: Callable[[Mapping[str, nn.Module]], Any],
+    ) -> None:
+        """Read the head's parameters.
+
+        Args:
+            modules: the head's layers with parameters, by path.
+            task_type: see the class.
+            join: returns a model with other layers at these paths, as ``EncoderHeads`` takes it.
+        """
+        self.task_type = task_type
+        own = {path: _float32(module) for path, module in modules.items()}
+        self._layers = {
+            path: layer_like(path, module, own[path], "model") for path, module in modules.items()
+        }
+        self._join = join
+        self.parameters: Parameters = {
+            f"{path}.{leaf}": own[path][leaf] for path in own for leaf in own[path]
+        }
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The paths of the head's layers."""
+        return sorted(self._layers)
+
+    def model(self, parameters: Parameters) -> Any:
+        """Return a model whose head has these parameters; it shares all other layers."""
+        layers: dict[str, nn.Module] = {}
+        for path, layer in self._layers.items():
+            layers[path] = copy.copy(layer)
+            leaves = [leaf for leaf, array in layer.items() if _is_array(array)]
+            layers[path].update({leaf: parameters[f"{path}.{leaf}"] for leaf in leaves})
+        return self._join(layers)
+
+
 class HeadMaker(Protocol):
     """Makes heads for one model from the tensors of adapters."""
 
@@ -56,6 +106,10 @@ class HeadMaker(Protocol):
         Raises:
             InvalidRequestError: the parameters do not make a head of this model.
         """
+        ...
+
+    def trainable(self) -> TrainableHead | None:
+        """Return the part of the model's head that PEFT trains; None if it does not classify."""
         ...
 
 
@@ -77,6 +131,18 @@ class LayerHeads:
             tasks = _LABEL_TASKS.get(own, ())
             return MadeHead(with_modules(self._model, made), made.keys(), tasks)
         return self._new(wanted, saved, param)
+
+    def trainable(self) -> TrainableHead | None:
+        """See ``HeadMaker``."""
+        task_type = _TASK_TYPES.get(self._model.args.head)
+        layers = {
+            path: module
+            for path, module in self._modules.items()
+            if f"{path}.".startswith(CLASSIFIER) and _has_arrays(module)
+        }
+        if task_type is None or not layers:
+            return None
+        return TrainableHead(layers, task_type, partial(with_modules, self._model))
 
     def _new(self, kind: Head, saved: Saved, param: str) -> MadeHead:
         """Return a head of a kind that the model does not have."""
@@ -127,6 +193,16 @@ def layer_like(path: str, module: Any, arrays: Parameters, param: str) -> nn.Mod
         raise unfit_error(f"{path} has tensors of the shapes {shapes}, not {wanted}", param)
     made.update(dict(arrays))
     return made
+
+
+def _float32(module: Any) -> Parameters:
+    """Return a layer's parameters, unpacked if they are packed."""
+    if kind_of(module) == "linear":
+        arrays = {"weight": plain_weight(module)}
+        arrays |= {"bias": module.bias} if "bias" in module else {}
+    else:
+        arrays = {name: array for name, array in module.items() if _is_array(array)}
+    return {name: array.astype(mx.float32) for name, array in arrays.items()}
 
 
 def _has_arrays(module: nn.Module) -> bool:

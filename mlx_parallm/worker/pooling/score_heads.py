@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +16,13 @@ from mlx_parallm.types.pooling import Task
 from mlx_parallm.worker.lora.adapted_layers import unfit_error
 from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layers, split_head
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel
-from mlx_parallm.worker.pooling.own_heads import MadeHead, Parameters, Saved, layer_like
+from mlx_parallm.worker.pooling.own_heads import (
+    MadeHead,
+    Parameters,
+    Saved,
+    TrainableHead,
+    layer_like,
+)
 
 # NUM_AXES: axes of a linear layer's tensors.
 NUM_AXES = {"weight": 2, "bias": 1}
@@ -57,6 +66,30 @@ class ScoreHeads:
         return MadeHead(
             self._model.with_score(score), {"score"}, tasks[::-1] if is_of_tokens else tasks
         )
+
+    def trainable(self) -> TrainableHead | None:
+        """See ``HeadMaker``."""
+        score = self._model.score
+        layers = {
+            name: layer
+            for name, layer in zip(_names(score), score, strict=True)
+            if isinstance(layer, nn.Module) and layer.parameters()
+        }
+        if not layers:
+            return None
+        return TrainableHead(layers, "SEQ_CLS", partial(_with_layers, self._model))
+
+
+def _with_layers(model: DecoderModel, layers: Mapping[str, nn.Module]) -> DecoderModel:
+    names = _names(model.score)
+    return model.with_score(
+        [layers.get(name, layer) for name, layer in zip(names, model.score, strict=True)]
+    )
+
+
+def _names(score: Sequence[Any]) -> list[str]:
+    """Return the paths of successive layers."""
+    return ["score"] if len(score) == 1 else [f"score.{place}" for place in range(len(score))]
 
 
 def _part(number: int, layer: nn.Module, head: Parameters, param: str) -> nn.Module:

@@ -112,8 +112,9 @@ class PairForwards:
         """
         rows = [inputs[index] for segment in segments for index in segment]
         stacks = self._trainable.stacks(copies)
+        heads = self._trainable.heads(copies)
         if self.pool is None:
-            return PairJob(self._model.changed_job(rows, stacks))
+            return PairJob(self._model.changed_job(rows, stacks, heads=heads))
         texts = [self._model.texts(item) for item in inputs]
         every = [text for own in texts for text in own]
         keys = [self._key(text) for text in every]
@@ -122,7 +123,7 @@ class PairForwards:
         computed = {key: self._computed(by_key[key]) for key in missing}
         hidden = self.pool.gather(keys, computed, self._model.length(every), keeps=keeps)
         with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
-            job = self._model.changed_job(rows, stacks, self.first_layer)
+            job = self._model.changed_job(rows, stacks, self.first_layer, heads)
         frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
         return PairJob(job, len(keys), len(keys) - len(missing), frozen_tokens)
 

@@ -33,6 +33,7 @@ from mlx_parallm.worker.ops import (
     PairForward,
     Pending,
 )
+from mlx_parallm.worker.pooling.own_heads import TrainableHead
 from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import directions, stepped
 from mlx_parallm.worker.training.input_directions import InputDirections
@@ -68,6 +69,7 @@ class _Session:
             _first_factors(layers, op),
             scale=op.spec.alpha / op.spec.rank,
             trains_first=op.spec.trains_first,
+            head=_head(model) if op.spec.trains_head else None,
         )
         self.forwards = PairForwards(model, self.trainable, pool)
         self.forwards.keep_prefix_if_exact(op.samples)
@@ -76,7 +78,7 @@ class _Session:
     def info(self, num_layers: int, base: str) -> TrainableInfo:
         """Return facts about the adapter; see there for the arguments."""
         return TrainableInfo(
-            paths=tuple(layer.path for layer in self.trainable.layers),
+            paths=self.trainable.paths,
             num_parameters=self.trainable.num_parameters,
             first_layer=self.forwards.first_layer,
             num_layers=num_layers,
@@ -277,6 +279,16 @@ def _first_factors(layers: list[TrainedLayer], op: OpenTraining) -> dict[str, mx
     if {path: array.shape for path, array in op.factors.items()} != expected:
         raise ConflictError(f"{op.model} has other layers than this session was trained on.")
     return {path: mx.array(array.astype(np.float32)) for path, array in op.factors.items()}
+
+
+def _head(model: TrainedModel) -> TrainableHead:
+    """Return the head of a model; raise InvalidRequestError if it has none to train."""
+    head = model.head
+    if head is None:
+        raise InvalidRequestError(
+            "trainable.head: the model has no classification head.", param="trainable.head"
+        )
+    return head
 
 
 def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:

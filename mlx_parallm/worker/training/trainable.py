@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.worker.pooling.own_heads import TrainableHead
 from mlx_parallm.worker.training.segment_stack import SegmentStack
 
 
@@ -33,11 +35,13 @@ class TrainableAdapter:
     """A LoRA (arXiv:2106.09685) whose trained factors are one vector θ, float32 ``[P]``.
 
     Perturbed copies are the rows of a matrix ``[S, P]``; their factors are views of it. With frozen
-    first factors (LoRA-FA, arXiv:2308.03303) only the second factors are trained.
+    first factors (LoRA-FA, arXiv:2308.03303) only the second factors are trained. The parameters of
+    a trained head come after all factors.
 
     Attributes:
         layers: the trained layers, in the order of their factors in θ.
         num_parameters: P.
+        start: the parameters at the beginning.
         theta: the parameters now.
     """
 
@@ -48,6 +52,7 @@ class TrainableAdapter:
         *,
         scale: float,
         trains_first: bool,
+        head: TrainableHead | None = None,
     ) -> None:
         """Begin with second factors of zeros, so that the adapter changes nothing yet.
 
@@ -56,13 +61,17 @@ class TrainableAdapter:
             first_factors: for each layer's path, float32 ``[rank, num_inputs]``.
             scale: the factor of the product of both factors.
             trains_first: True to train the first factors too, from these values.
+            head: a head that is trained too, from its parameters.
         """
         self.layers = tuple(sorted(layers, key=lambda layer: layer.path))
         self._scale = scale
         self._trains_first = trains_first
+        self._head = head
         self._first = {layer.path: first_factors[layer.path] for layer in self.layers}
-        #: The parameters at the beginning.
-        self.start = mx.concatenate([part for layer in self.layers for part in self._start(layer)])
+        factors = [part for layer in self.layers for part in self._start(layer)]
+        self._num_factors = sum(part.size for part in factors)
+        parameters = {} if head is None else head.parameters
+        self.start = mx.concatenate([*factors, *(p.reshape(-1) for p in parameters.values())])
         self.theta = self.start
         self.num_parameters: int = self.theta.size
 
@@ -83,6 +92,31 @@ class TrainableAdapter:
             stacks[layer.path] = SegmentStack(a, b, self._scale)
         return stacks
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the trained layers, those of the head last."""
+        head = () if self._head is None else self._head.paths
+        return (*(layer.path for layer in self.layers), *head)
+
+    def heads(self, copies: mx.array) -> list[Any]:
+        """Return a model for each perturbed copy, float32 ``[S, P]``, that has its head.
+
+        Return none if no head is trained.
+        """
+        if self._head is None:
+            return []
+        return [self._head.model(self._head_parameters(copy)) for copy in copies]
+
+    def _head_parameters(self, theta: mx.array) -> dict[str, mx.array]:
+        """Return the parameters of the head in θ, float32 ``[P]``, by name."""
+        parameters: dict[str, mx.array] = {}
+        at = self._num_factors
+        own = {} if self._head is None else self._head.parameters
+        for name, array in own.items():
+            parameters[name] = theta[at : at + array.size].reshape(array.shape)
+            at += array.size
+        return parameters
+
     def weights(self, theta: mx.array) -> AdapterWeights:
         """Return the adapter with these parameters, float32 ``[P]``; it can be served."""
         stacks = self.stacks(theta[None])
@@ -95,7 +129,8 @@ class TrainableAdapter:
                 b=to_host(mx.contiguous(stack.b[0].T)),
                 scale=self._scale,
             )
-        return AdapterWeights(changes)
+        saved = {name: to_host(array) for name, array in self._head_parameters(theta).items()}
+        return AdapterWeights(changes, saved, None if self._head is None else self._head.task_type)
 
 
 def _view(copies: mx.array, at: int, rank: int, length: int) -> tuple[mx.array, int]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,6 +67,10 @@ class TrainedDecoder:
         """See ``TrainedModel``; layers of decoders compute each row apart."""
         return NO_PATHS
 
+    @property
+    def head(self) -> None:
+        """See ``TrainedModel``: a model that generates does not classify."""
+
     def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
         """See ``TrainedModel``.
 
@@ -89,8 +93,10 @@ class TrainedDecoder:
         inputs: Sequence[TrainingInput],
         stacks: Mapping[str, AdapterStack],
         first_layer: int = 0,
+        heads: Sequence[Any] = (),
     ) -> StagedJob:
         """See ``TrainedModel``. Results are log-probabilities of the choices, ``[choices]``."""
+        assert not heads, "no head is trained"
         texts = [text for item in inputs for text in self.texts(item)]
         length = self.length(texts)
         ids = np.zeros((len(texts), length), np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,7 @@ from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import TrainingInput
 from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
+from mlx_parallm.worker.pooling.own_heads import TrainableHead
 
 
 class TrainedModel(Protocol):
@@ -37,6 +38,11 @@ class TrainedModel(Protocol):
         """Return the paths of modules whose result all rows of a forward share."""
         ...
 
+    @property
+    def head(self) -> TrainableHead | None:
+        """Return the classification head as it is now; None if the model has none."""
+        ...
+
     def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
         """Return what the layers read for an input: one row of the forward for each."""
         ...
@@ -54,6 +60,7 @@ class TrainedModel(Protocol):
         inputs: Sequence[TrainingInput],
         stacks: Mapping[str, AdapterStack],
         first_layer: int = 0,
+        heads: Sequence[Any] = (),
     ) -> StagedJob:
         """Return a forward that given stacks change, in place of adapters in slots.
 
@@ -61,5 +68,6 @@ class TrainedModel(Protocol):
             inputs: name no adapters.
             stacks: the changes, by the paths of linear layers.
             first_layer: the first layer that is computed, whose output ends the first stage.
+            heads: models whose heads take equal runs of rows; empty: the model's own takes all.
         """
         ...
