@@ -62,8 +62,8 @@ test: checks ## Lint, types (as one of the tests), layers and every test
 
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
-	in_flight keys late_interaction live_adapters live_weights logprobs mezo mezo_prompts min_tokens mixed_models mlm \
-	model_loading prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
+	in_flight keys late_interaction live_adapters live_weights logprobs mezo mezo_prompts mezo_reward min_tokens mixed_models mlm \
+	model_loading pictures prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
 	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 \

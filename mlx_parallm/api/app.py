@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from mlx_parallm import __version__
 from mlx_parallm.api.control.art.policies import Policies
@@ -35,6 +36,7 @@ from mlx_parallm.api.http.middleware import (
     refuse_origins,
 )
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
+from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.turns.pictures import Pictures
@@ -134,7 +136,7 @@ def create_app(
     )
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
-    app.state.training = _training(engine, config)
+    app.state.training = _training(app, engine, config)
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
@@ -142,7 +144,7 @@ def create_app(
     return app
 
 
-def _training(engine: EngineClient, config: ServerConfig) -> TrainingService | None:
+def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> TrainingService | None:
     """Return the training sessions of an application; None if it can have none."""
     if config.data_dir is None or LAUNCHED in os.environ:
         return None
@@ -152,7 +154,9 @@ def _training(engine: EngineClient, config: ServerConfig) -> TrainingService | N
         max_bytes=config.max_training_bytes,
         cache_bytes=config.training_cache_bytes,
     )
-    training = TrainingService(Path(config.data_dir) / "mezo", engine.train, limits, engine.control)
+    training = TrainingService(
+        Path(config.data_dir) / "mezo", engine.train, limits, engine.control, RolloutRewards(app)
+    )
     engine.control.watchers.append(training)
     return training
 

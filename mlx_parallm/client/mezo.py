@@ -94,9 +94,9 @@ class MezoClient:
         """Begin a session, whose adapter changes nothing yet.
 
         Args:
-            model: the name of a masked language model or a classifier.
-            objective: ``{"kind": "label_words", …}``, ``{"kind": "labels", …}``, or
-                ``{"kind": "caller"}``, whose losses ``ask`` and ``tell`` exchange.
+            model: the name of a masked language model, a classifier or a model that generates.
+            objective: of the kind "label_words", "labels", "candidates", "completion", "reward", or
+                "caller", whose losses ``ask`` and ``tell`` exchange; see docs/training.md.
             data: rows, or the id of a file; None for the kind caller.
             **options: see ``SessionOptions``.
         """
@@ -118,7 +118,12 @@ class MezoClient:
         await self._transport.ask("DELETE", _path(session_id))
 
     async def step(
-        self, session_id: str, steps: int = 1, *, batch: Sequence[Row] | None = None
+        self,
+        session_id: str,
+        steps: int = 1,
+        *,
+        batch: Sequence[Row] | None = None,
+        return_losses: bool = False,
     ) -> list[TrainingStep]:
         """Make steps and return them once all are made.
 
@@ -126,15 +131,28 @@ class MezoClient:
             session_id: the session, which must be ready.
             steps: how many.
             batch: rows in place of the session's data.
+            return_losses: True to return the loss of each example too.
         """
-        body = _present({"steps": steps, "batch": batch})
+        body = _present({"steps": steps, "batch": batch, "return_losses": return_losses or None})
         return await self._steps(_path(session_id, "step"), body)
 
     async def train_step(
-        self, session_id: str, steps: int = 1, *, batch: Sequence[Row] | None = None
+        self,
+        session_id: str,
+        steps: int = 1,
+        *,
+        batch: Sequence[Row] | None = None,
+        return_losses: bool = False,
     ) -> list[TrainingStep]:
         """Make steps by ``POST /v1/mezo/train_step``, which does the same as ``step``."""
-        body = _present({"session_id": session_id, "steps": steps, "batch": batch})
+        body = _present(
+            {
+                "session_id": session_id,
+                "steps": steps,
+                "batch": batch,
+                "return_losses": return_losses or None,
+            }
+        )
         return await self._steps("/v1/mezo/train_step", body)
 
     async def ask(self, session_id: str) -> list[PerturbedAdapter]:

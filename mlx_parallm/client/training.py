@@ -22,6 +22,7 @@ class TrainingStep:
         layer_tokens: number of computed tokens, times their layers.
         naive_layer_tokens: what ``mode="naive"`` computes for the same losses.
         forward_s: seconds that the forwards took.
+        losses: if they were asked for: for each perturbed copy the loss of each example.
     """
 
     step: int
@@ -34,6 +35,7 @@ class TrainingStep:
     layer_tokens: int
     naive_layer_tokens: int
     forward_s: float
+    losses: Sequence[Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,7 @@ def step_of(answer: Mapping[str, Any]) -> TrainingStep:
         layer_tokens=answer["layer_tokens"],
         naive_layer_tokens=answer["naive_layer_tokens"],
         forward_s=answer["forward_time"],
+        losses=answer.get("losses"),
     )
 
 

@@ -30,6 +30,7 @@ from mlx_parallm.api.mezo.schema import (
     MakeSteps,
     Measured,
     OfPrompts,
+    Reward,
     Row,
 )
 from mlx_parallm.batch_jobs import disk
@@ -126,7 +127,7 @@ class OfflineSession:
 
         async def work() -> StepRecord:
             examples = None if rows is None else await self._examples(rows, "batch")
-            return await self._session.step(examples)
+            return (await self._session.step(examples)).record
 
         return self._do(work)
 
@@ -138,7 +139,7 @@ class OfflineSession:
         async def work() -> list[StepRecord]:
             records: list[StepRecord] = []
             for _ in range(steps):
-                records.append(await self._session.step())
+                records.append((await self._session.step()).record)
                 if on_step is not None:
                     on_step(records[-1])
             return records
@@ -213,7 +214,7 @@ class OfflineSession:
 
     async def _examples(self, rows: Sequence[Row], param: str) -> list[Example]:
         objective = OBJECTIVES.validate_python(self._session.config.objective)
-        assert not isinstance(objective, Caller), "the caller of LLM cannot be asked"
+        assert not isinstance(objective, Caller | Reward), "these need a server"
         model = model_for(self._engines(), objective)
         return await examples_of(rows, objective, model, param)
 
@@ -290,8 +291,10 @@ def _create(
     body = validated(CreateSession, {**fields, "model": engines.model.names[0]})
     assert not isinstance(body.data, str), "a file was read"
     rows, objective = body.data, body.objective
-    if isinstance(objective, Caller):
-        raise InvalidRequestError("The objective caller needs a server.", param="objective")
+    if isinstance(objective, Caller | Reward):
+        raise InvalidRequestError(
+            f"The objective {objective.kind} needs a server.", param="objective"
+        )
     if rows is None:
         raise InvalidRequestError("data is missing.", param="data")
     check_template(objective)

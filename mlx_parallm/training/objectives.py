@@ -17,12 +17,19 @@ class Measure(StrEnum):
         results that are log-probabilities.
     error: 1 for a wrong label and 0 for the right one; it has no gradient.
     f1: 1 less the mean F1 of the labels over all rows together; it has no gradient.
+    reward: the reward of what the model generates, negated; measured by whoever judges samples.
     """
 
     CROSS_ENTROPY = "cross_entropy"
     LIKELIHOOD = "likelihood"
     ERROR = "error"
     F1 = "f1"
+    REWARD = "reward"
+
+    @property
+    def is_forward(self) -> bool:
+        """True if it is measured from a forward's results, not from what is generated."""
+        return self is not Measure.REWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,16 +149,24 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An input of the model and the index of its right label."""
+    """An input of the model.
+
+    Attributes:
+        input: see the class.
+        label: the index of its right label; 0 for a prompt whose samples are judged.
+        metadata: what a verifier is told of the prompt; None: nothing.
+    """
 
     input: TrainingInput
     label: int
+    metadata: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         item = self.input
         if isinstance(item, ChoiceInput):
-            return {**asdict(item), "label": self.label}
+            more = {} if self.metadata is None else {"metadata": self.metadata}
+            return {**asdict(item), "label": self.label, **more}
         return {
             "token_ids": item.token_ids,
             "task": item.task,
@@ -177,7 +185,8 @@ class Example:
         if "choices" in fields:
             choices = tuple(tuple(choice) for choice in fields["choices"])
             ids = tuple(fields["token_ids"])
-            return cls(ChoiceInput(ids, choices, fields["averages"]), label)
+            item = ChoiceInput(ids, choices, fields["averages"])
+            return cls(item, label, fields.get("metadata"))
         tuples = {name: tuple(fields[name]) for name in ("token_ids", "places", "candidates")}
         return cls(PoolingInput(**{**fields, **tuples}), label)
 

@@ -16,6 +16,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
+from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import (
     Example,
     SessionConfig,
@@ -25,8 +26,9 @@ from mlx_parallm.training.records import (
 )
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
-from mlx_parallm.training.session import Session
+from mlx_parallm.training.session import MadeStep, Session
 from mlx_parallm.training.session_files import SessionFiles, encoded
+from mlx_parallm.training.step_forwards import StepLosses
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -58,6 +60,11 @@ ENDING = (ConflictError, ModelNotFoundError, StorageError)
 Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
 
 
+#: Returns the mean reward of the samples that an adapter makes of each example. Adapters that are
+#: asked with the same seed draw the same random numbers.
+Rewards = Callable[[SessionConfig, str, Sequence[Example], int], Awaitable[Sequence[float]]]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """Bounds of the service.
@@ -87,6 +94,7 @@ class TrainingService:
         train: Train,
         limits: SessionLimits | None = None,
         adapters: Adapters | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
         """Prepare; nothing is read before ``start``.
 
@@ -94,11 +102,13 @@ class TrainingService:
             folder: keeps the sessions.
             train: runs ops.
             limits: bound the service.
-            adapters: serves what callers ask for; None: they cannot ask.
+            adapters: serves perturbed copies; None: none are served.
+            rewards: judges what they generate; None: nobody does.
         """
         self._folder = folder
         self._train = train
         self._copies = ServedCopies(adapters)
+        self._rewards = rewards
         self._limits = limits or SessionLimits()
         self._ids = IdMaker()
         self._numbers = count()
@@ -174,18 +184,18 @@ class TrainingService:
 
     async def step(
         self, session_id: str, num_steps: int, examples: Sequence[Example] | None
-    ) -> list[StepRecord]:
-        """Make steps and return their records; see ``Session.step``.
+    ) -> list[MadeStep]:
+        """Make steps and return them; see ``Session.step``.
 
         Raises:
             ConflictError: it runs in the background, or is paused.
             StorageError: the step could not be written; the session is paused.
         """
         session = self._measuring(session_id)
-        records: list[StepRecord] = []
+        made: list[MadeStep] = []
         for _ in range(num_steps):
             try:
-                records.append(await self._step(session, examples))
+                made.append(await self._step(session, examples))
             except ENDING as problem:
                 # A session that was deleted meanwhile has no folder.
                 self._idle(session_id)
@@ -195,7 +205,7 @@ class TrainingService:
                 self.get(session_id)
                 raise
             self._idle(session_id)
-        return records
+        return made
 
     def run(self, session_id: str, num_steps: int) -> Session:
         """Make steps in the background; raise ConflictError if it runs already or is paused."""
@@ -410,11 +420,39 @@ class TrainingService:
         if self._num_bytes >= limits.max_bytes:
             raise _full(limits.max_bytes)
 
-    async def _step(self, session: Session, examples: Sequence[Example] | None) -> StepRecord:
+    async def _step(self, session: Session, examples: Sequence[Example] | None) -> MadeStep:
         self._check_room(session)
-        record = await session.step(examples)
-        self._metrics.on_step(record)
-        return record
+        if session.config.measure is Measure.REWARD:
+            made = await self._judged_step(session, examples)
+        else:
+            made = await session.step(examples)
+        self._metrics.on_step(made.record)
+        return made
+
+    async def _judged_step(self, session: Session, examples: Sequence[Example] | None) -> MadeStep:
+        """Make a step from the rewards of what the perturbed copies generate.
+
+        Raises:
+            ConflictError: a sample got no reward, or see ``ask``.
+            RequestAbortedError: samples were aborted, so that the step can be tried again.
+        """
+        if self._rewards is None:
+            raise ConflictError("Samples are not judged here, so that no step can be made.")
+        async with session.exchange:
+            batch = session.batch if examples is None else examples
+            uploads = await session.perturbed()
+            names = [upload.name for upload in uploads]
+            await self._copies.serve(session.config.model, uploads)
+            begin_s = time.perf_counter()
+            try:
+                seed = session.next_seed
+                judged = [self._rewards(session.config, name, batch, seed) for name in names]
+                rewards = await asyncio.gather(*judged)
+            finally:
+                await self._copies.drop(names)
+            losses = StepLosses.of([[-reward for reward in each] for each in rewards])
+            record = await session.learn(losses.means, time.perf_counter() - begin_s)
+        return MadeStep(record, losses)
 
     async def _check(self, session: Session) -> None:
         """Pause a session if the weights of its model are others than it was trained on."""

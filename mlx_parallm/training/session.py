@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from mlx_parallm.training.records import (
 )
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
-from mlx_parallm.training.step_forwards import StepForwards
+from mlx_parallm.training.step_forwards import StepForwards, StepLosses
 from mlx_parallm.types.errors import (
     ConflictError,
     InvalidRequestError,
@@ -48,6 +48,7 @@ from mlx_parallm.types.training import (
     Segment,
     Step,
     TrainableInfo,
+    TrainingInput,
     num_tokens,
 )
 from mlx_parallm.worker.ops import (
@@ -70,6 +71,14 @@ NUM_SAMPLES = 3
 NUM_MEASURED = 128
 # MAX_EVALUATED: inputs of one forward of an evaluation.
 MAX_EVALUATED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """A step that was made, and the losses that it was made from."""
+
+    record: StepRecord
+    losses: StepLosses
 
 
 class Session:
@@ -98,7 +107,10 @@ class Session:
         self.state: SessionState = files.read_state()
         self.info: TrainableInfo | None = None
         self._send = send
-        keeps = self.config.mode is Mode.PAIRED and self.config.measure is not None
+        measure = self.config.measure
+        # Without forwards of its own it looks nothing up.
+        self._has_forwards = measure is not None and measure.is_forward
+        keeps = self.config.mode is Mode.PAIRED and self._has_forwards
         self._cache_bytes = cache_bytes if keeps else 0
         self._examples = files.examples()
         lengths = [num_tokens(example.input) for example in self._examples]
@@ -157,7 +169,7 @@ class Session:
         async with self._turn:
             return await self._open()
 
-    async def step(self, examples: Sequence[Example] | None = None) -> StepRecord:
+    async def step(self, examples: Sequence[Example] | None = None) -> MadeStep:
         """Make one step, on the next batch or on these examples.
 
         Raises:
@@ -171,20 +183,30 @@ class Session:
                 await self._open()
             size = self.state.forwards
             assert size is not None, "it is open"
-            if examples is None:
-                examples = [self._examples[row] for row in self._batches.of_step(number)]
+            examples = self.batch if examples is None else examples
             forwards = StepForwards.of(config.mode, size, examples, self._segments(len(examples)))
             seed = step_seed(config.seed, number)
             begin_s = time.perf_counter()
             results = await self._ask(*forwards.ops(config, seed))
             seconds = time.perf_counter() - begin_s
             assert config.measure is not None, "the caller tells no losses"
-            estimate = self._estimator.estimate(forwards.losses(results, config.measure))
+            losses = forwards.losses(results, config.measure)
+            estimate = self._estimator.estimate(losses.means)
             assert self.info is not None, "it is open"
             costs = _costs(forwards, results, seconds, self.info)
             record = self._made(number, seed, estimate, costs)
         self._notify()
-        return record
+        return MadeStep(record, losses)
+
+    @property
+    def batch(self) -> list[Example]:
+        """The examples of the next step."""
+        return [self._examples[row] for row in self._batches.of_step(self.num_steps)]
+
+    @property
+    def next_seed(self) -> int:
+        """The seed that draws the directions of the next step."""
+        return step_seed(self.config.seed, self.num_steps)
 
     @property
     def copies(self) -> list[Copy]:
@@ -204,7 +226,7 @@ class Session:
         """
         async with self._turn:
             copies, config = self.copies, self.config
-            seed = step_seed(config.seed, self.num_steps)
+            seed = self.next_seed
             perturbations = [
                 Perturbation(
                     seed=seed,
@@ -227,16 +249,19 @@ class Session:
             for copy, weights in zip(copies, adapters, strict=True)
         ]
 
-    async def learn(self, losses: Sequence[float]) -> StepRecord:
-        """Make one step from the loss of each of ``copies``; raise as ``step`` does."""
+    async def learn(self, losses: Sequence[float], seconds: float = 0.0) -> StepRecord:
+        """Make one step from the loss of each of ``copies``; raise as ``step`` does.
+
+        ``seconds`` is the time that measuring the losses took.
+        """
         async with self._turn:
             self._check_deleted()
             if self.info is None:
                 # The weights may be others than the losses were measured on.
                 await self._open()
             number = self.num_steps
-            seed = step_seed(self.config.seed, number)
-            record = self._made(number, seed, self._estimator.estimate(losses), Costs())
+            estimate = self._estimator.estimate(losses)
+            record = self._made(number, self.next_seed, estimate, Costs(seconds=seconds))
         self._notify()
         return record
 
@@ -370,7 +395,7 @@ class Session:
             spec=config.trainable,
             distribution=config.estimator.distribution,
             cache_bytes=self._cache_bytes,
-            samples=tuple(example.input for example in self._examples[:NUM_SAMPLES]),
+            samples=self._samples,
             factors=await self._factors(),
         )
         steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
@@ -388,6 +413,12 @@ class Session:
         self.info = info
         self._unapplied.clear()
         return info
+
+    @property
+    def _samples(self) -> tuple[TrainingInput, ...]:
+        """Inputs with which it is tried whether kept states change a bit."""
+        examples = self._examples[:NUM_SAMPLES] if self._has_forwards else ()
+        return tuple(example.input for example in examples)
 
     async def _factors(self) -> Mapping[str, np.ndarray] | None:
         """Return the first factors; None if they are drawn.

@@ -15,6 +15,24 @@ from mlx_parallm.worker.ops import PairForward
 
 
 @dataclass(frozen=True, slots=True)
+class StepLosses:
+    """The losses of a step.
+
+    Attributes:
+        means: the loss of each perturbed copy.
+        rows: the losses of the examples that each was tried on, in their order.
+    """
+
+    means: Sequence[float]
+    rows: Sequence[Sequence[float]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> StepLosses:
+        """Return the losses of copies whose loss is the mean over examples."""
+        return cls([float(np.mean(each)) for each in rows], rows)
+
+
+@dataclass(frozen=True, slots=True)
 class StepForwards:
     """The forwards of a step.
 
@@ -57,18 +75,26 @@ class StepForwards:
             for part in self.parts
         ]
 
-    def losses(self, results: Sequence[PairResult], measure: Measure) -> list[float]:
+    def losses(self, results: Sequence[PairResult], measure: Measure) -> StepLosses:
         """Return the loss of each segment: the mean of its rows, or their F1 together."""
+        rows = self._row_losses(results, measure)
         if measure is Measure.F1:
-            return self._f1_losses(results)
-        sums = np.zeros(len(self.segments))
+            return StepLosses(self._f1_losses(results), rows)
+        return StepLosses.of(rows)
+
+    def _row_losses(self, results: Sequence[PairResult], measure: Measure) -> list[list[float]]:
+        """Return the losses of the rows of each segment, which may lie in several forwards."""
+        of_rows: list[dict[int, float]] = [{} for _ in self.segments]
         for part, result in zip(self.parts, results, strict=True):
-            rows = [row for segment in part.segments for row in segment.rows]
-            labels = [self.examples[part.rows[row]].label for row in rows]
-            every = losses(result.results, labels, measure).reshape(len(part.segments), -1)
-            sums[list(part.places)] += every.sum(axis=1)
-        counts = [len(segment.rows) for segment in self.segments]
-        return [float(total) / count for total, count in zip(sums, counts, strict=True)]
+            rows = [part.rows[row] for segment in part.segments for row in segment.rows]
+            labels = [self.examples[row].label for row in rows]
+            every = iter(losses(result.results, labels, measure).tolist())
+            for place, segment in zip(part.places, part.segments, strict=True):
+                of_rows[place] |= {part.rows[row]: next(every) for row in segment.rows}
+        return [
+            [of_row[row] for row in segment.rows]
+            for of_row, segment in zip(of_rows, self.segments, strict=True)
+        ]
 
     def _f1_losses(self, results: Sequence[PairResult]) -> list[float]:
         """Return the loss of each segment, whose rows may lie in several forwards."""

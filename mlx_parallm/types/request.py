@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
@@ -272,16 +272,26 @@ class GenerateRequest:
             num_tokens=len(self.prompt_ids),
             num_samples=self.params.n,
             max_output=self.params.max_tokens,
-            prefix=self.prompt_ids,
+            prefix=self._meanings(),
             cache_key=(
                 *(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
-                *(each.content for each in self.inputs),
+                *(each.content for each in self.inputs if each.span is None),
             ),
             client=self.client,
             # Without samples there is nothing to divide, and inputs are computed for one engine.
             is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
             rank=self.rank,
         )
+
+    def _meanings(self) -> Sequence[int]:
+        """Return the prompt's tokens, with a number of its content where an input begins."""
+        if not self.inputs:
+            return self.prompt_ids
+        meanings = list(self.prompt_ids)
+        for each in self.inputs:
+            if each.span is not None:
+                meanings[each.span.start] = hash((each.kind, each.content))
+        return meanings
 
     @property
     def reports_prompt(self) -> bool:

@@ -108,7 +108,7 @@ class ChoiceInput:
 
     Attributes:
         token_ids: the prompt, at least one token.
-        choices: the tokens of each continuation, at least one.
+        choices: the tokens of each continuation, at least one; none if samples are judged.
         averages: True if the result is the mean log-probability of a choice's tokens, instead of
             their sum.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 
@@ -242,6 +243,21 @@ def memory(client: httpx2.Client) -> float:
     of_engines = [line for line in lines if line.startswith("mlx_parallm:active_memory")]
     assert of_engines
     return sum(float(line.split()[-1]) for line in of_engines)
+
+
+def test_losses_of_examples_are_returned_if_asked_for(client: httpx2.Client) -> None:
+    path = begin(client, batch_size=4)
+    (plain,) = asked(client, f"{path}/step")["data"]
+    assert plain["losses"] is None
+    (step,) = asked(client, f"{path}/step", return_losses=True, batch=ROWS)["data"]
+    plus, minus = step["losses"]
+    assert len(plus) == len(minus) == len(ROWS)
+    assert sum(plus) / len(plus) == pytest.approx(step["loss_plus"])
+    assert sum(minus) / len(minus) == pytest.approx(step["loss_minus"])
+    # Losses are in the order of the rows.
+    (turned,) = asked(client, f"{path}/step", return_losses=True, batch=ROWS[::-1])["data"]
+    assert np.corrcoef(turned["losses"][0][::-1], plus)[0, 1] > 0.9
+    client.delete(path)
 
 
 def test_data_may_be_a_file(client: httpx2.Client, server: ServerProcess) -> None:

@@ -99,14 +99,15 @@ def test_the_forms_of_a_part_are_equal(client: openai.OpenAI) -> None:
 
 
 def test_tokens_are_counted_and_prefixes_are_reused(client: openai.OpenAI) -> None:
-    first = ask(client, text("w30 w31"), picture(3), text("w32"))
-    # user: w30 w31, the picture, w32 assistant:
-    assert first.usage.prompt_tokens == 3 + NUM_TOKENS + 2
-    again = ask(client, text("w30 w31"), picture(3), text("w32"))
-    assert again.usage.prompt_tokens_details.cached_tokens == 16
+    words = text(" ".join(["w30"] * 40))
+    first = ask(client, words, picture(3), text("w32"))
+    # user: the words, the picture, w32 assistant:
+    assert first.usage.prompt_tokens == 1 + 40 + NUM_TOKENS + 2
+    again = ask(client, words, picture(3), text("w32"))
+    assert again.usage.prompt_tokens_details.cached_tokens == 48
     assert again.choices[0].message.content == first.choices[0].message.content
-    other = ask(client, text("w30 w31"), picture(4), text("w32"))
-    assert other.usage.prompt_tokens_details.cached_tokens == 0
+    other = ask(client, words, picture(4), text("w32"))
+    assert other.usage.prompt_tokens_details.cached_tokens == 32
 
 
 def test_marks_that_are_typed_stay_text(client: openai.OpenAI) -> None:

@@ -14,11 +14,18 @@ from mlx_parallm.api.mezo.schema import (
 )
 from mlx_parallm.training.records import StepRecord
 from mlx_parallm.training.session import Session
+from mlx_parallm.training.step_forwards import StepLosses
 
 
-def step_answer(record: StepRecord) -> StepAnswer:
-    """Return the description of a step."""
-    return StepAnswer.model_validate({**asdict(record), "forward_time": record.seconds})
+def step_answer(record: StepRecord, losses: StepLosses | None = None) -> StepAnswer:
+    """Return the description of a step, with the losses of its examples if they are given."""
+    return StepAnswer.model_validate(
+        {
+            **asdict(record),
+            "forward_time": record.seconds,
+            "losses": None if losses is None else losses.rows,
+        }
+    )
 
 
 def session_answer(session: Session) -> SessionAnswer:

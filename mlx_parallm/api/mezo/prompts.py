@@ -106,11 +106,24 @@ def _prompt(
         raise InvalidRequestError(f"{place}: {problem}", param=param) from None
 
 
+def encoded_prompt(
+    row: Row, template: str, model: GenerationModel, place: str, param: str
+) -> ChoiceInput:
+    """Return a row as a prompt without continuations.
+
+    Raises:
+        InvalidRequestError: it has no tokens, or others than the model knows, or too many.
+    """
+    return _checked(
+        ChoiceInput(_prompt(row, template, model, place, param), ()), model, place, param
+    )
+
+
 def _checked(item: ChoiceInput, model: GenerationModel, place: str, param: str) -> ChoiceInput:
     """Return an input; raise InvalidRequestError if the model cannot read it."""
     if not item.token_ids:
         raise InvalidRequestError(f"{place} has a prompt without a token.", param=param)
-    longest = len(item.token_ids) + max(map(len, item.choices))
+    longest = len(item.token_ids) + max(map(len, item.choices), default=0)
     if longest > model.max_model_len:
         raise InvalidRequestError(
             f"{place} has {longest} tokens, and the model takes {model.max_model_len}.", param=param

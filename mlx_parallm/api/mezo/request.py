@@ -14,6 +14,7 @@ from mlx_parallm.api.http.dependencies import get_client
 from mlx_parallm.api.mezo.prompts import prompt_examples
 from mlx_parallm.api.mezo.schema import (
     MAX_ROWS,
+    AnyObjective,
     Caller,
     CreateSession,
     EstimatorBody,
@@ -23,6 +24,7 @@ from mlx_parallm.api.mezo.schema import (
     Objective,
     OfPrompts,
     OfTexts,
+    Reward,
     Row,
     Trainable,
 )
@@ -44,7 +46,7 @@ PURPOSE = "fine-tune"
 # DATA_FIELDS: fields of the body that say how data are read.
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
 TEXT, MASK = "{text}", "[MASK]"
-OBJECTIVES: TypeAdapter[Measured | Caller] = TypeAdapter(Objective)
+OBJECTIVES: TypeAdapter[AnyObjective] = TypeAdapter(Objective)
 # ESTIMATOR_FIELDS: fields of the body by those of the settings.
 ESTIMATOR_FIELDS = {
     "sides": "kind",
@@ -132,8 +134,8 @@ def _check_batch(body: CreateSession, num_examples: int) -> None:
         )
 
 
-def check_caller(body: CreateSession, max_adapters: int) -> None:
-    """Raise InvalidRequestError for fields about data, or if a step has too many adapters."""
+def check_caller(body: CreateSession) -> None:
+    """Raise InvalidRequestError for fields about data."""
     for field in DATA_FIELDS:
         if field in body.model_fields_set and getattr(body, field) is not None:
             raise InvalidRequestError(
@@ -144,9 +146,13 @@ def check_caller(body: CreateSession, max_adapters: int) -> None:
             "trainable.init: activations are those of data, and the objective caller has none.",
             param="trainable.init",
         )
+
+
+def check_copies(body: CreateSession, max_adapters: int) -> None:
+    """Raise InvalidRequestError if a step's copies cannot be served as adapters."""
     if body.estimator.groups:
         raise InvalidRequestError(
-            "estimator.groups divides batches of data, and the objective caller has none.",
+            "estimator.groups divides the batches of forwards, and this objective has none.",
             param="estimator.groups",
         )
     sides = body.estimator.directions
@@ -334,7 +340,7 @@ async def label_words(objective: LabelWords, model: PoolingModel) -> tuple[int, 
     return words.ids
 
 
-def check_template(objective: Measured) -> None:
+def check_template(objective: Measured | Reward) -> None:
     """Raise InvalidRequestError if a template has no place for the text, or not one mask."""
     template, param = objective.template, "objective.template"
     if template.count(TEXT) != 1:

@@ -16,6 +16,7 @@ from mlx_parallm.api.control.adapters.schema import AdapterCard
 from mlx_parallm.api.http import sse
 from mlx_parallm.api.http.declared import INPUT, Access
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
@@ -25,6 +26,7 @@ from mlx_parallm.api.mezo.request import (
     OBJECTIVES,
     base_of,
     check_caller,
+    check_copies,
     check_rank,
     check_size,
     check_template,
@@ -34,6 +36,7 @@ from mlx_parallm.api.mezo.request import (
     rows_of,
     told_losses,
 )
+from mlx_parallm.api.mezo.rewards import check_reward, prompts_of
 from mlx_parallm.api.mezo.schema import (
     Asked,
     Caller,
@@ -43,7 +46,9 @@ from mlx_parallm.api.mezo.schema import (
     Evaluate,
     EvaluationAnswer,
     MakeSteps,
+    Measured,
     Publish,
+    Reward,
     Row,
     RunSteps,
     SessionAnswer,
@@ -53,8 +58,11 @@ from mlx_parallm.api.mezo.schema import (
     TrainStep,
 )
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.serving.parallel_engines import LAUNCHED
+from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import ConflictError, InvalidRequestError, NotFoundError
@@ -80,22 +88,31 @@ TrainingDep = Annotated[TrainingService, Depends(get_training)]
 
 @routes.post("/v1/mezo/sessions", body_limit=INPUT)
 async def create_session(
-    body: CreateSession, request: Request, engine: EngineDep, training: TrainingDep
+    body: CreateSession,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    training: TrainingDep,
 ) -> SessionAnswer:
     """Begin a session: an adapter that changes nothing yet, an objective and its data."""
     max_rank = engine.config.adapters.max_rank
     if isinstance(body.objective, Caller):
         model = base_of(body.model, engine)
         check_rank(body, max_rank)
-        check_caller(body, engine.config.adapters.max_loaded)
+        check_caller(body)
+        check_copies(body, engine.config.adapters.max_loaded)
         return session_answer(await training.create(config_maker(body, model), ()))
     check_template(body.objective)
-    model = model_of(body.model, body.objective, engine)
+    if isinstance(body.objective, Reward):
+        check_copies(body, engine.config.adapters.max_loaded)
+        model = check_reward(body, body.objective, engine, config)
+    else:
+        model = model_of(body.model, body.objective, engine)
     if body.data is None:
         raise InvalidRequestError("data is missing.", param=DATA)
     rows = await rows_of(body.data, request, request.app.state.batches)
     check_size(body, len(rows), max_rank)
-    examples = await examples_of(rows, body.objective, model)
+    examples = await _read(rows, body.objective, model)
     session = await training.create(config_maker(body, model.names[0]), examples)
     return session_answer(session)
 
@@ -190,6 +207,11 @@ async def evaluate_session(
 ) -> EvaluationAnswer:
     """Return loss, accuracy and macro F1 of the adapter as it is."""
     session = training.get(session_id)
+    if session.config.measure is Measure.REWARD:
+        raise InvalidRequestError(
+            "The objective reward has no labels to evaluate; sample with the published adapter.",
+            param=DATA,
+        )
     rows = await rows_of(body.data, request, request.app.state.batches)
     examples = await _examples(session_id, rows, engine, training)
     scores = await session.evaluate(examples)
@@ -258,8 +280,9 @@ async def _steps(
     examples = None
     if body.batch is not None:
         examples = await _examples(session_id, body.batch, engine, training, "batch")
-    records = await training.step(session_id, body.steps, examples)
-    return Steps(session_id=session_id, data=[step_answer(record) for record in records])
+    made = await training.step(session_id, body.steps, examples)
+    data = [step_answer(each.record, each.losses if body.return_losses else None) for each in made]
+    return Steps(session_id=session_id, data=data)
 
 
 async def _examples(
@@ -274,7 +297,21 @@ async def _examples(
     objective = OBJECTIVES.validate_python(config.objective)
     if isinstance(objective, Caller):
         raise InvalidRequestError("The objective caller reads no rows.", param=param)
-    model = model_of(config.model, objective, engine)
+    if isinstance(objective, Reward):
+        return await _read(rows, objective, engine.get_model(config.model), param)
+    return await _read(rows, objective, model_of(config.model, objective, engine), param)
+
+
+async def _read(
+    rows: Sequence[Row],
+    objective: Measured | Reward,
+    model: PoolingModel | GenerationModel,
+    param: str = DATA,
+) -> list[Example]:
+    """Read rows for an objective."""
+    if isinstance(objective, Reward):
+        assert isinstance(model, GenerationModel)
+        return await in_thread(partial(prompts_of, rows, objective, model, param))
     return await examples_of(rows, objective, model, param)
 
 

@@ -19,11 +19,13 @@ from pydantic import (
 )
 
 from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutRequest, Verifier
 from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
 from mlx_parallm.types.training import Distribution, FirstFactors
 
 MAX_NAME_CHARS = 256
@@ -163,6 +165,40 @@ class Caller(Strict):
     kind: Literal["caller"] = Field("caller", description="Losses that the caller tells.")
 
 
+class Reward(Strict):
+    """A model that generates learns to continue prompts so that a judge rewards it."""
+
+    kind: Literal["reward"] = Field("reward", description="Rewards of what is generated.")
+    template: Annotated[StrictStr, Field(max_length=10_000)] = Field(
+        "{text}", description="{text} is a row's text."
+    )
+    verifier: Verifier | None = Field(None, description="Gives each sample a reward.")
+    reward_model: RewardModel | None = Field(
+        None, description="Gives each sample a reward, in place of a verifier."
+    )
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples of each prompt.")
+    sampling: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Sampling fields of /v1/rl/rollout, such as max_tokens and temperature.",
+    )
+    measure: Literal[Measure.REWARD] = Field(
+        default=Measure.REWARD, description="The reward, negated."
+    )
+
+    @model_validator(mode="after")
+    def _is_sampled(self) -> Self:
+        own = {"model", "adapter", "prompts", "n", "seed", "seeds", "stream", "verifier"}
+        wrong = sorted(self.sampling.keys() & (own | {"reward_model"}))
+        if wrong:
+            raise ValueError(f"sampling cannot have {wrong[0]}, which the session sets")
+        body = {**self.sampling, "prompts": ["."]}
+        unknown = self.sampling.keys() - RolloutRequest.model_fields.keys()
+        if unknown:
+            raise ValueError(f"sampling has {min(unknown)}, which is no field of a rollout")
+        RolloutRequest.model_validate(body)
+        return self
+
+
 class Completion(Strict):
     """A model that generates learns to continue prompts as the data do."""
 
@@ -180,9 +216,10 @@ class Completion(Strict):
 OfTexts = LabelWords | Labels
 #: ``OfPrompts`` are objectives of models that generate.
 OfPrompts = Candidates | Completion
-#: ``Measured`` is an objective whose losses a session measures itself, on its data.
+#: ``Measured`` is an objective whose losses a session measures by forwards, on its data.
 Measured = OfTexts | OfPrompts
-Objective = Annotated[Measured | Caller, Field(discriminator="kind")]
+AnyObjective = Measured | Reward | Caller
+Objective = Annotated[AnyObjective, Field(discriminator="kind")]
 
 
 class Row(Strict):
@@ -195,6 +232,9 @@ class Row(Strict):
     label: StrictStr | StrictInt | None = Field(None, description="The label's name, or its index.")
     completion: StrictStr | None = Field(
         None, description="How the text goes on, for the objective completion."
+    )
+    metadata: dict[str, Any] | None = Field(
+        None, description="What a verifier is told of the prompt, for the objective reward."
     )
 
     @model_validator(mode="after")
@@ -263,6 +303,9 @@ class MakeSteps(Strict):
     batch: list[Row] | None = Field(
         None, min_length=1, max_length=65536, description="Rows in place of the session's data."
     )
+    return_losses: StrictBool = Field(
+        False, description="Return the loss of each example at each perturbed copy."
+    )
 
 
 class Tell(Strict):
@@ -318,6 +361,11 @@ class StepAnswer(BaseModel):
     layer_tokens: int = Field(description="Tokens computed, times their layers.")
     naive_layer_tokens: int = Field(description="The same of the mode naive.")
     forward_time: float = Field(description="Seconds that the forwards took.")
+    losses: list[list[float]] | None = Field(
+        None,
+        description="If asked for: for each copy, those of direction 0 first and sign 1 before -1, "
+        "the loss of each example of the batch.",
+    )
 
 
 class Steps(BaseModel):

@@ -92,7 +92,7 @@ async def test_paired_losses_are_those_of_separate_forwards(
     paired = await begin(service, estimator=estimator)
     naive = await begin(service, estimator=estimator, mode=Mode.NAIVE)
     for _ in range(20):
-        one, other = await paired.step(), await naive.step()
+        one, other = (await paired.step()).record, (await naive.step()).record
         assert one.loss_plus == pytest.approx(other.loss_plus, abs=1e-5)
         assert one.loss_minus == pytest.approx(other.loss_minus, abs=1e-5)
         assert one.layer_tokens < other.layer_tokens == other.naive_layer_tokens
@@ -137,7 +137,7 @@ async def test_a_later_process_goes_on_as_if_nothing_had_happened(
     train.load(train.folder)
     again = opened().get(session.config.id)
     assert [await digest(again, step) for step in range(8)] == expected
-    more = [await again.step() for _ in range(3)]
+    more = [(await again.step()).record for _ in range(3)]
     # The other session was never interrupted, but for its process.
     assert len({record.seed for record in more}) == 3
     assert again.num_steps == 10
@@ -191,7 +191,7 @@ async def test_a_log_that_was_cut_ends_at_its_last_whole_record(
     again = opened().get(session.config.id)
     assert again.num_steps == 3
     assert await digest(again) == expected
-    assert (await again.step()).step == 4
+    assert (await again.step()).record.step == 4
 
 
 async def test_measured_factors_are_kept_for_later_processes(
@@ -246,7 +246,7 @@ async def test_weights_of_other_content_are_refused(
     assert session.state.base[:16] in (session.state.reason or "")
     train.load(train.folder)
     service.resume(session.config.id)
-    assert (await session.step()).step == 2
+    assert (await session.step()).record.step == 2
 
 
 async def test_a_loss_that_is_not_finite_makes_no_step(
@@ -618,7 +618,7 @@ async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> N
     session = await begin(opened(), estimator=estimator, measure=Measure.ERROR)
     before = await digest(session)
     for _ in range(3):
-        assert (await session.step()).is_zero
+        assert (await session.step()).record.is_zero
     assert session.num_zero == 3
     assert await digest(session) == before
 
@@ -626,7 +626,7 @@ async def test_counted_errors_report_steps_without_a_gradient(opened: Open) -> N
 async def test_a_batch_of_the_caller_must_suit_the_directions(opened: Open) -> None:
     estimator = EstimatorSettings(num_directions=2, splits_batch=True, sides=Sides.ONE_SIDED)
     session = await begin(opened(), estimator=estimator)
-    record = await session.step(EXAMPLES[:6])
+    record = (await session.step(EXAMPLES[:6])).record
     assert len(record.gradients) == 2
     with pytest.raises(InvalidRequestError, match="divided"):
         await session.step(EXAMPLES[:5])
@@ -648,7 +648,7 @@ async def test_f1_is_that_of_the_whole_batch_however_it_is_cut(opened: Open) -> 
         await begin(service, measure=Measure.F1, estimator=settings, batch_size=8, **changes)
         for changes in ({}, {"max_tokens": 8}, {"mode": Mode.NAIVE})
     ]
-    whole, cut, naive = [[await each.step() for _ in range(5)] for each in sessions]
+    whole, cut, naive = [[(await each.step()).record for _ in range(5)] for each in sessions]
     losses = [
         [(step.loss_plus, step.loss_minus) for step in steps] for steps in (whole, cut, naive)
     ]

@@ -6,7 +6,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,7 +23,7 @@ from mlx_parallm.engine.parallel.router import Move, Router
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import EngineDeadError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.types.model_input import ModelInput
+from mlx_parallm.types.model_input import InputKind, ModelInput, Span
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledSequence
 from tests.fakes import FakeRunner
@@ -252,7 +251,8 @@ def test_some_requests_are_never_divided() -> None:
     assert request_of().work().is_divisible
     assert not request_of(n=1).work().is_divisible
     assert not request_of(max_tokens=0).work().is_divisible
-    embeds = cast(ModelInput, SimpleNamespace(content="a"))
+    kind = InputKind.PROMPT_EMBEDS
+    embeds = ModelInput(kind=kind, content="a", arrays={}, nbytes=0, span=Span(0, 1))
     with_input = GenerateRequest(
         request_id="a", model="m", prompt_ids=(0,), params=SamplingParams(n=4), inputs=(embeds,)
     )
