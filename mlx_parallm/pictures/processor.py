@@ -87,7 +87,9 @@ class PictureProcessor:
         # transformers takes 40 MB, so a process imports it with the first picture.
         from transformers import AutoImageProcessor  # noqa: PLC0415
 
-        return AutoImageProcessor.from_pretrained(self._form.folder, local_files_only=True)
+        return AutoImageProcessor.from_pretrained(
+            self._form.folder, backend="pil", local_files_only=True
+        )
 
 
 def host_array(array: np.ndarray) -> HostArray:

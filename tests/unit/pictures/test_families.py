@@ -77,7 +77,7 @@ def test_pictures_are_written_as_transformers_writes_them(
     config, processor_class, settings = CASES[name]
     family = FAMILIES[name]({**config, "model_type": name})
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    prepare: Any = AutoImageProcessor.from_pretrained(tmp_path)
+    prepare: Any = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     pixels = np.zeros((*size, 3), np.uint8)
     try:
         arrays = prepare(
