@@ -91,6 +91,8 @@ def _problem(answer: LineResponse) -> ParallmError:
     text = f"The rollout was answered {answer.status_code}: {why}"
     if answer.status_code == 429:
         return OverloadedError(text)
+    if is_object(error) and error.get("param") == "reward_model" and answer.status_code == 404:
+        return ConflictError(text)
     return (RequestAbortedError if answer.status_code in TEMPORARY else ConflictError)(text)
 
 
