@@ -162,8 +162,12 @@ class TrainingService:
         try:
             await session.open()
         except BaseException:
-            del self._sessions[config.id]
-            files.delete()
+            # A session that was deleted meanwhile is gone already.
+            if self._sessions.pop(config.id, None) is not None:
+                session.note_deleted()
+                with contextlib.suppress(ParallmError):
+                    await session.close()
+                files.delete()
             raise
         logger.info("began the training session %s of %s", config.id, config.model)
         return session
@@ -325,7 +329,8 @@ class TrainingService:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
         async with session.exchange:
-            await self._copies.drop([copy.name for copy in session.pending])
+            if session.is_served:
+                await self._copies.drop([copy.name for copy in session.copies])
         # An engine without the model has nothing of the session either.
         with contextlib.suppress(ParallmError):
             await session.close()

@@ -214,6 +214,11 @@ class Session:
         return copies_of(self.config.id, self.num_steps + 1, self._segments(1))
 
     @property
+    def is_served(self) -> bool:
+        """True if its copies are served as adapters, for a caller or a judge."""
+        return not self._has_forwards
+
+    @property
     def pending(self) -> list[Copy]:
         """The copies whose losses were asked for and not told yet."""
         return self.copies if self.state.asked_at == self.num_steps else []
@@ -400,6 +405,10 @@ class Session:
         )
         steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
         info, _ = await self._send(config.model, config.id, (opening, steps))
+        if self._is_deleted:
+            # It was deleted while its model was loaded, so the engine had nothing to close then.
+            await self.close()
+            self._check_deleted()
         if self.state.base not in (None, info.base):
             close = CloseTraining(model=config.model, session=config.id)
             await self._send(config.model, config.id, (close,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
+from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.training.service import ASLEEP, SessionLimits, TrainingService
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
@@ -24,14 +25,16 @@ from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    ModelLoadingError,
     ModelNotFoundError,
     NotFoundError,
     PausedError,
+    SessionLostError,
     StorageError,
     StorageInUseError,
 )
 from mlx_parallm.types.training import FirstFactors, PairResult
-from mlx_parallm.worker.ops import MeasureInputs, OpenTraining
+from mlx_parallm.worker.ops import CloseTraining, Materialise, MeasureInputs, OpenTraining
 from mlx_parallm.worker.training.input_directions import InputDirections
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of
@@ -569,6 +572,100 @@ async def test_a_session_that_is_deleted_amid_a_step_is_gone(
     assert not isinstance(train.requests[-1].ops[0], OpenTraining)
 
 
+class LoadingTrain(WorkerTrain):
+    """Its model can be loading: sessions that are opened wait, and none can be closed.
+
+    Attributes:
+        loaded: unset while the model is loaded.
+        is_waiting: set once a session waits.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.loaded = asyncio.Event()
+        self.is_waiting = asyncio.Event()
+
+    async def __call__(self, request: TrainingRequest) -> tuple[Any, ...]:
+        if not self.loaded.is_set():
+            if isinstance(request.ops[0], CloseTraining):
+                raise ModelLoadingError(request.model)
+            if isinstance(request.ops[0], OpenTraining):
+                self.is_waiting.set()
+                await self.loaded.wait()
+        return await super().__call__(request)
+
+    def has(self, session_id: str) -> bool:
+        """True if the engine has a part of the session."""
+        try:
+            self.execute(Materialise(model=CONFIG.model, session=session_id))
+        except SessionLostError:
+            return False
+        return True
+
+
+@pytest.fixture
+async def loading(tmp_path: Path) -> AsyncIterator[tuple[TrainingService, LoadingTrain]]:
+    train = LoadingTrain(tmp_path / "model")
+    service = TrainingService(tmp_path / "sessions", train)
+    service.start()
+    yield service, train
+    await service.stop()
+
+
+async def test_a_session_that_is_deleted_while_its_model_is_loaded_leaves_nothing(
+    loading: tuple[TrainingService, LoadingTrain], tmp_path: Path
+) -> None:
+    service, train = loading
+    train.loaded.set()
+    session = await begin(service)
+    assert train.has(session.config.id)
+    train.load(train.folder)
+    train.loaded.clear()
+    step = asyncio.ensure_future(session.step())
+    await train.is_waiting.wait()
+    deletion = asyncio.ensure_future(service.delete(session.config.id))
+    await asyncio.sleep(0)
+    train.loaded.set()
+    await deletion
+    with pytest.raises(NotFoundError):
+        await step
+    assert not train.has(session.config.id)
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+
+
+async def test_a_session_can_be_deleted_before_it_has_begun(
+    loading: tuple[TrainingService, LoadingTrain], tmp_path: Path
+) -> None:
+    service, train = loading
+    creation = asyncio.ensure_future(begin(service))
+    await train.is_waiting.wait()
+    (session,) = service.all()
+    deletion = asyncio.ensure_future(service.delete(session.config.id))
+    await asyncio.sleep(0)
+    train.loaded.set()
+    await deletion
+    with pytest.raises(NotFoundError):
+        await creation
+    assert not train.has(session.config.id)
+    assert list((tmp_path / "sessions").glob("mezo_*")) == []
+
+
+async def test_a_session_that_the_disk_refuses_leaves_nothing(
+    loading: tuple[TrainingService, LoadingTrain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, train = loading
+    train.loaded.set()
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(SessionFiles, "save_state", refuse)
+    with pytest.raises(StorageError):
+        await begin(service)
+    (opening, *_) = train.requests
+    assert not train.has(opening.session)
+
+
 async def test_metrics_count_sessions_and_steps(opened: Open) -> None:
     service = opened()
     session, other = await begin(service), await begin(service)
@@ -706,6 +803,33 @@ class FakeAdapters:
         if name not in self.served:
             raise NotFoundError("It is not loaded.")
         self.served.remove(name)
+
+
+async def test_a_judged_run_that_is_deleted_leaves_no_adapter(
+    tmp_path: Path, train: WorkerTrain
+) -> None:
+    adapters, is_dropping = FakeAdapters(), asyncio.Event()
+    unload = adapters.unload_adapter
+
+    async def unload_slowly(name: str) -> Any:
+        is_dropping.set()
+        await asyncio.sleep(0.01)
+        return await unload(name)
+
+    async def judged(_: Any, name: str, examples: Sequence[Any], seed: int) -> list[float]:
+        return [float(name.endswith("+"))] * len(examples)
+
+    adapters.unload_adapter = unload_slowly
+    service = TrainingService(tmp_path / "sessions", train, adapters=adapters, rewards=judged)
+    service.start()
+    session = await begin(service, measure=Measure.REWARD)
+    service.run(session.config.id, 1000)
+    await is_dropping.wait()
+    assert len(adapters.served) == 2
+    # The run is cancelled while it drops the copies of a step.
+    await service.delete(session.config.id)
+    assert adapters.served == set()
+    await service.stop()
 
 
 async def test_a_session_that_is_deleted_while_it_asks_leaves_no_adapter(
