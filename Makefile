@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-engines page-test conformance trainers check-encoder lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -107,6 +107,9 @@ PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
 
 check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
+
+check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …")
+	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_mezo --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 lint: checks ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
