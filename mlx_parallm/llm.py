@@ -406,8 +406,8 @@ class LLM:
             path: a folder of its own, which keeps the session; None: a temporary one. A folder that
                 has a session already goes on with it; it is then the only argument.
             cache_bytes: most memory of the hidden states that the sessions of the model keep.
-            settings: the other fields of the route, such as ``trainable``, ``estimator``,
-                ``batch_size`` and ``seed``.
+            settings: the other fields of the route, such as ``adapter``, ``trainable``,
+                ``estimator``, ``batch_size`` and ``seed``.
 
         Raises:
             InvalidRequestError: a field is wrong, or the model cannot be trained in this way.

@@ -44,6 +44,7 @@ Data = Sequence[Row] | str
 class SessionOptions(TypedDict, total=False):
     """Further fields of ``POST /v1/mezo/sessions``; the API reference describes them."""
 
+    adapter: str
     trainable: Mapping[str, Any]
     estimator: Mapping[str, Any]
     batch_size: int

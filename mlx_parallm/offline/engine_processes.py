@@ -91,6 +91,10 @@ class EngineProcesses:
         """See ``OfflineEngines``; a session lives on one engine."""
         return self._run(work(self._engine.train))
 
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """See ``OfflineEngines``."""
+        return self._engine.control.adapters()
+
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:
         """See ``OfflineEngines``."""
         return self._run(self._engine.control.load_adapter(upload))

@@ -40,6 +40,10 @@ class OfflineEngines(Protocol):
         """Return what a coroutine gives that has ops of training sessions run."""
         ...
 
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """Return the loaded adapters."""
+        ...
+
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:
         """Load or replace an adapter; raise InvalidRequestError if it does not fit."""
         ...

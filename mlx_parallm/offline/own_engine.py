@@ -70,6 +70,10 @@ class OwnEngine:
         """See ``OfflineEngines``."""
         return serve(self._open, lambda client: work(client.train))
 
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """See ``OfflineEngines``."""
+        return self._open.engine.policies.infos()
+
     def load_adapter(self, upload: AdapterUpload) -> AdapterInfo:
         """See ``OfflineEngines``."""
         return self._open.engine.policies.load(upload)

@@ -33,6 +33,7 @@ from mlx_parallm.api.mezo.schema import (
     Reward,
     Row,
 )
+from mlx_parallm.api.mezo.warm_start import warm_start
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
@@ -299,10 +300,12 @@ def _create(
         raise InvalidRequestError("data is missing.", param="data")
     check_template(objective)
     model = model_for(engines, objective)
+    settings, adapters = body, engines.adapters()
+    body, start = engines.train(lambda train: warm_start(settings, model.names[0], adapters, train))
     check_size(body, len(rows), max_rank)
     examples = engines.train(lambda _: examples_of(rows, objective, model))
-    config = config_maker(body, model.names[0])(IdMaker().make(ID_PREFIX), int(time.time()))
-    SessionFiles.create(folder, config, SessionState(), encoded(examples)).close()
+    config = config_maker(body, model.names[0], start)(IdMaker().make(ID_PREFIX), int(time.time()))
+    SessionFiles.create(folder, config, SessionState(), encoded(examples), start).close()
 
 
 def model_for(engines: OfflineEngines, objective: Measured) -> PoolingModel | GenerationModel:

@@ -61,6 +61,7 @@ class SessionConfig:
         mode: how forwards are computed.
         max_tokens: most tokens of a forward; None: what the device computes fast.
         seed: draws the batches and the directions.
+        adapter: the name of the adapter that it started from; None: of none.
         created_at: Unix seconds.
     """
 
@@ -76,6 +77,7 @@ class SessionConfig:
     max_tokens: int | None
     seed: int
     created_at: int
+    adapter: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -94,6 +96,7 @@ class SessionConfig:
                         **spec,
                         "targets": tuple(spec["targets"]),
                         "layers": None if layers is None else tuple(layers),
+                        "paths": tuple(spec.get("paths", ())),
                         "init": FirstFactors(spec.get("init", FirstFactors.RANDOM)),
                     }
                 ),

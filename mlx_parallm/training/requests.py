@@ -13,9 +13,18 @@ from mlx_parallm.worker.ops import (
     MeasureInputs,
     OpenTraining,
     PairForward,
+    ReadAdapter,
 )
 
-TrainingOp = OpenTraining | MeasureInputs | PairForward | ApplySteps | Materialise | CloseTraining
+TrainingOp = (
+    OpenTraining
+    | MeasureInputs
+    | PairForward
+    | ApplySteps
+    | Materialise
+    | ReadAdapter
+    | CloseTraining
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

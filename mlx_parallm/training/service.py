@@ -28,6 +28,7 @@ from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import MadeStep, Session
 from mlx_parallm.training.session_files import SessionFiles, encoded
+from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import StepLosses
 from mlx_parallm.types.errors import (
     ConflictError,
@@ -86,6 +87,9 @@ class TrainingService:
     """The sessions of a folder. Its methods belong to one event loop. Implements ``Watcher``.
 
     Methods that take an id raise NotFoundError if no session has it.
+
+    Attributes:
+        train: runs ops.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class TrainingService:
             rewards: judges what they generate; None: nobody does.
         """
         self._folder = folder
-        self._train = train
+        self.train = train
         self._copies = ServedCopies(adapters)
         self._rewards = rewards
         self._limits = limits or SessionLimits()
@@ -139,13 +143,17 @@ class TrainingService:
             self._lock = None
 
     async def create(
-        self, make: Callable[[str, int], SessionConfig], examples: Sequence[Example]
+        self,
+        make: Callable[[str, int], SessionConfig],
+        examples: Sequence[Example],
+        start: StartParameters | None = None,
     ) -> Session:
         """Begin a session and return it once the engine has its adapter.
 
         Args:
             make: returns the settings for an id and a time in Unix seconds.
             examples: at least one batch.
+            start: the first parameters; None: they are drawn or measured.
 
         Raises:
             InvalidRequestError: the model cannot be trained in this way, or the data is too large.
@@ -157,7 +165,7 @@ class TrainingService:
         self._check_new(len(data))
         config = make(self._ids.make(ID_PREFIX), int(time.time()))
         folder = self._folder / config.id
-        files = SessionFiles.create(folder, config, SessionState(), data)
+        files = SessionFiles.create(folder, config, SessionState(), data, start)
         session = self._sessions[config.id] = self._session(files)
         try:
             await session.open()
@@ -496,7 +504,7 @@ class TrainingService:
 
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
         request_id = f"{session}-{next(self._numbers)}"
-        return await self._train(
+        return await self.train(
             TrainingRequest(request_id=request_id, model=model, session=session, ops=ops)
         )
 

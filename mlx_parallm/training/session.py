@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from mlx_parallm.training.records import (
 )
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
+from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import StepForwards, StepLosses
 from mlx_parallm.types.errors import (
     ConflictError,
@@ -394,6 +395,7 @@ class Session:
     async def _open(self) -> TrainableInfo:
         self._check_deleted()
         config, self.info = self.config, None
+        start = await self._start()
         opening = OpenTraining(
             model=config.model,
             session=config.id,
@@ -401,7 +403,9 @@ class Session:
             distribution=config.estimator.distribution,
             cache_bytes=self._cache_bytes,
             samples=self._samples,
-            factors=await self._factors(),
+            factors=start and start.first,
+            second=(start and start.second) or None,
+            head=(start and start.head) or None,
         )
         steps = ApplySteps(model=config.model, session=config.id, steps=self.files.steps())
         info, _ = await self._send(config.model, config.id, (opening, steps))
@@ -429,24 +433,23 @@ class Session:
         examples = self._examples[:NUM_SAMPLES] if self._has_forwards else ()
         return tuple(example.input for example in examples)
 
-    async def _factors(self) -> Mapping[str, np.ndarray] | None:
-        """Return the first factors; None if they are drawn.
+    async def _start(self) -> StartParameters | None:
+        """Return the first parameters; None if they are drawn.
 
-        They are measured once and saved: another device may measure others.
+        First factors are measured once and saved: another device may measure others.
         """
         config = self.config
-        if config.trainable.init is FirstFactors.RANDOM:
-            return None
-        factors = self.files.factors()
-        if factors is None:
+        start = self.files.start()
+        if start is None and config.trainable.init is FirstFactors.ACTIVATIONS:
             inputs = [example.input for example in self._examples[:NUM_MEASURED]]
             measure = MeasureInputs(
                 model=config.model, session=config.id, spec=config.trainable, inputs=inputs
             )
             (factors,) = await self._send(config.model, config.id, (measure,))
             self._check_deleted()
-            self.files.save_factors(factors)
-        return factors
+            start = StartParameters(factors)
+            self.files.save_start(start)
+        return start
 
     async def _ask(self, *ops: TrainingOp) -> tuple[Any, ...]:
         """Have ops run after all steps were applied; open the session anew if it was lost."""

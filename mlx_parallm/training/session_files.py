@@ -10,22 +10,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.numpy import load, save
 
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
+from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_log import StepLog
 from mlx_parallm.types.training import Step
 
 CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
 STEPS, LOG = "steps.jsonl", "log.bin"
-#: ``FACTORS``: first factors that were measured; no such file if they are drawn.
+#: ``FACTORS``: first parameters that were measured or are an adapter's; no such file if drawn.
 FACTORS = "factors.safetensors"
 
 
@@ -88,7 +88,12 @@ class SessionFiles:
 
     @classmethod
     def create(
-        cls, folder: Path, config: SessionConfig, state: SessionState, examples: bytes
+        cls,
+        folder: Path,
+        config: SessionConfig,
+        state: SessionState,
+        examples: bytes,
+        start: StartParameters | None = None,
     ) -> SessionFiles:
         """Make the folder of a new session; see ``encoded`` for the examples."""
         with disk.storage_errors():
@@ -100,6 +105,8 @@ class SessionFiles:
                 finally:
                     os.close(descriptor)
                 disk.replace_json(folder / STATE, state.to_json())
+                if start is not None:
+                    disk.replace(folder / FACTORS, save(start.arrays()))
                 # A folder without this file is no session.
                 disk.replace_json(folder / CONFIG, config.to_json())
             except BaseException:
@@ -143,17 +150,17 @@ class SessionFiles:
             lines = (self._folder / EXAMPLES).read_bytes().splitlines()
         return [Example.from_json(json.loads(line)) for line in lines]
 
-    def factors(self) -> dict[str, np.ndarray] | None:
-        """Return the first factors by path; None if none were saved."""
+    def start(self) -> StartParameters | None:
+        """Return the first parameters; None if none were saved."""
         path = self._folder / FACTORS
         with disk.storage_errors():
             if not path.is_file():
                 return None
-            return load(path.read_bytes())
+            return StartParameters.of_arrays(load(path.read_bytes()))
 
-    def save_factors(self, factors: Mapping[str, np.ndarray]) -> None:
-        """Save first factors durably."""
-        content = save(dict(factors))
+    def save_start(self, start: StartParameters) -> None:
+        """Save first parameters durably."""
+        content = save(start.arrays())
         disk.replace(self._folder / FACTORS, content)
         self._factor_bytes = len(content)
 

@@ -50,6 +50,7 @@ class TrainableSpec:
             (LoRA-FA, arXiv:2308.03303).
         seed: draws the first factors, as PEFT does: uniformly in 1 / sqrt(inputs) around 0.
         init: where the first factors come from.
+        paths: exact paths of linear layers, in place of ``targets``; empty: none.
         trains_head: True to train the model's classification head too, from its weights.
     """
 
@@ -62,6 +63,7 @@ class TrainableSpec:
     seed: int = 0
     init: FirstFactors = FirstFactors.RANDOM
     trains_head: bool = False
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

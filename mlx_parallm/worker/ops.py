@@ -215,6 +215,14 @@ class StageAdapter(Op[bool]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAdapter(Op[AdapterWeights]):
+    """Return an adapter that is kept; raise ConflictError if it is not any more."""
+
+    model: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DropAdapter(Op[None]):
     """Forget an adapter that no later op names."""
 
@@ -286,6 +294,8 @@ class OpenTraining(Op[TrainableInfo]):
             sessions of the model; 0 keeps none for this one.
         samples: inputs with which it is tried whether that changes no bit.
         factors: the first factors by path, float32 ``[rank, inputs]``; None: they are drawn.
+        second: the second factors by path, float32 ``[rank, outputs]``; None: zeros.
+        head: the parameters of a trained head by name, float32; None: the model's own.
     """
 
     model: str
@@ -295,6 +305,8 @@ class OpenTraining(Op[TrainableInfo]):
     cache_bytes: int = 256 << 20
     samples: Sequence[TrainingInput] = ()
     factors: Mapping[str, np.ndarray] | None = None
+    second: Mapping[str, np.ndarray] | None = None
+    head: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

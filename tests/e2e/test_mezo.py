@@ -314,8 +314,60 @@ def test_a_head_is_served_with_its_adapter(client: httpx2.Client) -> None:
     archive = client.get(f"{path}/adapter").content
     with zipfile.ZipFile(io.BytesIO(archive)) as files:
         assert json.loads(files.read("adapter_config.json"))["modules_to_save"] == ["classifier"]
+    model = {"model": "demo:sentiment", "objective": {"kind": "labels"}, "data": rows}
+    warm = begin(client, **model, adapter="turned", trainable={})
+    assert asked(client, f"{warm}/evaluate", data=rows)["loss"] == trained["loss"]
+    body = SESSION | model | {"adapter": "turned", "trainable": {"head": False}}
+    refusal = client.post("/v1/mezo/sessions", json=body)
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "trainable.head")
     client.delete("/v1/adapters/turned")
+    client.delete(warm)
     client.delete(path)
+
+
+def test_a_session_starts_from_a_served_adapter(tmp_path: Path) -> None:
+    flags = ("--model", MODEL, "--data-dir", str(tmp_path))
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        first = begin(client)
+        asked(client, f"{first}/step", steps=20)
+        asked(client, f"{first}/publish", name="first")
+        learnt = asked(client, f"{first}/evaluate", data=ROWS)
+        (card,) = client.get("/v1/adapters").json()["data"]
+        warm = begin(client, adapter="first", trainable={"train": "ab"})
+        settings = client.get(warm).json()["config"]
+        assert (settings["adapter"], settings["trainable"]["rank"]) == ("first", 4)
+        # It is the adapter, whatever becomes of that.
+        assert asked(client, f"{warm}/evaluate", data=ROWS) | {"step": 0, "session_id": ""} == (
+            learnt | {"step": 0, "session_id": ""}
+        )
+        assert asked(client, f"{warm}/checkpoint")["adapter_sha256"] == card["digest"]
+        asked(client, f"{warm}/step", steps=10)
+        digest = asked(client, f"{warm}/checkpoint")["adapter_sha256"]
+        assert digest != card["digest"]
+        for changes, param in (
+            ({"rank": 8}, "trainable.rank"),
+            ({"alpha": 3.0}, "trainable.alpha"),
+            ({"targets": ["value"]}, "trainable.targets"),
+            ({"layers": [0]}, "trainable.layers"),
+            ({"init": "activations"}, "trainable.init"),
+        ):
+            body = SESSION | {"adapter": "first", "trainable": changes}
+            answer = client.post("/v1/mezo/sessions", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        client.delete("/v1/adapters/first")
+        answer = client.post("/v1/mezo/sessions", json=SESSION | {"adapter": "first"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "adapter")
+    process.stop(signal.SIGKILL)
+    process = ServerProcess(*flags)
+    process.wait_until_ready()
+    with httpx2.Client(base_url=process.url, timeout=None) as client:
+        for step, expected in ((10, digest), (0, card["digest"])):
+            asked(client, f"{warm}/publish", name="again", step=step)
+            (again,) = client.get("/v1/adapters").json()["data"]
+            assert again["digest"] == expected
+    process.stop()
 
 
 @pytest.mark.parametrize(

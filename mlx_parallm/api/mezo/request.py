@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from fastapi import Request
@@ -37,6 +38,7 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.copies import Copy
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.records import Example, SessionConfig
+from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
@@ -61,19 +63,23 @@ ESTIMATOR_FIELDS = {
 }
 
 
-def config_maker(body: CreateSession, model: str) -> Callable[[str, int], SessionConfig]:
+def config_maker(
+    body: CreateSession, model: str, start: StartParameters | None = None
+) -> Callable[[str, int], SessionConfig]:
     """Return what makes the settings of a session of its id and its time.
 
     Args:
         body: the request.
         model: the first name of the model.
+        start: the adapter's parameters that it starts from; None: it begins with a new one.
     """
+    paths = () if start is None else tuple(sorted(start.first))
 
     def make(session_id: str, created_at: int) -> SessionConfig:
         return SessionConfig(
             id=session_id,
             model=model,
-            trainable=_trainable(body.trainable, body.estimator),
+            trainable=replace(_trainable(body.trainable, body.estimator), paths=paths),
             estimator=_estimator(body.estimator),
             measure=None if isinstance(body.objective, Caller) else body.objective.measure,
             objective=body.objective.model_dump(mode="json"),
@@ -83,6 +89,7 @@ def config_maker(body: CreateSession, model: str) -> Callable[[str, int], Sessio
             max_tokens=body.max_batch_tokens,
             seed=body.seed,
             created_at=created_at,
+            adapter=body.adapter,
         )
 
     return make

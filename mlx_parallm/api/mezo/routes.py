@@ -57,6 +57,7 @@ from mlx_parallm.api.mezo.schema import (
     Tell,
     TrainStep,
 )
+from mlx_parallm.api.mezo.warm_start import warm_start
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
@@ -98,22 +99,26 @@ async def create_session(
     max_rank = engine.config.adapters.max_rank
     if isinstance(body.objective, Caller):
         model = base_of(body.model, engine)
+        body, start = await warm_start(body, model, engine.control.adapters(), training.train)
         check_rank(body, max_rank)
         check_caller(body)
         check_copies(body, engine.config.adapters.max_loaded)
-        return session_answer(await training.create(config_maker(body, model), ()))
-    check_template(body.objective)
-    if isinstance(body.objective, Reward):
+        return session_answer(await training.create(config_maker(body, model, start), (), start))
+    objective = body.objective
+    check_template(objective)
+    if isinstance(objective, Reward):
         check_copies(body, engine.config.adapters.max_loaded)
-        model = check_reward(body, body.objective, engine, config)
+        model = check_reward(body, objective, engine, config)
     else:
-        model = model_of(body.model, body.objective, engine)
+        model = model_of(body.model, objective, engine)
     if body.data is None:
         raise InvalidRequestError("data is missing.", param=DATA)
     rows = await rows_of(body.data, request, request.app.state.batches)
+    adapters = engine.control.adapters()
+    body, start = await warm_start(body, model.names[0], adapters, training.train)
     check_size(body, len(rows), max_rank)
-    examples = await _read(rows, body.objective, model)
-    session = await training.create(config_maker(body, model.names[0]), examples)
+    examples = await _read(rows, objective, model)
+    session = await training.create(config_maker(body, model.names[0], start), examples, start)
     return session_answer(session)
 
 

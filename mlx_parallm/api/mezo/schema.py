@@ -283,6 +283,9 @@ class CreateSession(Strict):
         default_factory=lambda: EstimatorBody.model_validate({}),
         description="How steps are made.",
     )
+    adapter: Name | None = Field(
+        None, description="A loaded LoRA of the model that is trained on, instead of a new one."
+    )
     objective: Objective = Field(description="What is learnt.")
     data: Data | None = Field(
         None, description="Rows, or the id of a file of purpose fine-tune; not of kind caller."

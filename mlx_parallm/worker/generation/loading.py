@@ -32,6 +32,7 @@ from mlx_parallm.worker.ops import (
     Load,
     Pending,
     PrepareWeights,
+    ReadAdapter,
     Sleep,
     StageAdapter,
     Step,
@@ -227,7 +228,7 @@ class GeneratorModel:
                 return Done(self._runner.features.drop(op.slots))
             case Allocate():
                 return Done(self._allocate(op))
-            case AddAdapter() | StageAdapter() | DropAdapter():
+            case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
                 return self._runner.adapters.begin(op, tensors)
             case PrepareWeights():
                 return Done(self._prepare(op, tensors))

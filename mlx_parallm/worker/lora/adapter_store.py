@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, join_adapter
+from mlx_parallm.types.errors import ConflictError
 from mlx_parallm.types.pooling import OwnHead
-from mlx_parallm.worker.ops import AddAdapter, Done, DropAdapter, Pending, StageAdapter
+from mlx_parallm.worker.ops import AddAdapter, Done, DropAdapter, Pending, ReadAdapter, StageAdapter
 
-AdapterOp = AddAdapter | StageAdapter | DropAdapter
+AdapterOp = AddAdapter | StageAdapter | ReadAdapter | DropAdapter
 
 # MODULES_AT_A_TIME are put between two steps: nine layers of seven modules take some milliseconds,
 # so that no stream stalls.
@@ -71,6 +72,8 @@ class AdapterStore:
                 return Done(self.add(op.content, join_adapter(op.layout, tensors[op.handle])))
             case StageAdapter():
                 return Done(self.stage(op.slot, op.content, part=op.part))
+            case ReadAdapter():
+                return Done(self.read(op.content))
             case DropAdapter():
                 self.remove(op.content)
                 return Done(None)
@@ -85,6 +88,12 @@ class AdapterStore:
             self._heads[content] = self._layers.check(adapter, param=PARAM)
             self._adapters[content] = adapter
         return self._heads[content]
+
+    def read(self, content: str) -> AdapterWeights:
+        """Return an adapter; raise ConflictError if it is not kept any more."""
+        if content not in self._adapters:
+            raise ConflictError("The adapter was unloaded or replaced meanwhile.")
+        return self._adapters[content]
 
     def remove(self, content: str) -> None:
         """Forget an adapter, which no later batch may name."""

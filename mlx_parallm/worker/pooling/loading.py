@@ -29,6 +29,7 @@ from mlx_parallm.worker.ops import (
     Load,
     Pending,
     PoolBatch,
+    ReadAdapter,
     StageAdapter,
 )
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
@@ -135,7 +136,7 @@ class EncoderModel:
         match op:
             case PoolBatch():
                 return self._begin_batch(op)
-            case AddAdapter() | StageAdapter() | DropAdapter():
+            case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
                 return self._adapters.begin(op, tensors)
             case _:
                 assert self._sessions is not None, f"a pooling model does not know {op}"

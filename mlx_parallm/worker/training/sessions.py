@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from mlx_parallm.types.training import (
     TrainableSpec,
 )
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.lora.adapted_layers import find_module
 from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
 from mlx_parallm.worker.ops import (
     ApplySteps,
@@ -66,10 +67,12 @@ class _Session:
         layers = trained_layers(model, op.spec)
         self.trainable = TrainableAdapter(
             layers,
-            _first_factors(layers, op),
+            _first_factors(model, layers, op),
             scale=op.spec.alpha / op.spec.rank,
             trains_first=op.spec.trains_first,
-            head=_head(model) if op.spec.trains_head else None,
+            head=_head(model, op) if op.spec.trains_head else None,
+            second_factors=_second_factors(model, layers, op),
+            head_parameters=_arrays(op.head) if op.head else None,
         )
         self.forwards = PairForwards(model, self.trainable, pool)
         self.forwards.keep_prefix_if_exact(op.samples)
@@ -207,6 +210,8 @@ def trained_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLaye
     Raises:
         InvalidRequestError: the model has no such layers.
     """
+    if spec.paths:
+        return _named_layers(model, spec)
     chosen = {id(model.layers[index]) for index in _indices(len(model.layers), spec)}
     roots = [path for path, module in model.modules.items() if id(module) in chosen]
     paths = [
@@ -229,6 +234,33 @@ def trained_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLaye
             )
         named |= {path: _layer(model, path, spec.rank) for path in matching}
     return list(named.values())
+
+
+def _named_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
+    """Return the linear layers of a spec that has paths; raise as ``trained_layers`` does."""
+    paths = [find_module(model.modules, path, param="adapter") for path in spec.paths]
+    places = {id(layer): index for index, layer in enumerate(model.layers)}
+    roots = {
+        path: places[id(module)] for path, module in model.modules.items() if id(module) in places
+    }
+    owners = {
+        path: next((index for root, index in roots.items() if path.startswith(f"{root}.")), None)
+        for path in paths
+    }
+    outside = [path for path, owner in owners.items() if owner is None]
+    if outside:
+        raise InvalidRequestError(
+            f"A session cannot start from this adapter: {outside[0]} is in none of the model's "
+            "layers.",
+            param="adapter",
+        )
+    is_chosen = spec.top is not None or spec.layers is not None
+    if is_chosen and set(owners.values()) != set(_indices(len(model.layers), spec)):
+        raise InvalidRequestError(
+            "trainable.layers: the adapter has other ones; leave them out.",
+            param="trainable.layers",
+        )
+    return [_layer(model, path, spec.rank) for path in paths]
 
 
 def _indices(count: int, spec: TrainableSpec) -> Sequence[int]:
@@ -267,7 +299,9 @@ def first_factors(layers: list[TrainedLayer], seed: int) -> dict[str, mx.array]:
     return factors
 
 
-def _first_factors(layers: list[TrainedLayer], op: OpenTraining) -> dict[str, mx.array]:
+def _first_factors(
+    model: TrainedModel, layers: list[TrainedLayer], op: OpenTraining
+) -> dict[str, mx.array]:
     """Return the first factors of a session that is opened.
 
     Raises:
@@ -275,20 +309,56 @@ def _first_factors(layers: list[TrainedLayer], op: OpenTraining) -> dict[str, mx
     """
     if op.factors is None:
         return first_factors(layers, op.spec.seed)
-    expected = {layer.path: (layer.rank, layer.num_inputs) for layer in layers}
-    if {path: array.shape for path, array in op.factors.items()} != expected:
-        raise ConflictError(f"{op.model} has other layers than this session was trained on.")
-    return {path: mx.array(array.astype(np.float32)) for path, array in op.factors.items()}
+    shapes = {layer.path: (layer.rank, layer.num_inputs) for layer in layers}
+    return _fitting(model, op.factors, shapes, op.model)
 
 
-def _head(model: TrainedModel) -> TrainableHead:
-    """Return the head of a model; raise InvalidRequestError if it has none to train."""
+def _second_factors(
+    model: TrainedModel, layers: list[TrainedLayer], op: OpenTraining
+) -> dict[str, mx.array] | None:
+    """Return the second factors of a session that is opened; None: zeros. Raise as above."""
+    if op.second is None:
+        return None
+    shapes = {layer.path: (layer.rank, layer.num_outputs) for layer in layers}
+    return _fitting(model, op.second, shapes, op.model)
+
+
+def _fitting(
+    model: TrainedModel,
+    factors: Mapping[str, np.ndarray],
+    shapes: Mapping[str, tuple[int, int]],
+    name: str,
+) -> dict[str, mx.array]:
+    """Return factors by the model's paths; raise ConflictError if they have other shapes."""
+    named = {find_module(model.modules, path, param="adapter"): factors[path] for path in factors}
+    if {path: array.shape for path, array in named.items()} != shapes:
+        raise ConflictError(f"{name} has other layers than this session was trained on.")
+    return {path: mx.array(array.astype(np.float32)) for path, array in named.items()}
+
+
+def _head(model: TrainedModel, op: OpenTraining) -> TrainableHead:
+    """Return the head of a model.
+
+    Raises:
+        InvalidRequestError: it has none to train, or the session starts from another one.
+    """
     head = model.head
     if head is None:
         raise InvalidRequestError(
             "trainable.head: the model has no classification head.", param="trainable.head"
         )
+    shapes = {name: array.shape for name, array in head.parameters.items()}
+    if op.head and {name: array.shape for name, array in op.head.items()} != shapes:
+        raise InvalidRequestError(
+            "A session cannot start from this adapter: its head has other parameters than the "
+            "model's.",
+            param="adapter",
+        )
     return head
+
+
+def _arrays(parameters: Mapping[str, np.ndarray]) -> dict[str, mx.array]:
+    return {name: mx.array(array) for name, array in parameters.items()}
 
 
 def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:

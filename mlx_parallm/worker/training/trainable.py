@@ -53,32 +53,40 @@ class TrainableAdapter:
         scale: float,
         trains_first: bool,
         head: TrainableHead | None = None,
+        second_factors: Mapping[str, mx.array] | None = None,
+        head_parameters: Mapping[str, mx.array] | None = None,
     ) -> None:
-        """Begin with second factors of zeros, so that the adapter changes nothing yet.
+        """Begin with the parameters at the start.
 
         Args:
             layers: the trained layers.
             first_factors: for each layer's path, float32 ``[rank, num_inputs]``.
             scale: the factor of the product of both factors.
             trains_first: True to train the first factors too, from these values.
-            head: a head that is trained too, from its parameters.
+            head: a head that is trained too.
+            second_factors: for each layer's path, float32 ``[rank, num_outputs]``; None: zeros, so
+                that the adapter changes nothing yet.
+            head_parameters: the first ones of the head, by name; None: its own.
         """
         self.layers = tuple(sorted(layers, key=lambda layer: layer.path))
         self._scale = scale
         self._trains_first = trains_first
         self._head = head
+        self._second = second_factors or {}
         self._first = {layer.path: first_factors[layer.path] for layer in self.layers}
         factors = [part for layer in self.layers for part in self._start(layer)]
         self._num_factors = sum(part.size for part in factors)
-        parameters = {} if head is None else head.parameters
-        self.start = mx.concatenate([*factors, *(p.reshape(-1) for p in parameters.values())])
+        own = {} if head is None else head.parameters
+        parameters = [(head_parameters or own)[name].reshape(-1) for name in own]
+        self.start = mx.concatenate([*factors, *parameters])
         self.theta = self.start
         self.num_parameters: int = self.theta.size
 
     def _start(self, layer: TrainedLayer) -> list[mx.array]:
         """Return the layer's parts of the first θ, each ``[n]``."""
         first = [self._first[layer.path].reshape(-1)] if self._trains_first else []
-        return [*first, mx.zeros(layer.rank * layer.num_outputs)]
+        second = self._second.get(layer.path, mx.zeros((layer.rank, layer.num_outputs)))
+        return [*first, second.reshape(-1)]
 
     def stacks(self, copies: mx.array) -> dict[str, SegmentStack]:
         """Return the changes of each layer by perturbed copies, float32 ``[S, P]``, by its path."""

@@ -227,7 +227,7 @@ async def test_factors_that_were_not_saved_leave_no_session(
     def full(*_: object) -> None:
         raise StorageError("full")
 
-    monkeypatch.setattr(SessionFiles, "save_factors", full)
+    monkeypatch.setattr(SessionFiles, "save_start", full)
     service = opened()
     with pytest.raises(StorageError):
         await begin(service, trainable=replace(CONFIG.trainable, init=FirstFactors.ACTIVATIONS))
