@@ -198,3 +198,15 @@ def test_a_record_is_as_in_the_log(session: OfflineSession) -> None:
     record = session.step()
     (stored,) = session.records()
     assert stored == replace(record, gradients=stored.gradients)
+
+
+def test_a_session_goes_on_from_a_published_adapter(llm: LLM, session: OfflineSession) -> None:
+    session.run(20)
+    session.publish("first")
+    learnt = session.evaluate(ROWS)
+    with llm.mezo(OBJECTIVE, ROWS, adapter="first", batch_size=len(ROWS)) as warm:
+        assert warm.evaluate(ROWS) == learnt
+        assert warm.info.paths == session.info.paths
+    llm.unload_adapter("first")
+    with pytest.raises(InvalidRequestError, match="no loaded adapter"):
+        llm.mezo(OBJECTIVE, ROWS, adapter="first")
