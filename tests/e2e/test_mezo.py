@@ -22,6 +22,7 @@ import pytest
 
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import FLOATS, read_safetensors
+from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
 MODEL = "demo:mlm"
@@ -71,15 +72,7 @@ def session(client: httpx2.Client) -> Iterator[str]:
 
 def begin(client: httpx2.Client, **changes: Any) -> str:
     """Begin a session; return its path."""
-    answer = client.post("/v1/mezo/sessions", json=SESSION | changes)
-    assert answer.status_code == 200, answer.text
-    return f"/v1/mezo/sessions/{answer.json()['id']}"
-
-
-def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return begun(client, **(SESSION | changes))
 
 
 def events(client: httpx2.Client, path: str, after: int = 0) -> list[dict[str, Any]]:

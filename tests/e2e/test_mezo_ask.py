@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
 MODEL, GENERATOR = "demo:mlm", "mlx-parallm-demo"
@@ -46,13 +47,7 @@ def session(client: httpx2.Client) -> Iterator[str]:
 
 def begin(client: httpx2.Client, **changes: Any) -> str:
     """Begin a session; return its path."""
-    return f"/v1/mezo/sessions/{posted(client, '/v1/mezo/sessions', **(SESSION | changes))['id']}"
-
-
-def posted(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return begun(client, **(SESSION | changes))
 
 
 def refused(client: httpx2.Client, path: str, **body: Any) -> tuple[int, str]:
@@ -62,12 +57,12 @@ def refused(client: httpx2.Client, path: str, **body: Any) -> tuple[int, str]:
 
 
 def names_of(client: httpx2.Client, session: str) -> list[str]:
-    return [copy["name"] for copy in posted(client, f"{session}/ask")["data"]]
+    return [copy["name"] for copy in asked(client, f"{session}/ask")["data"]]
 
 
 def wrongness(client: httpx2.Client, model: str) -> float:
     """Return how far a model is from the right words: the loss of an environment."""
-    answer = posted(client, "/v1/mlm", model=model, texts=list(TEXTS), label_words=WORDS)
+    answer = asked(client, "/v1/mlm", model=model, texts=list(TEXTS), label_words=WORDS)
     loss = 0.0
     for text, label in zip(answer["data"], TEXTS.values(), strict=True):
         (mask,) = text["predictions"]
@@ -85,10 +80,10 @@ def test_an_environment_of_the_caller_is_learnt(client: httpx2.Client, session: 
     for number in range(1, 121):
         names = names_of(client, session)
         losses = {name: wrongness(client, name) for name in names}
-        (step,) = posted(client, f"{session}/tell", losses=losses)["data"]
+        (step,) = asked(client, f"{session}/tell", losses=losses)["data"]
         assert step["step"] == number
         assert [step["loss_plus"], step["loss_minus"]] == list(losses.values())
-    posted(client, f"{session}/publish", name="learnt")
+    asked(client, f"{session}/publish", name="learnt")
     assert wrongness(client, "learnt") < before - 0.5
     client.delete("/v1/adapters/learnt")
 
@@ -101,10 +96,10 @@ def test_copies_are_served_until_losses_are_told(client: httpx2.Client, session:
     # No result of a copy is kept.
     for model, is_kept in ((MODEL, True), (names[0], False)):
         texts = {"model": model, "texts": list(TEXTS)}
-        assert posted(client, "/v1/mlm", **texts)["data"]
-        again = posted(client, "/v1/mlm", **texts)["data"]
+        assert asked(client, "/v1/mlm", **texts)["data"]
+        again = asked(client, "/v1/mlm", **texts)["data"]
         assert [text["cache_hit"] for text in again] == [is_kept] * len(TEXTS)
-    posted(client, f"{session}/tell", losses=[0.5, 0.25])
+    asked(client, f"{session}/tell", losses=[0.5, 0.25])
     assert adapters(client) == client.get(session).json()["pending"] == []
     assert client.post("/v1/mlm", json={"model": names[0], "texts": list(TEXTS)}).status_code == 404
     assert names_of(client, session) != names
@@ -114,7 +109,7 @@ def test_copies_are_served_until_losses_are_told(client: httpx2.Client, session:
 
 def test_directions_of_one_side_have_one_copy_in_common(client: httpx2.Client) -> None:
     session = begin(client, estimator={"kind": "one_sided", "directions": 3})
-    copies = posted(client, f"{session}/ask")["data"]
+    copies = asked(client, f"{session}/ask")["data"]
     places = [(copy["direction"], copy["sign"]) for copy in copies]
     assert places == [(0, 1), (1, 1), (2, 1), (None, 1)]
     assert wrongness(client, copies[3]["name"]) == pytest.approx(wrongness(client, MODEL))
@@ -129,7 +124,7 @@ def test_copies_of_a_generator_sample_and_leave_nothing(client: httpx2.Client) -
     body = {"prompts": ["A long prompt, which fills more than one block. " * 8], "n": 1, "seed": 7}
 
     def rollout(model: str) -> dict[str, Any]:
-        answer = posted(client, "/v1/rl/rollout", model=model, max_tokens=8, **body)
+        answer = asked(client, "/v1/rl/rollout", model=model, max_tokens=8, **body)
         return answer["groups"][0]
 
     def loss(group: dict[str, Any]) -> float:
@@ -143,7 +138,7 @@ def test_copies_of_a_generator_sample_and_leave_nothing(client: httpx2.Client) -
         assert [group["cached_tokens"] for group in groups] == [0] * 4
         assert groups[0]["samples"] == groups[2]["samples"]
         assert loss(groups[0]) != pytest.approx(loss(groups[1]), abs=1e-6)
-        posted(client, f"{session}/tell", losses=[loss(group) for group in groups[:2]])
+        asked(client, f"{session}/tell", losses=[loss(group) for group in groups[:2]])
     assert adapters(client) == []
     # The blocks of the base are found as before.
     assert rollout(GENERATOR)["cached_tokens"] > 0
@@ -151,16 +146,42 @@ def test_copies_of_a_generator_sample_and_leave_nothing(client: httpx2.Client) -
 
 
 def test_copies_compute_what_published_adapters_do(client: httpx2.Client) -> None:
+    """Check both copies against adapters of sessions that made a step as long as epsilon."""
+    trainable = {"layers": "top:2", "targets": ["q_proj", "v_proj"], "rank": 4}
+    estimator = {"epsilon": 0.1, "learning_rate": 0.1, "normalise": False}
+    sampling: dict[str, Any] = {"prompts": ["1, 2, 3,"], "max_tokens": 8, "seed": 5}
+
+    def sampled(model: str) -> dict[str, Any]:
+        answer = asked(client, "/v1/rl/rollout", model=model, **sampling)
+        return answer["groups"][0]["samples"][0]
+
+    logprobs: list[list[float]] = []
+    # The slope is -1 or 1, so that the step leads to where the copy of this sign is.
+    for place, losses in enumerate([[0.0, 0.2], [0.2, 0.0]]):
+        session = begin(client, model=GENERATOR, trainable=trainable, estimator=estimator)
+        copy = sampled(names_of(client, session)[place])
+        asked(client, f"{session}/tell", losses=losses)
+        asked(client, f"{session}/publish", name="perturbed")
+        published = sampled("perturbed")
+        assert copy["token_ids"] == published["token_ids"]
+        assert copy["logprobs"] == pytest.approx(published["logprobs"], abs=1e-5)
+        logprobs.append(copy["logprobs"])
+        client.delete("/v1/adapters/perturbed")
+        client.delete(session)
+    assert logprobs[0] != logprobs[1]
+
+
+def test_each_step_has_copies_of_its_own(client: httpx2.Client) -> None:
     trainable = {"layers": "top:2", "targets": ["q_proj", "v_proj"], "rank": 4}
     session = begin(client, model=GENERATOR, trainable=trainable, estimator={"epsilon": 0.1})
     names_of(client, session)
-    posted(client, f"{session}/tell", losses=[1.0, 0.0])
-    copies = posted(client, f"{session}/ask")["data"]
-    posted(client, f"{session}/publish", name="centre")
+    asked(client, f"{session}/tell", losses=[1.0, 0.0])
+    copies = asked(client, f"{session}/ask")["data"]
+    asked(client, f"{session}/publish", name="centre")
     sampling: dict[str, Any] = {"prompts": ["1, 2, 3,"], "max_tokens": 8, "temperature": 0}
 
     def logprobs(model: str) -> list[float]:
-        answer = posted(client, "/v1/rl/rollout", model=model, **sampling)
+        answer = asked(client, "/v1/rl/rollout", model=model, **sampling)
         return answer["groups"][0]["samples"][0]["logprobs"]
 
     centre = logprobs("centre")
@@ -168,7 +189,7 @@ def test_copies_compute_what_published_adapters_do(client: httpx2.Client) -> Non
     assert plus != minus
     assert centre not in (plus, minus)
     # The next step has other directions, and the published adapter stays as it is.
-    posted(client, f"{session}/tell", losses=[1.0, 1.0])
+    asked(client, f"{session}/tell", losses=[1.0, 1.0])
     again = [logprobs(name) for name in names_of(client, session)]
     assert not [each for each in again if each in (plus, minus)]
     assert logprobs("centre") == centre
@@ -185,15 +206,15 @@ def test_samples_of_a_generator_are_rewarded(client: httpx2.Client) -> None:
         """Return how rare a letter is in samples: less the reward of an environment."""
         prompts = ["1, 2, 3,", "The cat", "Hello"]
         body = {"prompts": prompts, "max_tokens": 16, "seed": seed}
-        groups = posted(client, "/v1/rl/rollout", model=model, **body)["groups"]
+        groups = asked(client, "/v1/rl/rollout", model=model, **body)["groups"]
         texts = [group["samples"][0]["text"] for group in groups]
         return -sum(text.count("e") / max(1, len(text)) for text in texts) / len(texts)
 
     before = sum(loss(GENERATOR, seed) for seed in range(1000, 1004))
     for number in range(30):
         losses = [loss(name, number * 100) for name in names_of(client, session)]
-        posted(client, f"{session}/tell", losses=losses)
-    posted(client, f"{session}/publish", name="rewarded")
+        asked(client, f"{session}/tell", losses=losses)
+    asked(client, f"{session}/publish", name="rewarded")
     after = sum(loss("rewarded", seed) for seed in range(1000, 1004))
     assert after < before
     client.delete("/v1/adapters/rewarded")
@@ -202,11 +223,11 @@ def test_samples_of_a_generator_are_rewarded(client: httpx2.Client) -> None:
 
 def test_steps_that_change_nothing_are_warned_of(client: httpx2.Client, session: str) -> None:
     names_of(client, session)
-    posted(client, f"{session}/tell", losses=[1.0, 1.0])
+    asked(client, f"{session}/tell", losses=[1.0, 1.0])
     assert "1 of 1 steps" in client.get(session).json()["warning"]
     for losses in ([1.0, 0.0], [0.0, 1.0]):
         names_of(client, session)
-        posted(client, f"{session}/tell", losses=losses)
+        asked(client, f"{session}/tell", losses=losses)
     assert client.get(session).json()["warning"] is None
 
 
@@ -221,7 +242,7 @@ def test_what_was_not_asked_cannot_be_told(client: httpx2.Client, session: str) 
     body = f'{{"losses": {{"{first}": 1.0, "{second}": NaN}}}}'
     assert client.post(tell, content=body).status_code == 400
     assert client.get(session).json()["step"] == 0
-    posted(client, tell, losses={second: 1.0, first: 2.0})
+    asked(client, tell, losses={second: 1.0, first: 2.0})
     assert client.get(session).json()["last"]["loss_plus"] == 2.0
     assert refused(client, tell, losses=[1.0, 2.0])[0] == 409
 
@@ -238,10 +259,10 @@ def test_sessions_measure_losses_or_are_told(client: httpx2.Client, session: str
     assert refused(client, "/v1/mezo/sessions", **body) == (400, "data")
     other = begin(client, **body, data=rows)
     assert refused(client, f"{other}/ask")[0] == 409
-    posted(client, f"{other}/run", steps=200)
+    asked(client, f"{other}/run", steps=200)
     assert refused(client, f"{other}/ask")[0] == 409
     client.delete(other)
-    posted(client, f"{session}/pause")
+    asked(client, f"{session}/pause")
     assert refused(client, f"{session}/ask")[0] == 409
 
 
@@ -285,7 +306,7 @@ def test_a_killed_server_repeats_what_it_asked(tmp_path: Path) -> None:
     with httpx2.Client(base_url=process.url, timeout=None) as client:
         session = begin(client)
         names_of(client, session)
-        posted(client, f"{session}/tell", losses=[1.0, 0.5])
+        asked(client, f"{session}/tell", losses=[1.0, 0.5])
         names = names_of(client, session)
         losses = [wrongness(client, name) for name in names]
     process.stop(signal.SIGKILL)
@@ -296,6 +317,6 @@ def test_a_killed_server_repeats_what_it_asked(tmp_path: Path) -> None:
         assert adapters(client) == []
         assert names_of(client, session) == names
         assert [wrongness(client, name) for name in names] == losses
-        (step,) = posted(client, f"{session}/tell", losses=losses)["data"]
+        (step,) = asked(client, f"{session}/tell", losses=losses)["data"]
         assert step["step"] == 2
     process.stop()

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
 MODEL = "demo:mlm"
@@ -47,12 +48,6 @@ def client(server: ServerProcess) -> Iterator[httpx2.Client]:
         yield client
 
 
-def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def samples(client: httpx2.Client, name: str) -> dict[str, float]:
     """Return the samples of a metric by their labels."""
     text = client.get("/metrics").text
@@ -79,7 +74,7 @@ def predicted(client: httpx2.Client, model: str) -> list[str]:
 def test_what_a_session_publishes_is_served_by_every_engine(
     client: httpx2.Client, server: ServerProcess
 ) -> None:
-    path = f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **SESSION)['id']}"
+    path = begun(client, **SESSION)
     asked(client, f"{path}/step", steps=300)
     assert asked(client, f"{path}/evaluate", data=ROWS)["accuracy"] == 1.0
     assert asked(client, f"{path}/publish", name="film")["version"] == "1"
@@ -98,7 +93,7 @@ def test_what_a_session_publishes_is_served_by_every_engine(
 
 
 def test_metrics_are_those_of_all_engines(client: httpx2.Client) -> None:
-    path = f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **SESSION)['id']}"
+    path = begun(client, **SESSION)
     hits, steps = sum(samples(client, "mezo_prefix_hits_total").values()), "mezo_steps_total"
     (num_steps,) = samples(client, steps).values()
     asked(client, f"{path}/step", steps=5)
@@ -109,14 +104,14 @@ def test_metrics_are_those_of_all_engines(client: httpx2.Client) -> None:
 
 
 def test_a_session_sleeps_and_wakes_with_its_engine(client: httpx2.Client) -> None:
-    path = f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **SESSION)['id']}"
+    path = begun(client, **SESSION)
     asked(client, f"{path}/run", steps=60)
     assert client.post("/sleep", params={"level": 1}).status_code == 200
     assert client.get(path).json()["reason"] == "The server is asleep."
     assert client.post("/wake_up").status_code == 200
     lines = client.get(f"{path}/events").text.splitlines()
     assert sum(line.startswith('data: {"step"') for line in lines) == 60
-    again = f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **SESSION)['id']}"
+    again = begun(client, **SESSION)
     asked(client, f"{again}/step", steps=60)
     logs = {client.get(f"{each}/log").content for each in (path, again)}
     assert len(logs) == 1

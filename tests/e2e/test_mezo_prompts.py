@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -45,18 +46,8 @@ def client() -> Iterator[httpx2.Client]:
     process.stop()
 
 
-def asked(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def begin(client: httpx2.Client, body: dict[str, Any]) -> str:
-    return f"/v1/mezo/sessions/{asked(client, '/v1/mezo/sessions', **body)['id']}"
-
-
 def test_the_loss_of_completions_falls(client: httpx2.Client) -> None:
-    path = begin(client, COMPLETION)
+    path = begun(client, **COMPLETION)
     before = asked(client, f"{path}/evaluate", data=SUMS)
     assert (before["accuracy"], before["f1"]) == (None, None)
     asked(client, f"{path}/step", steps=60)
@@ -66,7 +57,7 @@ def test_the_loss_of_completions_falls(client: httpx2.Client) -> None:
 
 
 def test_a_served_adapter_has_the_loss_of_its_session(client: httpx2.Client) -> None:
-    path = begin(client, COMPLETION | {"objective": {"kind": "completion", "ends": False}})
+    path = begun(client, **(COMPLETION | {"objective": {"kind": "completion", "ends": False}}))
     asked(client, f"{path}/step", steps=5)
     row = SUMS[0]
     loss = asked(client, f"{path}/evaluate", data=[row])["loss"]
@@ -93,7 +84,7 @@ def test_a_served_adapter_has_the_loss_of_its_session(client: httpx2.Client) -> 
 
 
 def test_candidates_are_chosen_by_their_likelihood(client: httpx2.Client) -> None:
-    path = begin(client, CHOICE)
+    path = begun(client, **CHOICE)
     before = asked(client, f"{path}/evaluate", data=CHOICE["data"])
     asked(client, f"{path}/step", steps=40)
     after = asked(client, f"{path}/evaluate", data=CHOICE["data"])

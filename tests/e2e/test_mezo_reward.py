@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
 MODEL, REWARD = "mlx-parallm-demo", "demo:reward"
@@ -74,14 +75,8 @@ def session_of(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def posted(client: httpx2.Client, path: str, **body: Any) -> dict[str, Any]:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def begin(client: httpx2.Client, **changes: Any) -> str:
-    return f"/v1/mezo/sessions/{posted(client, '/v1/mezo/sessions', **session_of(**changes))['id']}"
+    return begun(client, **session_of(**changes))
 
 
 def test_losses_are_the_rewards_of_what_the_copies_generate(client: httpx2.Client) -> None:
@@ -89,12 +84,12 @@ def test_losses_are_the_rewards_of_what_the_copies_generate(client: httpx2.Clien
     reward = {"reward_model": {"model": REWARD}}
     path = begin(client, objective=reward, batches="by_length")
     caller = begin(client, objective={"kind": "caller", "n": None, "sampling": None}, **NO_DATA)
-    (step,) = posted(client, f"{path}/step", return_losses=True)["data"]
-    names = [copy["name"] for copy in posted(client, f"{caller}/ask")["data"]]
+    (step,) = asked(client, f"{path}/step", return_losses=True)["data"]
+    names = [copy["name"] for copy in asked(client, f"{caller}/ask")["data"]]
     seed = step["seed"] % 2**62
     means: list[list[float]] = []
     for name in names:
-        rollout = posted(
+        rollout = asked(
             client,
             "/v1/rl/rollout",
             **{"model": name, "prompts": PROMPTS, "n": 2, "seed": seed, **SAMPLING, **reward},
@@ -131,11 +126,11 @@ def test_a_verifier_is_told_of_each_sample(
     kind, url = judge
     path = begin(client, objective={"verifier": {"url": url}})
     kind.seen.clear()
-    posted(client, f"{path}/step", steps=2)
+    asked(client, f"{path}/step", steps=2)
     assert len(kind.seen) == 2 * 2 * 3 * 2
     assert {sample["metadata"]["number"] for sample in kind.seen} == {0, 1, 2}
     assert all(sample["model"].startswith("mezo-") for sample in kind.seen)
-    assert posted(client, f"{path}/run", steps=3)["status"] == "running"
+    assert asked(client, f"{path}/run", steps=3)["status"] == "running"
     with client.stream("GET", f"{path}/events", params={"after": 2}) as stream:
         lines = [line for line in stream.iter_lines() if line.startswith("data: {")]
     assert [json.loads(line[6:])["step"] for line in lines] == [3, 4, 5]
@@ -148,7 +143,7 @@ def test_a_sample_without_a_reward_pauses_the_session(
 ) -> None:
     kind, url = judge
     path = begin(client, objective={"verifier": {"url": url}})
-    before = posted(client, f"{path}/checkpoint")
+    before = asked(client, f"{path}/checkpoint")
     kind.answer = answer
     refused = client.post(f"{path}/step", json={})
     kind.answer = None
@@ -156,10 +151,10 @@ def test_a_sample_without_a_reward_pauses_the_session(
     session = client.get(path).json()
     assert (session["status"], session["step"]) == ("paused", 0)
     assert "no reward" in session["reason"]
-    assert posted(client, f"{path}/checkpoint") == before
+    assert asked(client, f"{path}/checkpoint") == before
     assert client.get("/v1/adapters").json()["data"] == []
-    posted(client, f"{path}/resume")
-    assert posted(client, f"{path}/step")["data"][0]["step"] == 1
+    asked(client, f"{path}/resume")
+    assert asked(client, f"{path}/step")["data"][0]["step"] == 1
     client.delete(path)
 
 
