@@ -35,7 +35,7 @@ class PicturePrompt(NamedTuple):
 
     text: str
     token_ids: tuple[int, ...]
-    inputs: tuple[ModelInput, ...]
+    inputs: tuple[ModelInput, ...] = ()
 
 
 def picture_prompt(

@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import httpx2
 import openai
 import pytest
 from PIL import Image
@@ -161,3 +163,48 @@ def test_more_than_the_context_is_refused_with_both_numbers(client: openai.OpenA
     words = " ".join(["w40"] * 500)
     with pytest.raises(openai.BadRequestError, match=r"512 tokens.*518 tokens"):
         ask(client, text(words), picture(1))
+
+
+def test_responses_take_pictures_and_go_on_with_them(client: openai.OpenAI) -> None:
+    expected = answer(client, text("w20"), picture(1), text("w21"))
+    part: Any = {"type": "input_image", "image_url": url_of(1), "detail": "auto"}
+    texts: list[Any] = [{"type": "input_text", "text": word} for word in ("w20", "w21")]
+    content: Any = [{"role": "user", "content": [texts[0], part, texts[1]]}]
+    options: Any = {"model": MODEL, "max_output_tokens": 12, "temperature": 0}
+    first = client.responses.create(input=content, **options)
+    assert first.output_text == expected
+    assert first.usage is not None
+    counted = client.responses.input_tokens.count(input=content, model=MODEL)
+    assert counted.input_tokens == first.usage.input_tokens
+    more = client.responses.create(input="w22", previous_response_id=first.id, **options)
+    assert more.usage is not None
+    assert more.usage.input_tokens > first.usage.input_tokens
+    wrong: Any = [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]
+    with pytest.raises(openai.BadRequestError, match="file_id"):
+        client.responses.create(input=wrong, **options)
+
+
+def test_messages_take_pictures(server: ServerProcess, client: openai.OpenAI) -> None:
+    expected = answer(client, text("w20"), picture(1), text("w21"))
+    data = url_of(1).partition(",")[2]
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    blocks: list[Any] = [text("w20"), {"type": "image", "source": source}, text("w21")]
+    body: Any = {"model": MODEL, "messages": [{"role": "user", "content": blocks}]}
+    greedy: Any = {"max_tokens": 12, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as api:
+        message: Any = api.messages.create(**greedy, **body)
+        assert [block.text for block in message.content if block.type == "text"] == [expected]
+        counted = api.messages.count_tokens(**body)
+        assert counted.input_tokens == message.usage.input_tokens + (
+            message.usage.cache_read_input_tokens or 0
+        )
+        source["media_type"] = "image/webp"
+        with pytest.raises(anthropic.BadRequestError, match="image/png"):
+            api.messages.create(**greedy, **body)
+
+
+def test_routes_without_pictures_say_so(client: openai.OpenAI, server: ServerProcess) -> None:
+    messages = [{"role": "user", "content": [picture(1)]}]
+    refused = httpx2.post(f"{server.url}/tokenize", json={"model": MODEL, "messages": messages})
+    assert refused.status_code == 400
+    assert "text" in refused.json()["error"]["message"]

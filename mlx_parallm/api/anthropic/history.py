@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.anthropic.schema import InputMessage
 from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.pictures import PictureSource, picture_part
 from mlx_parallm.types.errors import InvalidRequestError
 
 # Between texts that a client keeps apart; the assistant's own are pieces of one.
@@ -20,6 +21,8 @@ BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 PLACE = "{where}.{number}"
 
 _Block = Mapping[str, Any]
+#: ``Content``: of a message: a text, or parts if there are pictures.
+Content = str | list[dict[str, Any]]
 
 
 def conversation(
@@ -67,12 +70,25 @@ def _append(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
         return
     last = turns[-1]
     between = "" if turn["role"] == "assistant" else BREAK
-    last["content"] = between.join(text for text in (last["content"], turn["content"]) if text)
+    last["content"] = _joined(last["content"], turn["content"], between)
     if "reasoning_content" in turn:
         thoughts = (last.get("reasoning_content"), turn["reasoning_content"])
         last["reasoning_content"] = BREAK.join(text for text in thoughts if text)
     if "tool_calls" in turn:
         last["tool_calls"] = [*last.get("tool_calls", ()), *turn["tool_calls"]]
+
+
+def _joined(first: Content, second: Content, between: str) -> Content:
+    """Return two contents as one: a text, or parts if there are pictures."""
+    if isinstance(first, str) and isinstance(second, str):
+        return between.join(text for text in (first, second) if text)
+    return [*_parts(first), *_parts(second)]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    if not isinstance(content, str):
+        return content
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _turns(message: InputMessage, where: str, names: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -98,6 +114,18 @@ def _turns(message: InputMessage, where: str, names: dict[str, str]) -> Iterator
 
 def _text(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
     return {"content": block["text"].text()}
+
+
+def _picture(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
+    source = block["source"].object()
+    if source.type == "base64":
+        kind, data = source["media_type"].filled_text(), source["data"].filled_text()
+        url = f"data:{kind};base64,{data}"
+    elif source.type == "url":
+        url = source["url"].filled_text()
+    else:
+        raise source["type"].refusal("must be base64 or url")
+    return {"content": [picture_part(PictureSource(param=source.where, url=url))]}
 
 
 def _thinking(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
@@ -155,7 +183,7 @@ def _check_type(block: BodyValue, known: Collection[str]) -> None:
 
 _Reader = Callable[[BodyValue, dict[str, str]], dict[str, Any] | None]
 _READERS: Mapping[str, Mapping[str, _Reader]] = {
-    "user": {"text": _text, "tool_result": _result},
+    "user": {"text": _text, "image": _picture, "tool_result": _result},
     "assistant": {
         "text": _text,
         "thinking": _thinking,

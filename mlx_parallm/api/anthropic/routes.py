@@ -49,7 +49,7 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
         lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     )
     with named_by(FIELDS), too_long_in_these_words(admitted.model):
-        prepared = await prepare_turn(turn, admitted.model)
+        prepared = await prepare_turn(turn, admitted.model, prelude.pictures)
     prepared, is_shortened = within_context(prepared)
     generation = await admitted.start([prepared.request], FIELDS)
     answer = MessageAnswer(body, prepared, model=admitted.name, is_shortened=is_shortened)
@@ -61,5 +61,5 @@ async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCo
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
-    _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
-    return TokenCount(input_tokens=len(prompt_ids))
+    prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
+    return TokenCount(input_tokens=len(prompt.token_ids))

@@ -1,6 +1,6 @@
 """Rewards of what the perturbed copies of a session generate: rollouts of this server.
 
-A rollout is what a client would ask for (``/v1/rl/rollout``), so the samples are those of the
+A rollout is what a client would ask for (``api.rl.rollout``), so the samples are those of the
 continuous batch, and verifiers and reward models are asked as they are for clients.
 """
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from mlx_parallm.api.files.batches.service import LineSender
 from mlx_parallm.api.mezo.prompts import encoded_prompt
 from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
+from mlx_parallm.api.rl.rollout.routes import routes as rollouts
 from mlx_parallm.api.rl.rollout.verifier import check_url
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.config import ServerConfig
@@ -30,7 +31,6 @@ from mlx_parallm.types.errors import (
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.training import ChoiceInput
 
-PATH = "/v1/rl/rollout"
 # TEMPORARY: statuses of answers after which the same rollout may succeed: the copy is not there
 # yet on an engine that was started anew, the queue is full, or the engines are starting.
 TEMPORARY = (404, 429, 500, 503)
@@ -43,6 +43,7 @@ class RolloutRewards:
     def __init__(self, app: ASGIApp) -> None:
         """``app`` is the application that has the sessions."""
         self._send = LineSender(app, max_waiting=None)
+        (self._path, *_), *_ = (route.paths for route in rollouts.all)
 
     async def __call__(
         self, config: SessionConfig, name: str, examples: Sequence[Example], seed: int
@@ -55,7 +56,7 @@ class RolloutRewards:
         """
         objective = Reward.model_validate(config.objective)
         answer = await self._send(
-            config.id, PATH, _body(objective, name, examples, seed), f"{name}-rollout"
+            config.id, self._path, _body(objective, name, examples, seed), f"{name}-rollout"
         )
         if answer.status_code != 200:
             raise _problem(answer)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.pictures import detail_of
 
 Item = dict[str, Any]
 #: Finds a stored item by its id; None if there is none.
@@ -54,6 +55,8 @@ HOSTED = frozenset(
         "web_search_call",
     ]
 )
+#: ``PICTURE``: the type of a part that is a picture.
+PICTURE = "input_image"
 NO_PARTS = "must be a text or a list of parts"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -120,10 +123,20 @@ def _message(item: BodyValue) -> Item:
 def _message_part(part: BodyValue, role: str) -> Item:
     if part.type == "refusal":
         return {"type": "refusal", "refusal": part["refusal"].text()}
+    if part.type == PICTURE and role == "user":
+        return _picture(part)
     text = _part_text(part)
     if role == "assistant":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "input_text", "text": text}
+
+
+def _picture(part: BodyValue) -> Item:
+    if part["file_id"].value is not None:
+        raise part["file_id"].refusal("is not served; send image_url", unsupported=True)
+    url = part["image_url"].filled_text()
+    detail = detail_of(part["detail"].value, part["detail"].where)
+    return {"type": PICTURE, "image_url": url, "detail": detail.value, "file_id": None}
 
 
 def _part_text(part: BodyValue) -> str:

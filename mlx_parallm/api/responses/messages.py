@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mlx_parallm.api.responses.items import Item, unsealed
+from mlx_parallm.api.responses.items import PICTURE, Item, unsealed
 from mlx_parallm.api.responses.tools import flat_name
+from mlx_parallm.api.turns.pictures import Detail, PictureSource, picture_part
 
 Message = dict[str, Any]
 
@@ -60,13 +61,13 @@ class _Conversation:
             self.messages.append({"role": "system", "content": text})
 
     def _add_message(self, item: Item) -> None:
-        role, text = item["role"], _content_text(item["content"])
+        role, content = item["role"], item["content"]
         if role in ("system", "developer"):
-            self.add_system(text)
+            self.add_system(_content_text(content))
         elif role == "user":
-            self.messages.append({"role": "user", "content": text})
+            self.messages.append({"role": "user", "content": _user_content(content)})
         else:
-            self._assistant(("content", "tool_calls"))["content"] = text
+            self._assistant(("content", "tool_calls"))["content"] = _content_text(content)
 
     def _add_reasoning(self, text: str) -> None:
         if text:
@@ -106,6 +107,20 @@ def _called(item: Item) -> str:
 
 def _content_text(parts: Iterable[dict[str, Any]]) -> str:
     return "".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
+
+
+def _user_content(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a text; parts if there are pictures."""
+    if not any(part["type"] == PICTURE for part in parts):
+        return _content_text(parts)
+    return [
+        picture_part(
+            PictureSource(param="input", url=part["image_url"], detail=Detail(part["detail"]))
+        )
+        if part["type"] == PICTURE
+        else {"type": "text", "text": _content_text([part])}
+        for part in parts
+    ]
 
 
 def _reasoning_text(item: Item) -> str:

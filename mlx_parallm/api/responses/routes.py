@@ -95,8 +95,8 @@ async def count_input_tokens(
             entry.num_bytes,
             lambda: input_turn(body, entry.items, response_tools(body.tools), request_id=""),
         )
-        _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
+        prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
 @routes.get("/v1/responses/{response_id}", responses=STREAMED)
@@ -166,7 +166,7 @@ async def _prepare(
             lambda: response_turn(body, entry.items, tools, admitted.prelude, request_id=entry.id),
         )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
-        return await prepare(turn, admitted.model)
+        return await prepare(turn, admitted.model, admitted.prelude.pictures)
 
 
 def _events(events: AsyncIterator[bytes], prelude: Prelude) -> Response:

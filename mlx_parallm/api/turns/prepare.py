@@ -21,7 +21,7 @@ from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
-from mlx_parallm.types.model_input import ModelInput
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
 # MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
@@ -98,11 +98,7 @@ async def prepare_turn(
         max_tokens=turn.params.max_tokens,
         max_model_len=model.info.max_model_len,
     )
-    inputs: tuple[ModelInput, ...] = ()
-    if pictures is not None and picture_sources(turn.messages):
-        rendered, prompt_ids, inputs = await _render_with_pictures(turn, model, pictures, limit)
-    else:
-        rendered, prompt_ids = await render_turn(turn, model, limit=limit)
+    rendered, prompt_ids, inputs = await render_turn(turn, model, limit=limit, pictures=pictures)
     constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,
@@ -124,28 +120,38 @@ async def prepare_turn(
 
 
 async def render_turn(
-    turn: TurnRequest, model: GenerationModel, *, limit: TokenLimit | None = None
-) -> tuple[str, tuple[int, ...]]:
+    turn: TurnRequest,
+    model: GenerationModel,
+    *,
+    limit: TokenLimit | None = None,
+    pictures: Pictures | None = None,
+) -> PicturePrompt:
     """Return the conversation as text and as tokens; off the event loop where it is long.
 
     Args:
         turn: has the conversation.
         model: whose template and tokenizer.
         limit: see ``Tokenizer.encode``; one that cuts leaves no more tokens than it says.
+        pictures: prepares those of the conversation; None refuses them.
 
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
         ContextLengthError: it has more tokens than ``limit`` allows.
     """
+    sources = picture_sources(turn.messages)
+    if sources and pictures is None:
+        raise InvalidRequestError("This route takes no pictures.", param=sources[0].param)
+    if sources and pictures is not None:
+        return await _render_with_pictures(turn, model, pictures, limit)
     tools = _tools(turn)
 
-    def render() -> tuple[str, tuple[int, ...]]:
+    def render() -> PicturePrompt:
         text = _text(turn, model, template_messages(turn.messages, id_length=model.call_id_length))
         ids = tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
         if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
-            return text, ids
+            return PicturePrompt(text, ids)
         ids = cut_ids(ids, limit.most, from_left=limit.from_left)
-        return model.tokenizer.decode(ids, skip_special_tokens=False), ids
+        return PicturePrompt(model.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
     return await maybe_in_thread(render, _length(turn.messages, tools))
 

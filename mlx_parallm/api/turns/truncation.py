@@ -7,21 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mlx_parallm.api.turns.pictures import Pictures, picture_sources
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import ContextLengthError
 
 
-async def prepare_fitting(turn: TurnRequest, model: GenerationModel) -> PreparedTurn:
+async def prepare_fitting(
+    turn: TurnRequest, model: GenerationModel, pictures: Pictures | None = None
+) -> PreparedTurn:
     """Return the turn with as few of its oldest messages left out as make it fit the context.
 
     System messages stay, and what is left begins with a user's message, as templates want it. What
-    does not fit even so is left as short as it can be.
+    does not fit even so is left as short as it can be. A conversation with pictures is not cut.
 
     Raises:
         InvalidRequestError: see ``prepare_turn``.
     """
+    if picture_sources(turn.messages):
+        return await prepare_turn(turn, model, pictures)
     space = model.info.max_model_len - (turn.params.max_tokens or 1)
     with contextlib.suppress(ContextLengthError):
         prepared = await prepare_turn(turn, model)
@@ -46,7 +51,7 @@ async def _shortened(turn: TurnRequest, model: GenerationModel, space: int) -> T
 
 async def _fits(turn: TurnRequest, model: GenerationModel, space: int) -> bool:
     try:
-        return len((await render_turn(turn, model))[1]) <= space
+        return len((await render_turn(turn, model)).token_ids) <= space
     except ContextLengthError:
         return False
 

@@ -163,7 +163,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("role", "block", "param", "word"),
     [
-        ("user", IMAGE, "messages.0.content.0", "'image'"),
+        ("user", {"type": "image"}, "messages.0.content.0.source", "must be an object"),
+        ("assistant", IMAGE, "messages.0.content.0", "'image'"),
         ("user", {"type": "document"}, "messages.0.content.0", "'document'"),
         ("user", {"type": "search_result"}, "messages.0.content.0", "'search_result'"),
         ("user", CALL, "messages.0.content.0", "'tool_use'"),
