@@ -268,7 +268,7 @@ def test_count_tokens_counts_the_prompt(engine: FakeEngine, client: anthropic.An
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages.0.content"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "source"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"system": 7}, "system"),
         ({"temperature": 1.5}, "temperature"),

@@ -40,7 +40,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
     (
         CHAT,
         {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages",
+        "messages[0].content[0].image_url",
     ),
     (
         CHAT,

@@ -301,7 +301,7 @@ def test_an_error_in_the_middle_ends_the_stream(engine: FakeEngine, url: str) ->
     ("body", "param"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0].type"),
+         "input[0].content[0].image_url"),
         ({"input": []}, "input"),
         ({"input": 1}, "input"),
         ({"input": [1]}, "input"),

@@ -191,7 +191,7 @@ def _content(
             raise InvalidRequestError(
                 f"messages[{number}].content: only parts of type text are supported"
                 + (", and image_url where the model takes pictures." if takes_pictures else "."),
-                param=where if takes_pictures else "messages",
+                param="messages",
             )
     if any(part["type"] == "image" for part in parts):
         return parts
