@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig, ClipTransformer
 from mlx_parallm.models.vision.features import Arrays, Features
 
@@ -53,3 +55,20 @@ class LlavaTower(nn.Module):
             x = x[:, 1:]
         rows = self.multi_modal_projector(x)
         return Features(rows.reshape(-1, rows.shape[-1]))
+
+
+def _has_clip(config: Mapping[str, Any]) -> bool:
+    """True if the tower is not Pixtral's, which has the same ``model_type``."""
+    return config["vision_config"].get("model_type") != "pixtral"
+
+
+#: ``LLAVA``: LLaVA 1.5.
+LLAVA = TowerFamily(
+    LlavaTower,
+    {
+        "vision_tower.vision_model.": "vision_tower.",
+        "vision_tower.": "vision_tower.",
+        "multi_modal_projector.": "multi_modal_projector.",
+    },
+    _has_clip,
+)

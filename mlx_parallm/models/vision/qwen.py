@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Features
 
 
@@ -293,3 +294,7 @@ def _turned(x: mx.array, turns: mx.array) -> mx.array:
     cos, sin = mx.cos(turns)[:, None], mx.sin(turns)[:, None]
     a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+#: ``QWEN``: Qwen2-VL and Qwen2.5-VL. mlx-community calls their tower "vision_tower".
+QWEN = TowerFamily(QwenTower, {"visual.": "visual.", "vision_tower.": "visual."})
