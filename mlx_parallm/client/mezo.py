@@ -35,7 +35,7 @@ _SESSIONS = "/v1/mezo/sessions"
 _RETRY_S = 0.5
 # _RETURNING: statuses of servers that start or stop, and of proxies before them.
 _RETURNING = frozenset({502, 503, 504})
-#: ``Row``: ``{"text": …, "label": …}`` or ``{"token_ids": …, "label": …}``.
+#: ``Row``: ``{"text": …, "label": …}``, or ``token_ids`` or ``messages`` in place of the text.
 Row = Mapping[str, Any]
 #: ``Data``: rows, or the id of an uploaded file of purpose fine-tune.
 Data = Sequence[Row] | str

@@ -96,10 +96,24 @@ def test_candidates_are_chosen_by_their_likelihood(client: httpx2.Client) -> Non
     client.delete(path)
 
 
+def test_messages_are_read_by_the_chat_template(client: httpx2.Client) -> None:
+    turns = [{"role": "user", "content": "What is 2 + 3?"}]
+    tokens = asked(client, "/tokenize", model=MODEL, messages=turns)["tokens"]
+    path = begun(client, **COMPLETION)
+    losses = [
+        asked(client, f"{path}/evaluate", data=[row | {"completion": "It is 5."}])["loss"]
+        for row in ({"messages": turns}, {"token_ids": tokens}, {"text": "What is 2 + 3?"})
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    client.delete(path)
+
+
 BAD = [
     (COMPLETION, {"data": [{"text": "a", "label": "b"}]}, "data"),
     (COMPLETION, {"data": [{"text": "a", "completion": "b", "label": "c"}]}, "data"),
     (COMPLETION, {"data": [{"text": "a " * 50_000, "completion": "b"}]}, "data"),
+    (COMPLETION, {"data": [{"text": "a", "messages": [], "completion": "b"}]}, "data"),
+    (COMPLETION, {"data": [{"messages": [{"role": "user", "content": "a "}]}]}, "data"),
     (COMPLETION, {"objective": {"kind": "completion", "template": "none"}}, "objective.template"),
     (COMPLETION, {"trainable": {"targets": ["query"]}}, "trainable.targets"),
     (CHOICE, {"data": [{"text": "a", "label": "else"}] * 2}, "data"),

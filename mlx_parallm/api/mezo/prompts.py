@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.mezo.schema import Candidates, Completion, Row
+from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.training.records import Example
-from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.training import ChoiceInput
 
 TEXT = "{text}"
@@ -98,11 +100,14 @@ def _candidates(objective: Candidates, model: GenerationModel) -> Choices:
 def _prompt(
     row: Row, template: str, model: GenerationModel, place: str, param: str
 ) -> tuple[int, ...]:
-    if row.text is None:
-        return tuple(row.token_ids or ())
+    if row.token_ids is not None:
+        return tuple(row.token_ids)
     try:
-        return tuple(model.tokenizer.encode(template.replace(TEXT, row.text)))
-    except ContextLengthError as problem:
+        if row.messages is None:
+            return tuple(model.tokenizer.encode(template.replace(TEXT, row.text or "")))
+        turns = template_messages(turns_of(row.messages), id_length=model.call_id_length)
+        return tuple(model.tokenizer.encode_chat(turns))
+    except InvalidRequestError as problem:
         raise InvalidRequestError(f"{place}: {problem}", param=param) from None
 
 

@@ -295,6 +295,11 @@ async def _labelled_texts(
 ) -> list[Example]:
     names = list(objective.label_words) if isinstance(objective, LabelWords) else model.info.labels
     labels = [row.label_index(names, f"{param} {number}", param) for number, row in enumerate(rows)]
+    for number, row in enumerate(rows):
+        if row.messages is not None:
+            raise InvalidRequestError(
+                f"{param} {number} has messages, which only models that generate read.", param=param
+            )
     inputs: list[PoolingInput | None] = [None] * len(rows)
     for is_text in (True, False):
         places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]

@@ -33,7 +33,7 @@ from mlx_parallm.types.training import ChoiceInput
 
 # TEMPORARY: statuses of answers after which the same rollout may succeed: the copy is not there
 # yet on an engine that was started anew, the queue is full, or the engines are starting.
-TEMPORARY = (404, 429, 500, 503)
+TEMPORARY = (404, 429, 503)
 ABORTED = "abort"
 
 

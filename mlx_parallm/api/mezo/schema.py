@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutRequest, Verifier
 from mlx_parallm.training.batches import BatchOrder
@@ -223,11 +224,14 @@ Objective = Annotated[AnyObjective, Field(discriminator="kind")]
 
 
 class Row(Strict):
-    """An example: a text, or its token ids as the model reads them, and its label or completion."""
+    """An example: a text, its token ids or messages, and its label or completion."""
 
     text: Annotated[StrictStr, Field(min_length=1)] | None = Field(None, description="The text.")
     token_ids: list[StrictInt] | None = Field(
         None, min_length=1, description="All tokens, special ones and the mask included."
+    )
+    messages: list[ChatMessage] | None = Field(
+        None, min_length=1, description="A conversation, for models with a chat template."
     )
     label: StrictStr | StrictInt | None = Field(None, description="The label's name, or its index.")
     completion: StrictStr | None = Field(
@@ -239,8 +243,8 @@ class Row(Strict):
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
-        if (self.text is None) == (self.token_ids is None):
-            raise ValueError("a row has either text or token_ids")
+        if [self.text, self.token_ids, self.messages].count(None) != 2:
+            raise ValueError("a row has one of text, token_ids and messages")
         return self
 
     def label_index(self, names: Sequence[str], place: str, param: str) -> int:

@@ -25,6 +25,8 @@ PROMPTS = [Example(ChoiceInput((1, 2), ((3,),)), 0)]
         (404, "model", RequestAbortedError),
         (503, None, RequestAbortedError),
         (429, None, OverloadedError),
+        # A step of the engine failed, and would again.
+        (500, None, ConflictError),
         # The reward model was unloaded, or the verifier is not allowed any more.
         (404, "reward_model", ConflictError),
         (400, "reward_model", ConflictError),
