@@ -9,11 +9,10 @@ of the labels' prompts, as in zero-shot classification; the prompts' vectors sta
 model makes them, and logits are cosines times ``--scale``.
 
 All methods train a LoRA of the same layers on the same batches: ``paper`` is Algorithm 1 of MeZO
-(both factors, Gaussian directions, plain steps), ``ours`` the default of sessions with a learning
-rate that falls to 0, ``activations`` the same from principal directions of what the layers get,
-and ``first_order`` is Adam on both factors. The file of results is written
-after each evaluation. A command given again computes the missing curves only, and ``--merge`` takes
-over those of other files.
+(both factors, Gaussian directions, plain steps), ``activations`` the default of sessions with a
+learning rate that falls to 0, ``random`` the same from random first factors, and ``first_order`` is
+Adam on both factors. The file of results is written after each evaluation. A command given again
+computes the missing curves only, and ``--merge`` takes over those of other files.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from mlx_parallm.worker.pooling.loading import open_runner
 
-METHODS = ("paper", "ours", "activations", "first_order")
+METHODS = ("paper", "random", "activations", "first_order")
 # SPLIT_SEED: draws the test rows, which are the same for all seeds.
 SPLIT_SEED = 0
 # NOT_SETTINGS: options that do not change what a curve is.
@@ -72,8 +71,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--layers", type=int, default=1, help="train so many of the last layers; 0: all")
     add("--rank", type=int, default=8)
     add("--alpha", type=float, default=16.0)
-    add("--rate", type=float, default=EstimatorSettings().learning_rate, help="of ours")
-    add("--activations-rate", type=float, default=1e-3, help="of ours with measured first factors")
+    add("--rate", type=float, default=EstimatorSettings().learning_rate, help="of random")
+    add("--activations-rate", type=float, default=1e-3, help="of activations")
     add("--paper-rate", type=float, default=PAPER.learning_rate)
     add("--first-order-rate", type=float, default=2e-3)
     add("--template", default="{text} It was [MASK].", help="of a masked LM")
@@ -136,7 +135,7 @@ def method_of(name: str, args: argparse.Namespace) -> Method:
     ours = EstimatorSettings(learning_rate=args.rate, decay_steps=args.steps)
     estimators = {
         "paper": dataclasses.replace(PAPER, learning_rate=args.paper_rate),
-        "ours": ours,
+        "random": ours,
         "activations": dataclasses.replace(ours, learning_rate=args.activations_rate),
         "first_order": None,
     }

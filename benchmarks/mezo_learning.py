@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.mezo_learning`` trains on 1,024 reviews of the generator that
 ``examples.mezo`` uses and evaluates on 512 others, with three seeds that no setting was chosen by:
-MeZO as published (``preset: paper``), the same with a learning rate for this model, ours, ours from
-the principal directions of what the layers get (``init: activations``), the objective ``error``,
-which has no gradient, and first order. Curves are written to
+MeZO as published (``preset: paper``), the same with a learning rate for this model, the defaults of
+sessions with random first factors and from ``activations``, which is the default, the objective
+``error``, which has no gradient, and first order. Curves are written to
 ``results/mezo_learning_curves.json`` with a plot beside it.
 """
 
@@ -43,16 +43,16 @@ TARGETS = ("query", "value", "output.dense")
 # lowest loss of 1e-3, 3e-3 and, on query and value alone, 1e-2 to 0.3, on other reviews and seeds.
 PAPER_RATE = 3e-3
 TEXT, WORDS = "{text} It was [MASK].", ("cat", "dog")
-PAPER_SETTINGS, PAPER_TUNED, OURS, ACTIVATIONS, ERROR, FIRST_ORDER = (
+PAPER_SETTINGS, PAPER_TUNED, RANDOM, ACTIVATIONS, ERROR, FIRST_ORDER = (
     "paper",
     "paper, tuned rate",
-    "ours",
+    "random factors",
     "activations",
     "error",
     "first order",
 )
 CACHE_BYTES = 256 << 20
-# LEAST_ACCURACY, MOST_SECONDS: of ours after all steps; LEAST_COUNTED: of the objective error.
+# LEAST_ACCURACY, MOST_SECONDS: of activations after all steps; LEAST_COUNTED: of the objective error.
 LEAST_ACCURACY, MOST_SECONDS, LEAST_COUNTED = 0.84, 60.0, 0.79
 # MOST_SHARE: of tuned paper's forwards, in which activations reach its final loss.
 MOST_SHARE = 0.25
@@ -61,7 +61,7 @@ MOST_SHARE = 0.25
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=CURVES)
     args = parser.parse_args()
@@ -87,7 +87,7 @@ def methods_of(steps: int) -> dict[str, Method]:
     second = dataclasses.replace(both, trains_first=False)
     measured = dataclasses.replace(second, init=FirstFactors.ACTIVATIONS)
     ours = EstimatorSettings(learning_rate=1e-2, decay_steps=steps)
-    base = Method(spec=second, estimator=ours, steps=steps, batch_size=16, evaluate_every=25)
+    base = Method(spec=measured, estimator=ours, steps=steps, batch_size=16, evaluate_every=25)
     counted = dataclasses.replace(ours, epsilon=3e-2, decay_steps=steps // 4)
     return {
         PAPER_SETTINGS: dataclasses.replace(base, spec=both, estimator=PAPER),
@@ -96,8 +96,8 @@ def methods_of(steps: int) -> dict[str, Method]:
             spec=both,
             estimator=dataclasses.replace(PAPER, learning_rate=PAPER_RATE),
         ),
-        OURS: base,
-        ACTIVATIONS: dataclasses.replace(base, spec=measured),
+        RANDOM: dataclasses.replace(base, spec=second),
+        ACTIVATIONS: base,
         ERROR: dataclasses.replace(
             base,
             estimator=counted,
@@ -132,7 +132,7 @@ def problem_of(tokenizer: EncoderTokenizer) -> Problem:
 def checks_of(curves: CurveFile) -> list[Check]:
     """Return the figures of the ends of the curves, and their targets."""
     checks: list[Check] = []
-    least: dict[str, float] = {OURS: LEAST_ACCURACY, ERROR: LEAST_COUNTED}
+    least: dict[str, float] = {ACTIVATIONS: LEAST_ACCURACY, ERROR: LEAST_COUNTED}
     for name in dict.fromkeys(each["method"] for each in curves.runs):
         ends = [each["points"][-1] for each in curves.runs if each["method"] == name]
         mean = {key: statistics.fmean(end[key] for end in ends) for key in ends[0]}
@@ -142,14 +142,17 @@ def checks_of(curves: CurveFile) -> list[Check]:
             Check(f"{name}: forwards", mean["forwards"]),
             Check(f"{name}: share of steps without a slope", mean["zero_steps"] / mean["step"]),
             Check(
-                f"{name}: seconds", mean["seconds"], "<=", MOST_SECONDS if name == OURS else None
+                f"{name}: seconds",
+                mean["seconds"],
+                "<=",
+                MOST_SECONDS if name == ACTIVATIONS else None,
             ),
         ]
     start = curves.runs[0]["points"][0]
     lines = curves.lines("loss")
     final = next(check.value for check in checks if check.what == f"{PAPER_TUNED}: loss")
     total = lines[PAPER_TUNED][0][-1][0]
-    for name, limit in ((OURS, None), (ACTIVATIONS, MOST_SHARE)):
+    for name, limit in ((RANDOM, None), (ACTIVATIONS, MOST_SHARE)):
         reached = forwards_until(lines[name], final)
         share = float("nan") if reached is None else reached / total
         checks.append(

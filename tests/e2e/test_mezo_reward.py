@@ -67,7 +67,7 @@ def session_of(**changes: Any) -> dict[str, Any]:
     objective = {"kind": "reward", "n": 2, "sampling": SAMPLING} | changes.pop("objective", {})
     return {
         "model": MODEL,
-        "trainable": {"targets": ["q_proj"], "rank": 2},
+        "trainable": {"targets": ["q_proj"], "rank": 2, "init": "random"},
         "estimator": {"epsilon": 0.5},
         "objective": objective,
         "data": PROMPTS,

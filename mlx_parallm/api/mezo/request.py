@@ -27,7 +27,6 @@ from mlx_parallm.api.mezo.schema import (
     OfTexts,
     Reward,
     Row,
-    Trainable,
 )
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
@@ -79,7 +78,7 @@ def config_maker(
         return SessionConfig(
             id=session_id,
             model=model,
-            trainable=replace(_trainable(body.trainable, body.estimator), paths=paths),
+            trainable=replace(_trainable(body), paths=paths),
             estimator=_estimator(body.estimator),
             measure=None if isinstance(body.objective, Caller) else body.objective.measure,
             objective=body.objective.model_dump(mode="json"),
@@ -95,15 +94,18 @@ def config_maker(
     return make
 
 
-def _trainable(body: Trainable, estimator: EstimatorBody) -> TrainableSpec:
+def _trainable(session: CreateSession) -> TrainableSpec:
+    body, is_paper = session.trainable, session.estimator.preset == "paper"
     top = layers = None
     if isinstance(body.layers, str):
         top = int(body.layers.removeprefix("top:")) if body.layers != "all" else None
     else:
         layers = tuple(body.layers)
     trains_first = body.train == "ab"
-    if estimator.preset == "paper" and "train" not in body.model_fields_set:
+    if is_paper and "train" not in body.model_fields_set:
         trains_first = True
+    # What is measured needs examples.
+    is_random = is_paper or isinstance(session.objective, Caller)
     return TrainableSpec(
         targets=tuple(body.targets),
         layers=layers,
@@ -111,7 +113,7 @@ def _trainable(body: Trainable, estimator: EstimatorBody) -> TrainableSpec:
         rank=body.rank,
         alpha=body.alpha,
         trains_first=trains_first,
-        init=body.init,
+        init=body.init or (FirstFactors.RANDOM if is_random else FirstFactors.ACTIVATIONS),
         trains_head=body.head,
     )
 

@@ -80,9 +80,12 @@ class Trainable(Strict):
     rank: StrictInt = Field(8, ge=1, le=1024, description="Rank of each change.")
     alpha: Finite = Field(16.0, gt=0, description="The change is scaled by alpha / rank.")
     train: Literal["b", "ab"] = Field("b", description="Train the second factors only, or both.")
-    init: FirstFactors = Field(
-        FirstFactors.RANDOM,
-        description="First factors: random, or principal directions of the layers' inputs.",
+    init: FirstFactors | None = Field(
+        None,
+        description=(
+            "First factors: random, or activations, principal directions of the layers' inputs. "
+            "The default is activations; random for the preset paper and the objective caller."
+        ),
     )
     head: StrictBool = Field(False, description="Train the classification head of the model too.")
 
