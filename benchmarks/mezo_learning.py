@@ -52,7 +52,7 @@ PAPER_SETTINGS, PAPER_TUNED, RANDOM, ACTIVATIONS, ERROR, FIRST_ORDER = (
     "first order",
 )
 CACHE_BYTES = 256 << 20
-# LEAST_ACCURACY, MOST_SECONDS: of activations after all steps; LEAST_COUNTED: of the objective error.
+# LEAST_ACCURACY, MOST_SECONDS: of activations after all steps; LEAST_COUNTED: of error.
 LEAST_ACCURACY, MOST_SECONDS, LEAST_COUNTED = 0.84, 60.0, 0.79
 # MOST_SHARE: of tuned paper's forwards, in which activations reach its final loss.
 MOST_SHARE = 0.25
