@@ -164,12 +164,23 @@ class Example:
     label: int
     metadata: Mapping[str, Any] | None = None
 
+    def sharing(self, shares: bool) -> Example:
+        """Return it with choices that share their prompt, or not."""
+        if not isinstance(self.input, ChoiceInput) or self.input.shares == shares:
+            return self
+        return replace(self, input=replace(self.input, shares=shares))
+
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
         item = self.input
         if isinstance(item, ChoiceInput):
             more = {} if self.metadata is None else {"metadata": self.metadata}
-            return {**asdict(item), "label": self.label, **more}
+            stored = {
+                "token_ids": item.token_ids,
+                "choices": item.choices,
+                "averages": item.averages,
+            }
+            return {**stored, "label": self.label, **more}
         return {
             "token_ids": item.token_ids,
             "task": item.task,

@@ -184,7 +184,7 @@ class Session:
                 await self._open()
             size = self.state.forwards
             assert size is not None, "it is open"
-            examples = self.batch if examples is None else examples
+            examples = self._in_form(self.batch if examples is None else examples)
             forwards = StepForwards.of(config.mode, size, examples, self._segments(len(examples)))
             seed = step_seed(config.seed, number)
             begin_s = time.perf_counter()
@@ -354,8 +354,11 @@ class Session:
         """Return how well labels are predicted now."""
         async with self._turn:
             results: list[np.ndarray] = []
-            for begin in range(0, len(examples), MAX_EVALUATED):
-                inputs = [each.input for each in examples[begin : begin + MAX_EVALUATED]]
+            if self.info is None:
+                await self._open()
+            formed = self._in_form(examples)
+            for begin in range(0, len(formed), MAX_EVALUATED):
+                inputs = [each.input for each in formed[begin : begin + MAX_EVALUATED]]
                 now = Segment(None, 1, tuple(range(len(inputs))))
                 forward = PairForward(
                     model=self.config.model,
@@ -431,7 +434,14 @@ class Session:
     def _samples(self) -> tuple[TrainingInput, ...]:
         """Inputs with which it is tried whether kept states change a bit."""
         examples = self._examples[:NUM_SAMPLES] if self._has_forwards else ()
-        return tuple(example.input for example in examples)
+        shares = self.config.mode is Mode.PAIRED
+        return tuple(example.sharing(shares).input for example in examples)
+
+    def _in_form(self, examples: Sequence[Example]) -> list[Example]:
+        """Return examples as forwards compute them; the engine's part is open."""
+        assert self.info is not None, "it is open"
+        shares = self.info.shares_prompts and self.config.mode is Mode.PAIRED
+        return [example.sharing(shares) for example in examples]
 
     async def _start(self) -> StartParameters | None:
         """Return the first parameters; None if they are drawn.

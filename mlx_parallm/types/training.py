@@ -91,6 +91,7 @@ class TrainableInfo:
         num_layers: of the model.
         keeps_prefix: True if what enters the lowest trained layer is kept: it was asked for, there
             are layers before it, and a trial has shown that it changes no bit.
+        shares_prompts: True if choices behind one prompt can share it; see ``ChoiceInput``.
         base: the SHA-256 of the model's weights, in hex.
         forwards: which forwards the device computes fast.
     """
@@ -100,6 +101,7 @@ class TrainableInfo:
     first_layer: int
     num_layers: int
     keeps_prefix: bool
+    shares_prompts: bool
     base: str
     forwards: ForwardSize
 
@@ -113,11 +115,13 @@ class ChoiceInput:
         choices: the tokens of each continuation, at least one; none if samples are judged.
         averages: True if the result is the mean log-probability of a choice's tokens, instead of
             their sum.
+        shares: True if a forward may compute the prompt once for all choices.
     """
 
     token_ids: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
     averages: bool = False
+    shares: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -129,16 +133,38 @@ class ChoiceInput:
         """The tokens that are read: the prompt, or it with each choice but its last token."""
         if self.is_shared:
             return (self.token_ids,)
-        return tuple((*self.token_ids, *choice[:-1]) for choice in self.choices)
+        return tuple((*self.token_ids, *branch) for branch in self.branches)
+
+    @property
+    def branches(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens that are read behind the prompt: each choice but its last token."""
+        return tuple(choice[:-1] for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchedText:
+    """A prompt and what follows it, in several ways.
+
+    Attributes:
+        token_ids: the prompt, then all continuations.
+        branches: how many tokens each continuation has.
+    """
+
+    token_ids: tuple[int, ...]
+    branches: tuple[int, ...]
 
 
 TrainingInput = PoolingInput | ChoiceInput
+#: ``TrainedText`` is what the layers read for a row of a forward.
+TrainedText = PoolingInput | BranchedText
 
 
 def num_tokens(item: TrainingInput) -> int:
     """Return how many tokens a forward of an input has, without padding to other inputs."""
     if isinstance(item, PoolingInput):
         return len(item.token_ids)
+    if item.shares:
+        return len(item.token_ids) + sum(map(len, item.branches))
     return len(item.sequences) * max(map(len, item.sequences))
 
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.training import ChoiceInput, Distribution, Segment, Step, TrainableSpec
+from mlx_parallm.types.training import (
+    BranchedText,
+    ChoiceInput,
+    Distribution,
+    Segment,
+    Step,
+    TrainableSpec,
+    num_tokens,
+)
 from mlx_parallm.worker.generation.row_selection import (
     RowSelector,
     install_row_selection,
@@ -31,6 +44,7 @@ from mlx_parallm.worker.ops import (
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
+from tests.builders.random_models import SHAPES, random_model
 from tests.decoder_folders import read_generator
 from tests.encoder_folders import write_golden
 
@@ -151,6 +165,68 @@ def test_pairs_equal_each_sign_alone(
     np.testing.assert_allclose(both, apart, atol=1e-5, rtol=1e-6)
     half = len(inputs)
     assert np.abs(np.array(both[:half]) - np.array(both[half:])).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layers", [None, (1,)])
+def test_choices_that_share_a_prompt_have_the_same_likelihood(
+    tmp_path: Path, name: str, layers: tuple[int, ...] | None
+) -> None:
+    trained = Trained(tmp_path, name, layers=layers)
+    apart = trained.inputs([[5, 6], [9], [5, 3, 8]])
+    shared = [replace(item, shares=True) for item in apart]
+    assert trained.open(shared).shares_prompts
+    signs = [(0, 1), (0, -1), (None, 1)]
+    expected = trained.forward(apart, signs)
+    np.testing.assert_allclose(trained.forward(shared, signs), expected, atol=1e-5, rtol=1e-6)
+    assert np.ptp(expected, axis=0).max() > 1e-3
+
+
+@cache
+def llama_like() -> TrainedDecoder:
+    loaded = random_model("tiny", dtype=mx.float32).loaded
+    selector = install_row_selection(loaded.model, vocab_size_of(loaded))
+    return TrainedDecoder(stock_of(loaded, selector))
+
+
+PROMPTS = st.lists(st.integers(0, 63), min_size=1, max_size=9).map(tuple)
+CHOICES = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=4).map(tuple), min_size=2)
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=4), CHOICES.map(tuple), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_ragged_prompts_are_shared_by_ragged_choices(
+    prompts: list[tuple[int, ...]], choices: tuple[tuple[int, ...], ...], averages: bool
+) -> None:
+    model = llama_like()
+    apart = [ChoiceInput(prompt, choices, averages) for prompt in prompts]
+    shared = [replace(item, shares=True) for item in apart]
+    has_one_token = all(len(choice) == 1 for choice in choices)
+    lengths = [len(prompt) + sum(len(choice) - 1 for choice in choices) for prompt in prompts]
+    assert [num_tokens(item) for item in shared] == lengths
+    if not has_one_token:
+        assert [type(text) for item in shared for text in model.texts(item)] == [
+            BranchedText for _ in prompts
+        ]
+    results = [model.changed_job(items, {}).wait() for items in (apart, shared)]
+    np.testing.assert_allclose(results[1], results[0], atol=2e-5)
+
+
+def test_a_model_with_windows_shares_no_prompt() -> None:
+    config = SHAPES["tiny"] | {
+        "model_type": "gemma3_text",
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+        "rope_local_base_freq": 1e4,
+    }
+    model_class, args_class = decoder_classes(dict(config))
+    model = model_class(args_class.from_dict(config))
+    loaded = LoadedModel(model, config, Path("windows"), "float32", 0)
+    decoder = TrainedDecoder(stock_of(loaded, RowSelector()))
+    assert not decoder.shares_prompts
+    item = ChoiceInput((1, 2, 3), ((4, 5), (6, 7)), shares=True)
+    assert [text.token_ids for text in decoder.texts(item)] == [(1, 2, 3, 4), (1, 2, 3, 6)]
 
 
 def test_the_adapter_is_what_was_trained(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mlx_parallm.types.pooling import (
     PoolingRunner,
     Task,
 )
-from mlx_parallm.types.training import TrainingInput
+from mlx_parallm.types.training import TrainedText, TrainingInput
 from mlx_parallm.worker.lora.adapted_layers import (
     AdaptedLayers,
     find_module,
@@ -218,6 +218,11 @@ class EncoderAdapters:
         """The model's classification head as it is now; None if it has none."""
         return self._maker.trainable()
 
+    @property
+    def shares_prompts(self) -> bool:
+        """False: encoders do not continue prompts."""
+        return False
+
     def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
         """Return what the layers read for an input; equal texts have equal hidden states."""
         (text,) = _texts([item])
@@ -227,11 +232,11 @@ class EncoderAdapters:
             )
         ]
 
-    def run_layers(self, text: PoolingInput) -> None:
+    def run_layers(self, text: TrainedText) -> None:
         """Build the forward of one text, without any adapter and without a head."""
-        self._forward([text])
+        self._forward(_texts([text]))
 
-    def length(self, inputs: Sequence[PoolingInput]) -> int:
+    def length(self, inputs: Sequence[TrainedText]) -> int:
         """Return the length L of a forward of these inputs."""
         return self._shapes.length(max(len(item.token_ids) for item in inputs))
 
@@ -317,6 +322,6 @@ class EncoderAdapters:
         return {find_module(self._modules, path, param=param) for path in adapter.modules}
 
 
-def _texts(inputs: Sequence[TrainingInput]) -> Sequence[PoolingInput]:
+def _texts(inputs: Sequence[TrainingInput | TrainedText]) -> Sequence[PoolingInput]:
     assert all(isinstance(item, PoolingInput) for item in inputs), "encoders read texts"
     return cast("Sequence[PoolingInput]", inputs)

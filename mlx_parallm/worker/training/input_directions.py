@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.training import TrainedText
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.training.trainable import TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
@@ -39,7 +39,7 @@ class InputDirections:
         self,
         model: TrainedModel,
         layers: Sequence[TrainedLayer],
-        texts: Sequence[PoolingInput],
+        texts: Sequence[TrainedText],
         random: Mapping[str, mx.array],
     ) -> None:
         """Prepare.
@@ -85,7 +85,7 @@ class InputDirections:
                 self._factors[layer.path] = whitened(rows, fallback)
                 yield
 
-    def _read(self, text: PoolingInput, inputs: Mapping[str, list[np.ndarray]]) -> None:
+    def _read(self, text: TrainedText, inputs: Mapping[str, list[np.ndarray]]) -> None:
         """Append what layers get for one text, float32 ``[tokens, num_inputs]``."""
         modules = {id(self._model.modules[path]): path for path in inputs}
         calls: list[tuple[str, mx.array]] = []
@@ -129,9 +129,9 @@ def whitened(inputs: np.ndarray, fallback: np.ndarray) -> np.ndarray:
     return factors
 
 
-def _first_tokens(texts: Sequence[PoolingInput]) -> list[PoolingInput]:
+def _first_tokens(texts: Sequence[TrainedText]) -> list[TrainedText]:
     """Return the first texts, of at most ``MAX_TOKENS`` tokens together; at least one."""
-    chosen: list[PoolingInput] = []
+    chosen: list[TrainedText] = []
     room = MAX_TOKENS
     for text in texts:
         room -= len(text.token_ids)

@@ -32,7 +32,10 @@ class LayerEntry:
 
     @contextlib.contextmanager
     def replaced(self, hidden: mx.array) -> Iterator[None]:
-        """Let the layer get these hidden states ``[B, L, D]`` instead of its input."""
+        """Let the layer get these hidden states ``[B, L, D]`` instead of its input.
+
+        The input's shape stays: packed forwards have ``[B * L, 1, D]``.
+        """
         with (
             WrappedCalls(self._before, _skipping),
             WrappedCalls([self._layer], partial(_replacing, hidden=hidden)),
@@ -49,8 +52,8 @@ def _capturing(original: Any, *, inputs: list[mx.array]) -> Methods:
 
 
 def _replacing(original: Any, *, hidden: mx.array) -> Methods:
-    def call(self: Any, _: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return original.__call__(self, hidden, *args, **kwargs)
+    def call(self: Any, own: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return original.__call__(self, hidden.reshape(own.shape), *args, **kwargs)
 
     return {"__call__": call}
 

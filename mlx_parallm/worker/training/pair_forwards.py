@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import PairResult, TrainingInput
+from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.layer_entry import LayerEntry
 from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded
@@ -137,7 +136,7 @@ class PairForwards:
             (result,) = self._model.changed_job([item], stacks, self.first_layer).wait()
         return np.array_equal(result, expected)
 
-    def _computed(self, text: PoolingInput) -> mx.array:
+    def _computed(self, text: TrainedText) -> mx.array:
         """Return the states of one text, ``[tokens, D]``.
 
         Each text has a forward of its own: the bits of a product depend on its number of rows, so
@@ -145,11 +144,13 @@ class PairForwards:
         """
         with self._entry.captured() as captured:
             self._model.run_layers(text)
-        states = captured[0][0, : len(text.token_ids)]
+        states = captured[0].reshape(-1, captured[0].shape[-1])[: len(text.token_ids)]
         mx.eval(states)
         return states
 
-    def _key(self, text: PoolingInput) -> Hashable:
+    def _key(self, text: TrainedText) -> Hashable:
+        if isinstance(text, BranchedText):
+            return (self.first_layer, text)
         return (self.first_layer, text.token_ids, text.second_at, text.num_unattended)
 
 

@@ -76,6 +76,7 @@ class _Session:
         )
         self.forwards = PairForwards(model, self.trainable, pool)
         self.forwards.keep_prefix_if_exact(op.samples)
+        self._shares_prompts = model.shares_prompts
         self.distribution: Distribution = op.distribution
 
     def info(self, num_layers: int, base: str) -> TrainableInfo:
@@ -86,6 +87,7 @@ class _Session:
             first_layer=self.forwards.first_layer,
             num_layers=num_layers,
             keeps_prefix=self.forwards.pool is not None,
+            shares_prompts=self._shares_prompts,
             base=base,
             forwards=CPU_FORWARDS if backend_name() == "cpu" else GPU_FORWARDS,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,17 +14,19 @@ import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import ChoiceInput, TrainingInput
+from mlx_parallm.types.training import BranchedText, ChoiceInput, TrainedText, TrainingInput
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
+from mlx_parallm.worker.training.branched_forward import BranchedForward
 from mlx_parallm.worker.weights.loader import parameters_of
 
 # SAME: logits of one token, computed with padding after it and alone, differ by at most this share
 # of their norm, in 16 or fewer bits.
 SAME = 0.1
+SAME_IN_FLOAT32 = 1e-4
 NO_PATHS: Collection[str] = ()
 
 
@@ -46,6 +48,9 @@ class TrainedDecoder:
         self._adapted = stock.layers
         self._shapes = ForwardShapes.of_device(stock.max_model_len)
         self._check()
+        self._branched = BranchedForward.of(stock.model)
+        if self._branched is not None and not self._is_exact(self._branched):
+            self._branched = None
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -71,22 +76,34 @@ class TrainedDecoder:
     def head(self) -> None:
         """See ``TrainedModel``: a model that generates does not classify."""
 
-    def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
+    @property
+    def shares_prompts(self) -> bool:
+        """See ``TrainedModel``."""
+        return self._branched is not None
+
+    def texts(self, item: TrainingInput) -> Sequence[TrainedText]:
         """See ``TrainedModel``.
 
-        Choices of one token are all read off the prompt's last token. Others have a row each, and
-        the last token of a choice is not read.
+        Choices of one token are all read off the prompt's last token. Others have a row each, or
+        one row together if they may share the prompt. The last token of a choice is not read.
         """
         (choices,) = _choices([item])
+        if self._is_branched(choices):
+            tokens = (*choices.token_ids, *chain.from_iterable(choices.branches))
+            return [BranchedText(tokens, tuple(map(len, choices.branches)))]
         return [PoolingInput(tokens) for tokens in choices.sequences]
 
-    def length(self, inputs: Sequence[PoolingInput]) -> int:
+    def _is_branched(self, item: ChoiceInput) -> bool:
+        is_one = item.is_shared or len(item.choices) == 1
+        return item.shares and self.shares_prompts and not is_one
+
+    def length(self, inputs: Sequence[TrainedText]) -> int:
         """See ``TrainedModel``."""
         return self._shapes.length(max(len(item.token_ids) for item in inputs))
 
-    def run_layers(self, text: PoolingInput) -> None:
+    def run_layers(self, text: TrainedText) -> None:
         """See ``TrainedModel``."""
-        self._logits(mx.array([text.token_ids]), [0])
+        self._logits([text], len(text.token_ids), [0])
 
     def changed_job(
         self,
@@ -99,26 +116,36 @@ class TrainedDecoder:
         assert not heads, "no head is trained"
         texts = [text for item in inputs for text in self.texts(item)]
         length = self.length(texts)
-        ids = np.zeros((len(texts), length), np.int32)
-        for row, text in enumerate(texts):
-            ids[row, : len(text.token_ids)] = text.token_ids
         self._adapted.wrap(stacks)
         choices = _choices(inputs)
-        predictions = _Predictions.of(choices, length)
+        predictions = _Predictions.of(
+            choices, [self._is_branched(item) for item in choices], length
+        )
         with self._stages.recorded(first_layer) as outputs, self._context.changed_by(stacks):
-            logits = self._logits(mx.array(ids), predictions.rows).astype(mx.float32)
+            logits = self._logits(texts, length, predictions.rows).astype(mx.float32)
         logprobs = predictions.logprobs(logits)
         ends = [0, *accumulate(len(item.choices) for item in choices)]
         return StagedJob(outputs, [logprobs[begin:end] for begin, end in pairwise(ends)])
 
-    def _logits(self, ids: mx.array, rows: Sequence[int]) -> mx.array:
-        """Return logits ``[len(rows), vocab]``; ``rows`` count over tokens ``[B, L]``."""
+    def _logits(self, texts: Sequence[TrainedText], length: int, rows: Sequence[int]) -> mx.array:
+        """Return logits ``[len(rows), vocab]``; ``rows`` count over tokens ``[B, length]``."""
         chosen = mx.array(list(rows))
         if not self._selector.active:
-            logits = self._model(ids)
+            logits = self._forward(texts, length)
             return logits.reshape(-1, logits.shape[-1])[chosen]
         with self._selected(chosen):
-            return self._model(ids)[:, 0]
+            return self._forward(texts, length)[:, 0]
+
+    def _forward(self, texts: Sequence[TrainedText], length: int) -> mx.array:
+        ids = np.zeros((len(texts), length), np.int32)
+        for row, text in enumerate(texts):
+            ids[row, : len(text.token_ids)] = text.token_ids
+        branched = [text for text in texts if isinstance(text, BranchedText)]
+        if not branched:
+            return self._model(mx.array(ids))
+        assert len(branched) == len(texts), "the inputs of a session have the same form"
+        assert self._branched is not None, "it made these texts"
+        return self._branched(mx.array(ids.reshape(-1)), branched)
 
     @contextmanager
     def _selected(self, rows: mx.array) -> Iterator[None]:
@@ -130,13 +157,28 @@ class TrainedDecoder:
 
     def _check(self) -> None:
         try:
-            padded = self._logits(mx.array([[1, 2, 3, 0, 0]]), [2]).astype(mx.float32)
-            alone = self._logits(mx.array([[1, 2, 3]]), [2]).astype(mx.float32)
+            padded = self._logits([PoolingInput((1, 2, 3))], 5, [2]).astype(mx.float32)
+            alone = self._logits([PoolingInput((1, 2, 3))], 3, [2]).astype(mx.float32)
             sees_padding = bool(mx.linalg.norm(padded - alone) > SAME * mx.linalg.norm(alone))
         except MODEL_ERRORS as cause:
             raise _unfit(f"it cannot be run without a cache: {cause}") from cause
         if not self.layers or sees_padding:
             raise _unfit("its tokens depend on those after them")
+
+    def _is_exact(self, branched: BranchedForward) -> bool:
+        """True if continuations that share a prompt have the logits of texts of their own."""
+        self._branched = branched
+        text = BranchedText((1, 2, 3, 4, 5, 4, 1), (2, 2))
+        try:
+            shared = self._logits([text], 8, [2, 3, 4, 5, 6]).astype(mx.float32)
+            first = self._logits([PoolingInput((1, 2, 3, 4, 5))], 5, [2, 3, 4])
+            second = self._logits([PoolingInput((1, 2, 3, 4, 1))], 5, [3, 4])
+            alone = mx.concatenate([first, second])
+            most = SAME_IN_FLOAT32 if alone.dtype == mx.float32 else SAME
+            difference = mx.linalg.norm(shared - alone, axis=-1)
+            return bool(mx.all(difference <= most * mx.linalg.norm(alone, axis=-1)))
+        except MODEL_ERRORS:
+            return False
 
 
 def _choices(inputs: Sequence[TrainingInput]) -> list[ChoiceInput]:
@@ -169,8 +211,10 @@ class _Predictions:
     weights: np.ndarray
 
     @classmethod
-    def of(cls, inputs: Sequence[ChoiceInput], length: int) -> _Predictions:
-        """Return them for inputs whose sequences are the rows of a forward, in their order."""
+    def of(
+        cls, inputs: Sequence[ChoiceInput], are_branched: Sequence[bool], length: int
+    ) -> _Predictions:
+        """Return them for inputs whose texts are the rows of a forward, in their order."""
         rows: dict[int, int] = {}
         sources: list[int] = []
         tokens: list[int] = []
@@ -179,18 +223,16 @@ class _Predictions:
         count = sum(len(item.choices) for item in inputs)
         places, weights = np.zeros((count, longest), np.int32), np.zeros((count, longest))
         choice_rows = iter(range(count))
-        for item in inputs:
-            for number, choice in enumerate(item.choices):
-                own_row = 0 if item.is_shared else number
-                begin = (first + own_row) * length + len(item.token_ids) - 1
+        for item, is_branched in zip(inputs, are_branched, strict=True):
+            for choice, predicting in zip(
+                item.choices, _predicting(item, first, length, is_branched=is_branched), strict=True
+            ):
                 row = next(choice_rows)
                 places[row, : len(choice)] = range(len(tokens), len(tokens) + len(choice))
                 weights[row, : len(choice)] = 1 / len(choice) if item.averages else 1
-                sources += [
-                    rows.setdefault(begin + place, len(rows)) for place in range(len(choice))
-                ]
+                sources += [rows.setdefault(place, len(rows)) for place in predicting]
                 tokens += choice
-            first += len(item.sequences)
+            first += 1 if is_branched else len(item.sequences)
         return cls(list(rows), sources, tokens, places, weights.astype(np.float32))
 
     def logprobs(self, logits: mx.array) -> mx.array:
@@ -198,3 +240,25 @@ class _Predictions:
         sources = mx.array(self.sources)
         of_tokens = logits[sources, mx.array(self.tokens)] - mx.logsumexp(logits, axis=-1)[sources]
         return mx.sum(of_tokens[mx.array(self.places)] * mx.array(self.weights), axis=-1)
+
+
+def _predicting(
+    item: ChoiceInput, first: int, length: int, *, is_branched: bool
+) -> Iterator[list[int]]:
+    """Yield for each choice which tokens of a forward predict its tokens.
+
+    Args:
+        item: the input.
+        first: the index of its first row in the forward.
+        length: of the rows.
+        is_branched: True if its choices share a row.
+    """
+    num_prompt = len(item.token_ids)
+    at_row, after = first * length, num_prompt
+    for branch in item.branches:
+        begin = at_row + after
+        yield [at_row + num_prompt - 1, *range(begin, begin + len(branch))]
+        if is_branched:
+            after += len(branch)
+        elif not item.is_shared:
+            at_row += length

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import TrainingInput
+from mlx_parallm.types.training import TrainedText, TrainingInput
 from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.pooling.own_heads import TrainableHead
@@ -43,15 +42,20 @@ class TrainedModel(Protocol):
         """Return the classification head as it is now; None if the model has none."""
         ...
 
-    def texts(self, item: TrainingInput) -> Sequence[PoolingInput]:
+    @property
+    def shares_prompts(self) -> bool:
+        """Return True if the choices of a ``ChoiceInput`` can share their prompt."""
+        ...
+
+    def texts(self, item: TrainingInput) -> Sequence[TrainedText]:
         """Return what the layers read for an input: one row of the forward for each."""
         ...
 
-    def length(self, inputs: Sequence[PoolingInput]) -> int:
+    def length(self, inputs: Sequence[TrainedText]) -> int:
         """Return the length L of a forward of these texts."""
         ...
 
-    def run_layers(self, text: PoolingInput) -> None:
+    def run_layers(self, text: TrainedText) -> None:
         """Build the forward of one text, without any adapter and without a head."""
         ...
 
