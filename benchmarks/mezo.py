@@ -28,7 +28,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.checks import Check, conclude
+from benchmarks.checks import RESULTS, Check, conclude
+from benchmarks.curve_plot import Line, Panel, plot_panels
 from benchmarks.make_masked_lm import CONFIG, SPECIALS, make_masked_lm
 from benchmarks.measure import make_parser
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
@@ -115,7 +116,9 @@ def main() -> int:
             if args.batch_sizes:
                 sizes = [int(size) for size in args.batch_sizes.split(",")]
                 checks = scaling(server, rows, shape, sizes)
-                return conclude(f"mezo_scaling{shape.suffix}", checks, {"examples": len(rows)})
+                status = conclude(f"mezo_scaling{shape.suffix}", checks, {"examples": len(rows)})
+                (RESULTS / "mezo_scaling.svg").write_text(scaling_plot(RESULTS))
+                return status
             with reference(args) as times:
                 steps, theirs = measure(server, rows, shape, args.epochs, times)
     details = {"steps": steps, "reference": theirs}
@@ -293,6 +296,26 @@ def scaling(server: Server, rows: Sequence[Any], shape: Shape, sizes: Sequence[i
             memory = server.resident_bytes() / 2**20
             checks.append(Check(f"batches of {size}: memory, MiB", memory))
     return checks
+
+
+def scaling_plot(folder: Path) -> str:
+    """Return a plot of what ``scaling`` has written for either shape."""
+    panels = {"examples/s": "{:,.0f}", "steps/s": "{:.0f}"}
+    lines: dict[str, dict[str, list[Line]]] = {rate: {} for rate in panels}
+    for shape in SHAPES.values():
+        path = folder / f"mezo_scaling{shape.suffix}.json"
+        checks = json.loads(path.read_text())["checks"] if path.exists() else []
+        for rate, own in lines.items():
+            points = [
+                (float(check["what"].split(":")[0].removeprefix("batches of ")), check["value"])
+                for check in checks
+                if check["what"].endswith(f": {rate}")
+            ]
+            if points:
+                own["one H200" if shape.suffix else "two cores"] = [points]
+    return plot_panels(
+        [Panel(rate, lines[rate], form) for rate, form in panels.items()], "examples of a batch"
+    )
 
 
 if __name__ == "__main__":

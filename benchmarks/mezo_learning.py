@@ -4,8 +4,8 @@
 ``examples.mezo`` uses and evaluates on 512 others, with three seeds that no setting was chosen by:
 MeZO as published (``preset: paper``), the same with a learning rate for this model, the defaults of
 sessions with random first factors, from ``activations``, which is the default, and from these with
-four directions a step, the objective ``error``, which has no gradient, and first order. Curves are written to
-``results/mezo_learning_curves.json`` with a plot beside it.
+four directions a step, the objective ``error``, which has no gradient, and first order. Curves are
+written to ``results/mezo_learning_curves.json`` with a plot beside it.
 """
 
 from __future__ import annotations

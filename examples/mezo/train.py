@@ -35,7 +35,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, help="default: 16, and 64 of a file")
     parser.add_argument("--targets", nargs="+", help="ends of the paths of trained linear layers")
     parser.add_argument("--layers", help="all, or top:N; default: top:1, and all of a file")
-    parser.add_argument("--rank", type=int, help="default: 4, and 8 of a file")
+    parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--report-every", type=int, default=100, help="steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--publish", metavar="NAME", help="serve the adapter under this name")
@@ -52,10 +52,10 @@ def session_options(options: argparse.Namespace) -> dict[str, Any]:
     trainable = {
         "targets": options.targets or list(targets),
         "layers": options.layers or ("all" if is_paper else "top:1"),
-        "rank": options.rank or (8 if is_paper else 4),
-        "alpha": 16 if is_paper else 8,
+        "rank": options.rank,
+        "alpha": 16,
     }
-    ours = {"learning_rate": 1e-2, "decay_steps": options.steps}
+    ours = {"learning_rate": 1e-2, "decay_steps": options.steps, "directions": 4}
     return {
         "trainable": trainable,
         "estimator": {"preset": "paper"} if is_paper else ours,
