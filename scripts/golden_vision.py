@@ -136,13 +136,30 @@ def _arguments(made: list[dict[str, Any]], ids: list[int], feature_token: str) -
     for name in made[0] if made else ():
         arrays = [np.asarray(each[name]) for each in made]
         if name not in ("rows", "cols", "num_crops", "num_patches"):
-            arguments[name] = torch.from_numpy(np.concatenate(arrays))
+            arguments[name] = torch.from_numpy(_together(arrays))
     is_feature = [token_id == SPECIALS.index(feature_token) for token_id in ids]
     if "image_grid_thw" in arguments:
         arguments["mm_token_type_ids"] = torch.tensor([is_feature]).int()
     if feature_token == "<image_soft_token>" and made:
         arguments["token_type_ids"] = torch.tensor([is_feature]).int()
     return arguments
+
+
+def _together(arrays: list[np.ndarray]) -> np.ndarray:
+    """Return the arrays of all pictures as one, with zeros where one is smaller than others."""
+    sizes = np.max([array.shape[1:] for array in arrays], axis=0)
+    return np.concatenate(
+        [
+            np.pad(
+                array,
+                [
+                    (0, 0),
+                    *((0, most - own) for own, most in zip(array.shape[1:], sizes, strict=True)),
+                ],
+            )
+            for array in arrays
+        ]
+    )
 
 
 def _features(model: Any, arguments: dict[str, Any]) -> list[Any]:

@@ -165,4 +165,54 @@ QWEN2_5_VL = VisionCase(
     **QWEN_MARKS,
 )
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL)
+PIXTRAL_VISION: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 4,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4},
+}
+PIXTRAL_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 28},
+    "patch_size": {"height": 4, "width": 4},
+}
+PIXTRAL = VisionCase(
+    name="pixtral",
+    architecture="LlavaForConditionalGeneration",
+    config={
+        "model_type": "llava",
+        "image_token_index": SPECIALS.index("[IMG]"),
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "image_seq_length": 1,
+        "text_config": {**TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "vision_config": PIXTRAL_VISION,
+    },
+    processor={**PIXTRAL_PROCESSOR, "size": {"longest_edge": 20}},
+    sizes=(((20, 30),), ((28, 17), (60, 80)), ()),
+)
+MISTRAL3 = VisionCase(
+    name="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    config={
+        "model_type": "mistral3",
+        "image_token_index": SPECIALS.index("[IMG]"),
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "spatial_merge_size": 2,
+        "multimodal_projector_bias": False,
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "vision_config": PIXTRAL_VISION,
+    },
+    processor=PIXTRAL_PROCESSOR,
+    sizes=(((20, 30),), ((28, 17), (60, 80)), ()),
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, PIXTRAL, MISTRAL3)

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.models import gpt2, opt
-from mlx_parallm.models.vision.registry import has_tower
+from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
 
 #: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
@@ -27,4 +27,5 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
     if module is not None:
         return module.Model, module.ModelArgs
     model, args = mlx_lm_utils._get_classes(config)
-    return (with_tower(model, config) if has_tower(config) else model), args
+    family = family_of(config)
+    return (model if family is None else with_tower(model, config, family)), args

@@ -205,6 +205,11 @@ class PixtralFamily(_Usual):
     placeholder = "[IMG]"
     feature_token = "[IMG]"
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``: sides become multiples of what is one token."""
+        return {"patch_size": {"height": self.patch_size, "width": self.patch_size}}
+
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""
         height, width = (int(size) // self.patch_size for size in arrays["image_sizes"][0])

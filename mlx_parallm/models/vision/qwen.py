@@ -16,6 +16,7 @@ import numpy as np
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.rotary import turned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class QwenAttention(nn.Module):
         """
         length = x.shape[0]
         q, k, v = self.qkv(x).reshape(length, 3, self.num_heads, -1).transpose(1, 0, 2, 3)
-        q, k = (_turned(each, turns) for each in (q, k))
+        q, k = (turned(each, turns) for each in (q, k))
         scale = q.shape[-1] ** -0.5
         if windows is None:
             q, k, v = (each.transpose(1, 0, 2)[None] for each in (q, k, v))
@@ -287,13 +288,6 @@ def _turns(places: np.ndarray, head_size: int) -> mx.array:
     frequencies = 1e4 ** -(np.arange(0, half, 2, dtype=np.float32) / half)
     angles = places[:, :, None].astype(np.float32) * frequencies
     return mx.array(angles.reshape(len(places), -1))
-
-
-def _turned(x: mx.array, turns: mx.array) -> mx.array:
-    """Return ``[patches, heads, size]``, with each pair of halves turned by its angle."""
-    cos, sin = mx.cos(turns)[:, None], mx.sin(turns)[:, None]
-    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
-    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 #: ``QWEN``: Qwen2-VL and Qwen2.5-VL. mlx-community calls their tower "vision_tower".

@@ -6,13 +6,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.models.vision.registry import make_tower, tower_weights
+from mlx_parallm.models.vision.checkpoint import TowerFamily
 
 #: ``TOWER``: the attribute of a text model that has the tower, and the prefix of its weights.
 TOWER = "picture_tower"
 
 
-def with_tower(text_class: type, config: dict[str, Any]) -> type:
+def with_tower(text_class: type, config: dict[str, Any], family: TowerFamily) -> type:
     """Return a text model's class that has a tower too.
 
     So the tower's weights are loaded, quantised, replaced and offloaded with the model's own. A
@@ -21,6 +21,7 @@ def with_tower(text_class: type, config: dict[str, Any]) -> type:
     Args:
         text_class: a class of mlx_lm, which drops the tower's weights.
         config: ``config.json``.
+        family: of its tower.
     """
 
     class TextModelWithTower(text_class):
@@ -28,11 +29,11 @@ def with_tower(text_class: type, config: dict[str, Any]) -> type:
 
         def __init__(self, args: Any) -> None:
             super().__init__(args)
-            setattr(self, TOWER, make_tower(config))
+            setattr(self, TOWER, family.make(config))
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             """Return the weights of both parts by this model's names."""
-            own = tower_weights(config, weights)
+            own = family.weights(weights)
             if not own:
                 setattr(self, TOWER, None)
             parent: Any = super()

@@ -103,3 +103,18 @@ def test_folders_of_pixtral_are_told_from_those_of_clip() -> None:
         "[IMG][IMG_BREAK][IMG][IMG_END]",
         (3, 3),
     )
+
+
+def test_mistral_3_writes_a_run_for_each_row_of_merged_patches() -> None:
+    # transformers' PixtralProcessor writes the same, but cannot be imported without torch.
+    config = {
+        "model_type": "mistral3",
+        "spatial_merge_size": 2,
+        "vision_config": {"model_type": "pixtral", "patch_size": 14},
+    }
+    family = FAMILIES["mistral3"](config)
+    assert family.options == {"patch_size": {"height": 28, "width": 28}}
+    assert family.written({"image_sizes": np.array([[84, 56]])}) == (
+        "[IMG][IMG_BREAK][IMG][IMG_BREAK][IMG][IMG_END]",
+        (2, 2, 2),
+    )

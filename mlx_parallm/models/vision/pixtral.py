@@ -1,0 +1,218 @@
+"""Pixtral's tower (arXiv:2410.07073), for pictures of any size, and Mistral 3's merged patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.checkpoint import TowerFamily
+from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.llava import LlavaProjector
+from mlx_parallm.models.vision.rotary import turned
+
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixtralConfig:
+    """The fields of ``vision_config``, by transformers' names."""
+
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_channels: int = 3
+    patch_size: int = 16
+    hidden_act: str = "gelu"
+    rope_theta: float = 1e4
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """Return the fields that a config has."""
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in config.items() if name in names}
+        rope = config.get("rope_parameters") or {}
+        return cls(**{**own, **{name: rope[name] for name in rope if name == "rope_theta"}})
+
+
+class PixtralAttention(nn.Module):
+    """Attention of all patches of a picture, turned by their rows and columns."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.q_proj = nn.Linear(size, size, bias=False)
+        self.k_proj = nn.Linear(size, size, bias=False)
+        self.v_proj = nn.Linear(size, size, bias=False)
+        self.o_proj = nn.Linear(size, size, bias=False)
+
+    def __call__(self, x: mx.array, turns: mx.array) -> mx.array:
+        """Return the output for ``[patches, size]``; see ``turned``."""
+        length, size = x.shape
+        q, k, v = (
+            layer(x).reshape(length, self.num_heads, -1)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        heads = [each.transpose(1, 0, 2)[None] for each in (turned(q, turns), turned(k, turns), v)]
+        scale = (size // self.num_heads) ** -0.5
+        out = mx.fast.scaled_dot_product_attention(*heads, scale=scale)[0]
+        return self.o_proj(out.transpose(1, 0, 2).reshape(length, size))
+
+
+class PixtralMLP(nn.Module):
+    """The feed-forward part of a layer."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(size, inner, bias=False)
+        self.up_proj = nn.Linear(size, inner, bias=False)
+        self.down_proj = nn.Linear(inner, size, bias=False)
+        self._activation = ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., size]``."""
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PixtralLayer(nn.Module):
+    """A layer, normed before each part."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=EPSILON)
+        self.attention = PixtralAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=EPSILON)
+        self.feed_forward = PixtralMLP(config)
+
+    def __call__(self, x: mx.array, turns: mx.array) -> mx.array:
+        """Return the hidden states after this layer."""
+        x = x + self.attention(self.attention_norm(x), turns)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class PixtralLayers(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.layers = [PixtralLayer(config) for _ in range(config.num_hidden_layers)]
+
+
+class PixtralTransformer(nn.Module):
+    """The tower without a projector."""
+
+    def __init__(self, config: PixtralConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_conv = nn.Conv2d(
+            config.num_channels,
+            config.hidden_size,
+            kernel_size=config.patch_size,
+            stride=config.patch_size,
+            bias=False,
+        )
+        self.ln_pre = nn.RMSNorm(config.hidden_size, eps=EPSILON)
+        self.transformer = PixtralLayers(config)
+
+    def __call__(self, pixels: mx.array, layer: int) -> mx.array:
+        """Return hidden states ``[rows, columns, size]`` of the patches of a picture.
+
+        Args:
+            pixels: ``[1, 3, h, w]``.
+            layer: see ``clip.ClipTransformer``.
+        """
+        patches = self.patch_conv(pixels.transpose(0, 2, 3, 1))
+        _, rows, columns, size = patches.shape
+        turns = self._turns(rows, columns)
+        x = self.ln_pre(patches.reshape(-1, size))
+        layers = self.transformer.layers
+        for each in layers[: layer if layer >= 0 else len(layers) + 1 + layer]:
+            x = each(x, turns)
+        return x.reshape(rows, columns, size)
+
+    def _turns(self, rows: int, columns: int) -> mx.array:
+        """Return angles: every other frequency turns by the row, those between by the column."""
+        size = self.config.hidden_size // self.config.num_attention_heads
+        exponents = np.arange(0, size, 2, dtype=np.float32) / size
+        frequencies = np.float32(self.config.rope_theta) ** -exponents
+        places = np.indices((rows, columns)).reshape(2, -1, 1).astype(np.float32)
+        angles = [places[axis] * frequencies[axis::2] for axis in range(2)]
+        return mx.array(np.concatenate(angles, axis=-1))
+
+
+class PatchMerger(nn.Module):
+    """Makes one row of each square of patches."""
+
+    def __init__(self, size: int, merge_size: int) -> None:
+        super().__init__()
+        self._merge_size = merge_size
+        self.merging_layer = nn.Linear(size * merge_size**2, size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return ``[squares, size]`` of ``[rows, columns, size]``."""
+        side = self._merge_size
+        rows, columns = x.shape[0] // side, x.shape[1] // side
+        x = x[: rows * side, : columns * side].reshape(rows, side, columns, side, -1)
+        return self.merging_layer(x.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1))
+
+
+class MistralProjector(LlavaProjector):
+    """Norms patches and merges squares of them before two linear layers."""
+
+    def __init__(
+        self, width: int, text_width: int, config: Mapping[str, Any], *, activation: str, bias: bool
+    ) -> None:
+        super().__init__(width, text_width, activation=activation, bias=bias)
+        self.norm = nn.RMSNorm(width, eps=config["text_config"].get("rms_norm_eps", 1e-6))
+        self.patch_merger = PatchMerger(width, int(config.get("spatial_merge_size", 2)))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return rows ``[squares, text width]`` of ``[rows, columns, size]``."""
+        return super().__call__(self.patch_merger(self.norm(x)))
+
+
+class PixtralTower(nn.Module):
+    """The tower of Pixtral or Mistral 3. Implements ``Tower``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """``config`` is the checkpoint's ``config.json``."""
+        super().__init__()
+        vision = PixtralConfig.of(config["vision_config"])
+        self._layer: int = config.get("vision_feature_layer", -1)
+        self.vision_tower = PixtralTransformer(vision)
+        widths = vision.hidden_size, config["text_config"]["hidden_size"]
+        activation = config.get("projector_hidden_act", "gelu")
+        is_merged = config["model_type"] == "mistral3"
+        bias = config.get("multimodal_projector_bias", not is_merged)
+        self.multi_modal_projector = (
+            MistralProjector(*widths, config, activation=activation, bias=bias)
+            if is_merged
+            else LlavaProjector(*widths, activation=activation, bias=bias)
+        )
+
+    def __call__(self, arrays: Arrays) -> Features:
+        """See ``Tower``."""
+        height, width = np.array(arrays["image_sizes"])[0].tolist()
+        pixels = arrays["pixel_values"].astype(self.vision_tower.ln_pre.weight.dtype)
+        x = self.vision_tower(pixels[..., :height, :width], self._layer)
+        rows = self.multi_modal_projector(x)
+        return Features(rows.reshape(-1, rows.shape[-1]))
+
+
+#: ``PIXTRAL``: Pixtral, in folders of the ``model_type`` llava, and Mistral 3.
+PIXTRAL = TowerFamily(
+    PixtralTower,
+    {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+    lambda config: (
+        config["vision_config"].get("model_type") == "pixtral"
+        and isinstance(config.get("vision_feature_layer", -1), int)
+    ),
+)
