@@ -215,4 +215,43 @@ MISTRAL3 = VisionCase(
     sizes=(((20, 30),), ((28, 17), (60, 80)), ()),
 )
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, PIXTRAL, MISTRAL3)
+GEMMA3 = VisionCase(
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    config={
+        "model_type": "gemma3",
+        "image_token_index": SPECIALS.index("<image_soft_token>"),
+        "boi_token_index": SPECIALS.index("<start_of_image>"),
+        "eoi_token_index": SPECIALS.index("<end_of_image>"),
+        "mm_tokens_per_image": 16,
+        "vocab_size": VOCAB,
+        "text_config": {
+            **TEXT,
+            "model_type": "gemma3_text",
+            # mlx_lm rounds its square root to bfloat16; that of 64 is exact.
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 20,
+            "sliding_window_pattern": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            **CLIP,
+            "model_type": "siglip_vision_model",
+            "patch_size": 4,
+            "vision_use_head": False,
+        },
+    },
+    processor={
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": 32, "width": 32},
+    },
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, PIXTRAL, MISTRAL3, GEMMA3)

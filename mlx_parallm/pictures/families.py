@@ -35,6 +35,7 @@ class PictureFamily(Protocol):
         placeholder: what chat templates write for a picture.
         feature_token: the token in whose place features stand.
         options: arguments of the image processor.
+        may_cut: False if the rows of a picture attend to later ones, and so run in one step.
     """
 
     @property
@@ -49,6 +50,11 @@ class PictureFamily(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """See the class."""
+        ...
+
+    @property
+    def may_cut(self) -> bool:
         """See the class."""
         ...
 
@@ -74,6 +80,11 @@ class _Usual:
     def options(self) -> Mapping[str, Any]:
         """See ``PictureFamily``."""
         return {}
+
+    @property
+    def may_cut(self) -> bool:
+        """See ``PictureFamily``."""
+        return True
 
     def positions(self, arrays: Arrays) -> np.ndarray | None:
         """See ``PictureFamily``."""
@@ -185,6 +196,11 @@ class Gemma3Family(_Usual):
     def options(self) -> Mapping[str, Any]:
         """See ``PictureFamily``."""
         return {"do_pan_and_scan": False}
+
+    @property
+    def may_cut(self) -> bool:
+        """See ``PictureFamily``."""
+        return False
 
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""

@@ -184,5 +184,6 @@ def picture_input(
         nbytes=len(span) * form.row_bytes,
         cost=len(span),
         span=span,
+        may_cut=form.family.may_cut,
         num_positions=None if positions is None else int(positions.max()) + 1,
     )

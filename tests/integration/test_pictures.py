@@ -171,8 +171,10 @@ def no_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reversed_rows(self: InputFeatures, slot: int, rows: mx.array, *more: Any) -> None:
-        put(self, slot, rows[::-1], *more)
+    def reversed_rows(
+        self: InputFeatures, slot: int, rows: mx.array, *more: Any, **options: Any
+    ) -> None:
+        put(self, slot, rows[::-1], *more, **options)
 
     put = InputFeatures.put
     monkeypatch.setattr(InputFeatures, "put", reversed_rows)
@@ -186,9 +188,18 @@ def plain_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptInputs, "rope_offsets", lambda *_: ())
 
 
+def causal_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InputFeatures, "two_way_spans", lambda *_: [])
+
+
+def cut_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptInputs, "cut", lambda self, start, stop: stop)
+
+
 @pytest.mark.parametrize(
     ("name", "mutation"),
-    [(name, mutation) for name in vision_names() for mutation in (no_features, other_pictures)]
+    [("gemma3", mutation) for mutation in (causal_spans, cut_spans)]
+    + [(name, mutation) for name in vision_names() for mutation in (no_features, other_pictures)]
     + [
         (name, mutation)
         for name in vision_names()

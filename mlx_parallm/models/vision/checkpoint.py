@@ -27,11 +27,13 @@ class TowerFamily:
         parts: the prefixes of its weights in checkpoints, and the tower's own for each; the first
             that fits counts. transformers writes ``model.`` before them, or not.
         is_known: True if the tower of a ``config.json`` is of this kind.
+        sees_both_ways: True if the text model lets all rows of a picture attend to each other.
     """
 
     make: Callable[[dict[str, Any]], nn.Module]
     parts: Mapping[str, str]
     is_known: Callable[[Mapping[str, Any]], bool] = _any_config
+    sees_both_ways: bool = False
 
     def weights(self, checkpoint: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Return the tower's weights of a checkpoint, by the tower's names and in MLX's order."""

@@ -18,10 +18,13 @@ class Features(NamedTuple):
         rows: ``[n, text width]``, in the order of the feature tokens in the prompt.
         layers: rows that are added to the hidden states after the first text layers, one array for
             each (deepstack, arXiv:2406.04334).
+        scale: what the text model multiplies embeddings by, and rows in their place; ``rows`` must
+            be divided by it.
     """
 
     rows: mx.array
     layers: tuple[mx.array, ...] = ()
+    scale: float = 1.0
 
 
 class Tower(Protocol):

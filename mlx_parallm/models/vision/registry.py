@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
+from mlx_parallm.models.vision.gemma import GEMMA
 from mlx_parallm.models.vision.llava import LLAVA
 from mlx_parallm.models.vision.pixtral import PIXTRAL
 from mlx_parallm.models.vision.qwen import QWEN
 
 #: ``TOWERS``: the families of each ``model_type``; the first that knows a config has its tower.
 TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
+    "gemma3": (GEMMA,),
     "llava": (LLAVA, PIXTRAL),
     "mistral3": (PIXTRAL,),
     "qwen2_5_vl": (QWEN,),

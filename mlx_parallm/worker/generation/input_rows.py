@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.two_way import TwoWaySpan
 from mlx_parallm.worker.generation.row_selection import embedding_tables
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -78,35 +79,67 @@ class InputFeatures:
     def __init__(self) -> None:
         self._rows: dict[int, mx.array] = {}
         self._positions: dict[int, np.ndarray] = {}
+        self._two_way: set[int] = set()
 
-    def put(self, slot: int, rows: mx.array, positions: np.ndarray | None = None) -> None:
+    def put(
+        self,
+        slot: int,
+        rows: mx.array,
+        positions: np.ndarray | None = None,
+        *,
+        sees_both_ways: bool = False,
+    ) -> None:
         """Keep an input's features.
 
         Args:
             slot: where steps find them.
             rows: ``[rows, width]``.
             positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
+            sees_both_ways: True if the rows attend to each other.
         """
         self.drop([slot])
         self._rows[slot] = rows
         if positions is not None:
             self._positions[slot] = positions
+        if sees_both_ways:
+            self._two_way.add(slot)
 
     def positions(self, rows: InputRows) -> np.ndarray | None:
         """Return the position ids of some rows, ``[rows, axes]``; None if they are places."""
         ids = self._positions.get(rows.slot)
         return None if ids is None else ids[rows.first_row : rows.first_row + rows.num_rows]
 
+    def two_way_spans(self, sequences: Sequence[ScheduledSequence]) -> list[TwoWaySpan]:
+        """Return the rows of a step that attend to each other."""
+        spans: list[TwoWaySpan] = []
+        first = 0
+        for sequence in sequences:
+            for rows in sequence.inputs:
+                if rows.slot in self._two_way:
+                    position = sequence.start + rows.offset
+                    span = TwoWaySpan(
+                        row=first + rows.offset,
+                        num_rows=rows.num_rows,
+                        position=position,
+                        start=position - rows.first_row,
+                        blocks=sequence.block_table,
+                    )
+                    spans.append(span)
+            first += len(sequence.token_ids)
+        return spans
+
     def drop(self, slots: Sequence[int]) -> None:
         """Drop the features in some slots; empty slots are ignored."""
         for slot in slots:
             self._rows.pop(slot, None)
             self._positions.pop(slot, None)
+            self._two_way.discard(slot)
 
     def clear(self) -> None:
         """Drop all features."""
         self._rows.clear()
         self._positions.clear()
+        self._two_way.clear()
 
     def gather(self, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
         """Return the rows of inputs in a step, in order, ``[rows, width]``; None if it has none."""

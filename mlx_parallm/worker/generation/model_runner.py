@@ -16,6 +16,7 @@ from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import POSITIONS, InputKind
@@ -31,6 +32,7 @@ from mlx_parallm.types.step import (
 from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
@@ -128,6 +130,7 @@ class ModelRunner:
             chosen=chosen.path,
         )
         self._path = choice.path
+        self._two_way = self._two_way_rows(loaded)
         #: True if the first step of each shape takes longer than others: see ``warm_up``.
         self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
@@ -159,6 +162,20 @@ class ModelRunner:
                 input_width=self._embedding.width,
                 input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
             )
+
+    def _two_way_rows(self, loaded: LoadedModel) -> TwoWayRows | None:
+        """Return the seam of rows that see later ones; None if the model's pictures are causal.
+
+        A model whose path has no such seam takes no pictures.
+        """
+        family = None if self._tower is None else family_of(loaded.config)
+        if family is None or not family.sees_both_ways:
+            return None
+        if isinstance(self._path, PackedPath):
+            return self._path.two_way
+        logger.warning("%s takes no pictures: its layers do not run packed", loaded.path.name)
+        self._tower = None
+        return None
 
     @property
     def info(self) -> RunnerInfo:
@@ -263,7 +280,8 @@ class ModelRunner:
             rows = arrays["rows"]
         ids = tensors.get(POSITIONS)
         positions = None if ids is None else np.array(ids.array)
-        self.features.put(slot, rows.astype(self._dtype), positions)
+        both = kind is InputKind.PICTURE and self._two_way is not None
+        self.features.put(slot, rows.astype(self._dtype), positions, sees_both_ways=both)
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]
@@ -280,7 +298,10 @@ class ModelRunner:
         turned = contextlib.nullcontext()
         if self._rotary is not None and positions is not None:
             turned = self._rotary.during(positions)
-        with self._embedding.during(features), turned:
+        seeing = contextlib.nullcontext()
+        if self._two_way is not None:
+            seeing = self._two_way.during(self.features.two_way_spans(sequences))
+        with self._embedding.during(features), turned, seeing:
             return self._path.logits(spread, self._embedding.place(token_ids, sequences), rows)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention, LayerPool
+from mlx_parallm.worker.attention.two_way import TwoWayRows
 
 
 class WindowMask(str):
@@ -54,21 +55,33 @@ class PackedStep:
         plan: Any,
         positions: mx.array,
         tables: mx.array | None = None,
+        two_way: TwoWayRows | None = None,
     ) -> None:
         self.positions = positions
         self.backend = backend
         self.plan = plan
         self.tables = tables
+        self._two_way = two_way or TwoWayRows()
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
 
     @classmethod
-    def of(cls, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> PackedStep:
+    def of(
+        cls,
+        backend: AttentionBackend,
+        sequences: Sequence[ScheduledSequence],
+        two_way: TwoWayRows | None = None,
+    ) -> PackedStep:
         """Return the forward of these sequences' tokens."""
-        return cls(backend, backend.plan(sequences), mx.array(positions_of(sequences)))
+        positions = mx.array(positions_of(sequences))
+        return cls(backend, backend.plan(sequences), positions, two_way=two_way)
 
     @classmethod
     def padded(
-        cls, backend: CompilableAttention, sequences: Sequence[ScheduledSequence], num_rows: int
+        cls,
+        backend: CompilableAttention,
+        sequences: Sequence[ScheduledSequence],
+        num_rows: int,
+        two_way: TwoWayRows | None = None,
     ) -> PackedStep:
         """Return the forward of these sequences' tokens, padded to ``num_rows`` rows.
 
@@ -77,7 +90,8 @@ class PackedStep:
         positions = np.zeros(num_rows, dtype=np.int32)
         real = positions_of(sequences)
         positions[: len(real)] = real
-        return cls(backend, backend.padded_plan(sequences, num_rows), mx.array(positions))
+        plan = backend.padded_plan(sequences, num_rows)
+        return cls(backend, plan, mx.array(positions), two_way=two_way)
 
     def register(self, pool: LayerPool, window: int | None) -> None:
         """Add a pool for ``attend``, which recognises it by the identity of its keys."""
@@ -106,15 +120,9 @@ class PackedStep:
         pool, window = registered
         if isinstance(mask, WindowMask):
             window = mask.window
-        return self.backend.attend(
-            pool,
-            self.plan,
-            queries,
-            scale=scale,
-            window=window,
-            sinks=sinks,
-            soft_cap=soft_cap,
-        )
+        options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
+        output = self.backend.attend(pool, self.plan, queries, **options)
+        return self._two_way.apply(output, self.backend, pool, queries, **options)
 
 
 def positions_of(sequences: Sequence[ScheduledSequence]) -> np.ndarray:

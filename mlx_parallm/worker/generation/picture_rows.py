@@ -26,7 +26,8 @@ def picture_rows(
     token_ids = arrays[TOKEN_IDS]
     own = (TOKEN_IDS, POSITIONS)
     pixels = {name: array for name, array in arrays.items() if name not in own}
-    features = tower(pixels).rows.astype(dtype)
+    made = tower(pixels)
+    features = (made.rows / made.scale).astype(dtype)
     if features.shape[0] == token_ids.shape[0]:
         return features
     is_feature = token_ids == FEATURE

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
@@ -58,6 +59,8 @@ class PackedPath:
         self._selector = selector
         self._seams = ModelSeams(model)
         self.adapters = AdapterContext()
+        #: Rows of the next step that see later ones.
+        self.two_way = TwoWayRows()
         self._padding: CompilableAttention | None = None
         if isinstance(backend, CompilableAttention) and backend.pads_rows:
             self._padding = backend
@@ -89,10 +92,10 @@ class PackedPath:
         head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
         if self._padding is not None and num_rows > token_ids.size:
-            step = PackedStep.padded(self._padding, sequences, num_rows)
+            step = PackedStep.padded(self._padding, sequences, num_rows, self.two_way)
             token_ids, slots = _padded(token_ids, slots, num_rows)
         else:
-            step = PackedStep.of(self._backend, sequences)
+            step = PackedStep.of(self._backend, sequences, self.two_way)
         with self.adapters.during(AdapterRows.of_step(slots), head_rows):
             logits = self._selector.run(lambda: self._forward(token_ids, step), head_rows)
         if compiled is not None:
