@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--decoder", choices=SHAPES, help="a generator of this shape")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--max-batch-tokens", type=int, help="of a forward; default: the device's")
     parser.add_argument("--no-first-order", action="store_true", help="no gradient beside it")
     args = parser.parse_args()
     keep_freed_memory()
@@ -93,7 +95,8 @@ def main() -> int:
     for name, top in (("all layers", None), ("top third", top_third)):
         spec = TrainableSpec(targets=subject.targets, top=top, rank=RANK)
         sessions = TrainingSessions(subject.model)
-        peaks[name] = peak_of(partial(train, sessions, spec, subject.inputs, args.steps))
+        run = partial(train, sessions, spec, subject.inputs, args.steps, args.max_batch_tokens)
+        peaks[name] = peak_of(run)
         del sessions
     if not args.no_first_order:
         peaks["first order"] = peak_of(partial(differentiate, subject))
@@ -145,18 +148,23 @@ def peak_of(act: Callable[[], Any]) -> tuple[int, float]:
 
 
 def train(
-    sessions: TrainingSessions, spec: TrainableSpec, inputs: Sequence[TrainingInput], count: int
+    sessions: TrainingSessions,
+    spec: TrainableSpec,
+    inputs: Sequence[TrainingInput],
+    count: int,
+    max_tokens: int | None,
 ) -> None:
     """Make steps of a session, in the forwards that a server makes."""
     opening = OpenTraining(
         model=MODEL, session=SESSION, spec=spec, distribution=Distribution.RADEMACHER
     )
     info: TrainableInfo = sessions.begin(opening).wait()
+    size = replace(info.forwards, max_tokens=max_tokens or info.forwards.max_tokens)
     rows = tuple(range(len(inputs)))
     segments = [Segment(0, 1, rows), Segment(0, -1, rows)]
     lengths = [num_tokens(item) for item in inputs]
     for seed in range(count):
-        for part in micro_batches(lengths, segments, info.forwards):
+        for part in micro_batches(lengths, segments, size):
             forward = PairForward(
                 model=MODEL,
                 session=SESSION,

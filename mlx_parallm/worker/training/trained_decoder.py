@@ -24,9 +24,9 @@ from mlx_parallm.worker.training.branched_forward import BranchedForward
 from mlx_parallm.worker.weights.loader import parameters_of
 
 # SAME: logits of one token, computed with padding after it and alone, differ by at most this share
-# of their norm, in 16 or fewer bits.
-SAME = 0.1
-SAME_IN_FLOAT32 = 1e-4
+# of their norm, in 16 or fewer bits. In float32 those of continuations with a shared prompt differ
+# by less; GPUs compute its products in TF32.
+SAME, SAME_IN_FLOAT32 = 0.1, 1e-2
 NO_PATHS: Collection[str] = ()
 
 
