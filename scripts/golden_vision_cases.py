@@ -254,4 +254,51 @@ GEMMA3 = VisionCase(
     },
 )
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, PIXTRAL, MISTRAL3, GEMMA3)
+QWEN3_PROCESSOR = {
+    **QWEN_PROCESSOR,
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 64},
+    "patch_size": 16,
+}
+QWEN3_SIZES = (((64, 96),), ((96, 64), (160, 224)), ())
+# Heads of 16 numbers, of which every third turns by row or column.
+QWEN3_MROPE = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+QWEN3_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rope_theta": 1e4,
+    "rope_scaling": QWEN3_MROPE,
+    "rope_parameters": {**QWEN3_MROPE, "rope_theta": 1e4},
+}
+QWEN3_VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 16,
+    # A table of 5 positions a side, which no picture has.
+    "num_position_embeddings": 25,
+}
+QWEN3_VL = VisionCase(
+    name="qwen3_vl",
+    architecture="Qwen3VLForConditionalGeneration",
+    config={
+        "model_type": "qwen3_vl",
+        **QWEN_IDS,
+        "tie_word_embeddings": False,
+        "text_config": {**QWEN3_TEXT, "model_type": "qwen3_vl_text"},
+        "vision_config": {
+            **QWEN3_VISION,
+            "model_type": "qwen3_vl",
+            "deepstack_visual_indexes": [0, 2],
+        },
+    },
+    processor=QWEN3_PROCESSOR,
+    sizes=QWEN3_SIZES,
+    **QWEN_MARKS,
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, PIXTRAL, MISTRAL3, GEMMA3)

@@ -36,6 +36,7 @@ class PictureFamily(Protocol):
         feature_token: the token in whose place features stand.
         options: arguments of the image processor.
         may_cut: False if the rows of a picture attend to later ones, and so run in one step.
+        num_added_layers: text layers that add further rows of the tower to a picture's.
     """
 
     @property
@@ -55,6 +56,11 @@ class PictureFamily(Protocol):
 
     @property
     def may_cut(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def num_added_layers(self) -> int:
         """See the class."""
         ...
 
@@ -85,6 +91,11 @@ class _Usual:
     def may_cut(self) -> bool:
         """See ``PictureFamily``."""
         return True
+
+    @property
+    def num_added_layers(self) -> int:
+        """See ``PictureFamily``."""
+        return 0
 
     def positions(self, arrays: Arrays) -> np.ndarray | None:
         """See ``PictureFamily``."""
@@ -159,12 +170,19 @@ class QwenFamily(_Usual):
 
     Attributes:
         merge_size: patches along each side of the square that becomes one token.
+        num_deepstack: rows of each token besides its own, for as many text layers.
     """
 
     merge_size: int
+    num_deepstack: int = 0
 
     placeholder = "<|image_pad|>"
     feature_token = "<|image_pad|>"
+
+    @property
+    def num_added_layers(self) -> int:
+        """See ``PictureFamily``."""
+        return self.num_deepstack
 
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""
@@ -251,6 +269,12 @@ def _qwen(config: Mapping[str, Any]) -> PictureFamily:
     return QwenFamily(int(config["vision_config"].get("spatial_merge_size", 2)))
 
 
+def _qwen3(config: Mapping[str, Any]) -> PictureFamily:
+    vision = config["vision_config"]
+    num_deepstack = len(vision.get("deepstack_visual_indexes", ()))
+    return QwenFamily(int(vision.get("spatial_merge_size", 2)), num_deepstack)
+
+
 def _gemma3(config: Mapping[str, Any]) -> PictureFamily:
     return Gemma3Family(int(config.get("mm_tokens_per_image", 256)))
 
@@ -274,7 +298,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], PictureFamily]] = {
     "mistral3": _pixtral,
     "qwen2_5_vl": _qwen,
     "qwen2_vl": _qwen,
-    "qwen3_vl": _qwen,
-    "qwen3_vl_moe": _qwen,
+    "qwen3_vl": _qwen3,
+    "qwen3_vl_moe": _qwen3,
     "smolvlm": _idefics3,
 }

@@ -40,7 +40,7 @@ class PictureForm:
         template_reads_parts: True if the chat template writes pictures of content parts; False if
             it reads texts only, so that placeholders are put into these.
         template_needs_parts: True if the chat template does not read a text that is no part.
-        row_bytes: size of one row of features.
+        row_bytes: size of one row of features, with those of further layers.
         fingerprint: digest of the processor's settings.
     """
 
@@ -79,7 +79,7 @@ def picture_form(
         template_reads_parts=_shows(tokenizer, [{"type": "image"}], family.placeholder),
         template_needs_parts=not _shows(tokenizer, PROBE_TEXT, PROBE_TEXT)
         and _shows(tokenizer, [{"type": "text", "text": PROBE_TEXT}], PROBE_TEXT),
-        row_bytes=row_bytes,
+        row_bytes=row_bytes * (1 + family.num_added_layers),
         fingerprint=sha256(settings).hexdigest(),
     )
 

@@ -196,6 +196,10 @@ def cut_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptInputs, "cut", lambda self, start, stop: stop)
 
 
+def no_deepstack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InputFeatures, "gather_layers", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("name", "mutation"),
     [("gemma3", mutation) for mutation in (causal_spans, cut_spans)]
@@ -205,7 +209,8 @@ def cut_spans(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in vision_names()
         if name.startswith("qwen")
         for mutation in (plain_positions, plain_offsets)
-    ],
+    ]
+    + [(name, no_deepstack) for name in vision_names() if name.startswith("qwen3_vl")],
 )
 def test_the_tokens_show_what_is_left_out(
     name: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -200,9 +200,9 @@ class QwenBlock(nn.Module):
 class QwenPatches(nn.Module):
     """The embedding of patches, a convolution that is a linear layer."""
 
-    def __init__(self, patch_dim: int, size: int) -> None:
+    def __init__(self, patch_dim: int, size: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.proj = nn.Linear(patch_dim, size, bias=False)
+        self.proj = nn.Linear(patch_dim, size, bias=bias)
 
     def __call__(self, pixels: mx.array) -> mx.array:
         """Return embeddings ``[patches, size]`` of ``[patches, patch dim]``."""
@@ -252,7 +252,7 @@ class QwenTransformer(nn.Module):
     def __call__(self, pixels: mx.array, grid: Grid) -> mx.array:
         """Return rows ``[rows, out]`` of patches ``[patches, patch dim]``."""
         config = self.config
-        turns = _turns(grid.places, self.head_size)
+        turns = patch_turns(grid.places, self.head_size)
         windows = None
         if self.has_windows:
             side = config.window_size // config.patch_size // config.spatial_merge_size
@@ -282,7 +282,7 @@ class QwenTower(nn.Module):
         return Features(self.visual(pixels, Grid(height, width, self._merge_size)))
 
 
-def _turns(places: np.ndarray, head_size: int) -> mx.array:
+def patch_turns(places: np.ndarray, head_size: int) -> mx.array:
     """Return angles ``[patches, head_size / 2]``: half by rows, half by columns."""
     half = head_size // 2
     frequencies = 1e4 ** -(np.arange(0, half, 2, dtype=np.float32) / half)

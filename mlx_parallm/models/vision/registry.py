@@ -10,6 +10,7 @@ from mlx_parallm.models.vision.gemma import GEMMA
 from mlx_parallm.models.vision.llava import LLAVA
 from mlx_parallm.models.vision.pixtral import PIXTRAL
 from mlx_parallm.models.vision.qwen import QWEN
+from mlx_parallm.models.vision.qwen3 import QWEN3
 
 #: ``TOWERS``: the families of each ``model_type``; the first that knows a config has its tower.
 TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
@@ -18,6 +19,7 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "mistral3": (PIXTRAL,),
     "qwen2_5_vl": (QWEN,),
     "qwen2_vl": (QWEN,),
+    "qwen3_vl": (QWEN3,),
 }
 
 

@@ -18,6 +18,22 @@ from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 
+class PlacedRows:
+    """Where the rows of a step's features are in a forward, once its embedding has run."""
+
+    def __init__(self) -> None:
+        self._is_row = mx.array([False])
+        self._indices = mx.array([0])
+
+    def place(self, is_row: mx.array, indices: mx.array) -> None:
+        """Take where the features are: ``is_row`` and the index of each, of the ids' shape."""
+        self._is_row, self._indices = is_row, indices
+
+    def spread(self, rows: mx.array) -> mx.array:
+        """Return ``rows``, one for each feature, at their places: ``[*ids, width]``, or zeros."""
+        return mx.where(self._is_row[..., None], rows[self._indices], mx.array(0, rows.dtype))
+
+
 class EmbeddingSeam:
     """Replaces the embeddings of token ids beyond the vocabulary by rows of a step's features.
 
@@ -40,22 +56,24 @@ class EmbeddingSeam:
         return self._table(token_ids)
 
     @contextmanager
-    def during(self, features: mx.array) -> Iterator[None]:
+    def during(self, features: mx.array) -> Iterator[PlacedRows]:
         """Replace ids beyond the table by rows of ``features``, ``[rows, width]``, for a while."""
         first_id = self.first_id
+        placed = PlacedRows()
 
         def wrap(original: Any) -> Methods:
             def replaced(self: Any, token_ids: mx.array) -> mx.array:
                 is_row = token_ids >= first_id
                 embedded = original.__call__(self, mx.where(is_row, 0, token_ids))
                 indices = mx.where(is_row, token_ids - first_id, 0)
+                placed.place(is_row, indices)
                 rows = features.astype(embedded.dtype)[indices]
                 return mx.where(is_row[..., None], rows, embedded)
 
             return {"__call__": replaced}
 
         with WrappedCalls([self._table], wrap):
-            yield
+            yield placed
 
     def place(self, token_ids: mx.array, sequences: Sequence[ScheduledSequence]) -> mx.array:
         """Return the step's ids, int32 ``[T]``, with the ids of input rows put in.
@@ -78,6 +96,7 @@ class InputFeatures:
 
     def __init__(self) -> None:
         self._rows: dict[int, mx.array] = {}
+        self._layers: dict[int, mx.array] = {}
         self._positions: dict[int, np.ndarray] = {}
         self._two_way: set[int] = set()
 
@@ -87,6 +106,7 @@ class InputFeatures:
         rows: mx.array,
         positions: np.ndarray | None = None,
         *,
+        layers: mx.array | None = None,
         sees_both_ways: bool = False,
     ) -> None:
         """Keep an input's features.
@@ -95,10 +115,13 @@ class InputFeatures:
             slot: where steps find them.
             rows: ``[rows, width]``.
             positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
+            layers: what the first text layers add to these rows, ``[layers, rows, width]``.
             sees_both_ways: True if the rows attend to each other.
         """
         self.drop([slot])
         self._rows[slot] = rows
+        if layers is not None:
+            self._layers[slot] = layers
         if positions is not None:
             self._positions[slot] = positions
         if sees_both_ways:
@@ -132,12 +155,14 @@ class InputFeatures:
         """Drop the features in some slots; empty slots are ignored."""
         for slot in slots:
             self._rows.pop(slot, None)
+            self._layers.pop(slot, None)
             self._positions.pop(slot, None)
             self._two_way.discard(slot)
 
     def clear(self) -> None:
         """Drop all features."""
         self._rows.clear()
+        self._layers.clear()
         self._positions.clear()
         self._two_way.clear()
 
@@ -149,6 +174,25 @@ class InputFeatures:
             for rows in sequence.inputs
         ]
         return mx.concatenate(parts) if parts else None
+
+    def gather_layers(self, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
+        """Return what the first text layers add to the rows that ``gather`` returns.
+
+        Returns:
+            ``[layers, rows, width]``; None if they add nothing.
+        """
+        steps = [rows for sequence in sequences for rows in sequence.inputs]
+        kept = [self._layers[rows.slot] for rows in steps if rows.slot in self._layers]
+        if not kept:
+            return None
+        count, _, width = kept[0].shape
+        parts = [
+            self._layers[rows.slot][:, rows.first_row : rows.first_row + rows.num_rows]
+            if rows.slot in self._layers
+            else mx.zeros((count, rows.num_rows, width), kept[0].dtype)
+            for rows in steps
+        ]
+        return mx.concatenate(parts, axis=1)
 
 
 def find_embedding(model: nn.Module, vocab_size: int, dtype: mx.Dtype) -> EmbeddingSeam | None:

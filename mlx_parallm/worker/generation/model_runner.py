@@ -16,6 +16,7 @@ from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.vision.features import Features
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.kv_plan import KVPlan
@@ -34,6 +35,7 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
+from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.worker.generation.input_rows import InputFeatures, find_embedding
@@ -116,8 +118,12 @@ class ModelRunner:
         self.features = InputFeatures()
         self._tower: Any = getattr(loaded.model, TOWER, None)
         self._rotary = None if self._tower is None else find_rotary(loaded.model, loaded.config)
-        takes_rows = takes_embeds or self._tower is not None
-        self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_rows else None
+        self._deepstack = DeepstackSeam(loaded.model.layers)
+        self._embedding = (
+            find_embedding(loaded.model, vocab_size, dtype)
+            if takes_embeds or self._tower is not None
+            else None
+        )
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         choice = choose_path(
             loaded.model,
@@ -275,13 +281,15 @@ class ModelRunner:
         arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
         if kind is InputKind.PICTURE:
             assert self._embedding is not None
-            rows = picture_rows(self._tower, arrays, self._embedding, self._dtype)
+            made = picture_rows(self._tower, arrays, self._embedding, self._dtype)
         else:
-            rows = arrays["rows"]
+            made = Features(arrays["rows"])
         ids = tensors.get(POSITIONS)
         positions = None if ids is None else np.array(ids.array)
+        layers = mx.stack(list(made.layers)) if made.layers else None
         both = kind is InputKind.PICTURE and self._two_way is not None
-        self.features.put(slot, rows.astype(self._dtype), positions, sees_both_ways=both)
+        rows = made.rows.astype(self._dtype)
+        self.features.put(slot, rows, positions, layers=layers, sees_both_ways=both)
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]
@@ -295,13 +303,15 @@ class ModelRunner:
         positions = None
         if self._rotary is not None:
             positions = self._rotary.positions(sequences, self.features)
-        turned = contextlib.nullcontext()
-        if self._rotary is not None and positions is not None:
-            turned = self._rotary.during(positions)
-        seeing = contextlib.nullcontext()
-        if self._two_way is not None:
-            seeing = self._two_way.during(self.features.two_way_spans(sequences))
-        with self._embedding.during(features), turned, seeing:
+        layers = self.features.gather_layers(sequences)
+        with contextlib.ExitStack() as seams:
+            placed = seams.enter_context(self._embedding.during(features))
+            if self._rotary is not None and positions is not None:
+                seams.enter_context(self._rotary.during(positions))
+            if layers is not None:
+                seams.enter_context(self._deepstack.during(placed, layers))
+            if self._two_way is not None:
+                seams.enter_context(self._two_way.during(self.features.two_way_spans(sequences)))
             return self._path.logits(spread, self._embedding.place(token_ids, sequences), rows)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_parallm.models.vision.features import Features
 from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS
 from mlx_parallm.worker.generation.input_rows import EmbeddingSeam
 
 
 def picture_rows(
     tower: Any, arrays: Mapping[str, mx.array], embedding: EmbeddingSeam, dtype: mx.Dtype
-) -> mx.array:
-    """Return the rows of a picture's span, ``[rows, width]``, lazily.
+) -> Features:
+    """Return the features of a picture with a row for each of its span, lazily.
 
     Args:
         tower: see ``models.vision.registry``.
@@ -26,11 +27,16 @@ def picture_rows(
     token_ids = arrays[TOKEN_IDS]
     own = (TOKEN_IDS, POSITIONS)
     pixels = {name: array for name, array in arrays.items() if name not in own}
-    made = tower(pixels)
-    features = (made.rows / made.scale).astype(dtype)
-    if features.shape[0] == token_ids.shape[0]:
-        return features
+    features: Features = tower(pixels)
+    rows = (features.rows / features.scale).astype(dtype)
+    layers = tuple(each.astype(dtype) for each in features.layers)
+    if rows.shape[0] == token_ids.shape[0]:
+        return Features(rows, layers)
     is_feature = token_ids == FEATURE
     places = mx.maximum(mx.cumsum(is_feature.astype(mx.int32)) - 1, 0)
     marks = embedding.rows(mx.where(is_feature, 0, token_ids)).astype(dtype)
-    return mx.where(is_feature[:, None], features[places], marks)
+    nothing = mx.array(0, dtype)
+    return Features(
+        mx.where(is_feature[:, None], rows[places], marks),
+        tuple(mx.where(is_feature[:, None], each[places], nothing) for each in layers),
+    )

@@ -15,6 +15,7 @@ from transformers import (
     Idefics3Processor,
     LlavaProcessor,
     Qwen2VLProcessor,
+    Qwen3VLProcessor,
 )
 
 from mlx_parallm.pictures.families import FAMILIES, Arrays, PictureFamily
@@ -40,6 +41,11 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         {"vision_config": {"spatial_merge_size": 2}},
         Qwen2VLProcessor,
         {"image_processor_type": "Qwen2VLImageProcessor"},
+    ),
+    "qwen3_vl": (
+        {"vision_config": {"spatial_merge_size": 2}},
+        Qwen3VLProcessor,
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     ),
     "gemma3": (
         {"mm_tokens_per_image": 256},
