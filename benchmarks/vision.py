@@ -1,0 +1,221 @@
+"""Measure chats with pictures.
+
+``python -m benchmarks.vision`` makes a Qwen2.5-VL with random weights and serves it. It measures
+the second question about a picture against the first one, 32 clients with a picture each against
+one at a time and against one picture for all, what pictures that arrive do to 16 text streams,
+beside what text prompts of as many tokens do, and texts alone against the same model without a
+tower. ``--shape 3B`` has the shape of Qwen2.5-VL-3B, for a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checks import Check, conclude
+from benchmarks.make_vision_model import SHAPES, make_vision_model, picture_part, words
+from benchmarks.measure import first_text_ms, make_client, make_parser, send_all, with_model
+from benchmarks.servers import Server, mlx_parallm_server
+from mlx_parallm.bench.load import open_loop
+from mlx_parallm.bench.record import PlannedRequest, RequestRecord
+
+# MOST_SECOND, LEAST_AT_ONCE, MOST_GAP, LEAST_TEXT: the targets.
+MOST_SECOND, LEAST_AT_ONCE, MOST_GAP, LEAST_TEXT = 0.25, 6.0, 1.2, 0.99
+NUM_CLIENTS, NUM_STREAMS, NUM_ARRIVALS = 32, 16, 8
+QUESTION, ANSWER = 16, 32
+Content = str | list[dict[str, Any]]
+
+
+class Chats:
+    """Makes requests; every picture and text of one is new."""
+
+    def __init__(self, width: int, height: int) -> None:
+        """The pictures have this size in pixels."""
+        self._size = width, height
+        self._seeds = count(1)
+
+    def text(self, num_tokens: int) -> str:
+        """Return a text that no other request has."""
+        return words(num_tokens, next(self._seeds))
+
+    def picture(self) -> dict[str, Any]:
+        """Return a picture that no other request has."""
+        return picture_part(*self._size, next(self._seeds))
+
+    def asking(self, picture: dict[str, Any]) -> Content:
+        """Return a question about a picture."""
+        return [picture, {"type": "text", "text": self.text(QUESTION)}]
+
+
+def chat(index: int, contents: Sequence[Content], max_tokens: int) -> PlannedRequest:
+    """Return a streamed chat whose turns have these contents, the user's first."""
+    roles = ("user", "assistant")
+    body = {
+        "messages": [
+            {"role": roles[turn % 2], "content": content} for turn, content in enumerate(contents)
+        ],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return PlannedRequest(
+        index=index, route="/v1/chat/completions", body=body, max_tokens=max_tokens
+    )
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.set_defaults(model=None, repetitions=2)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--size", default="", help="of pictures: WIDTHxHEIGHT in pixels")
+    parser.add_argument("--max-tokens", type=int, default=0, help="new tokens of an answer")
+    parser.add_argument("--interval", type=float, default=0.3, help="between arrivals, seconds")
+    args = parser.parse_args()
+    is_tiny = args.shape == "tiny"
+    width, height = map(int, (args.size or ("448x336" if is_tiny else "1024x768")).split("x"))
+    args.max_tokens = args.max_tokens or (32 if is_tiny else 128)
+    whole, text = make_vision_model(args.model or Path(f"results/vision_{args.shape}"), args.shape)
+    options = shlex.split(args.server_options)
+    chats = Chats(width, height)
+    rates: dict[str, float] = {}
+    with mlx_parallm_server(text, options) as server:
+        rates["text model"] = text_rate(server, chats, args)
+    with mlx_parallm_server(whole, options) as server:
+        rates["vision model"] = text_rate(server, chats, args)
+        checks = [
+            *turns(server, chats, args),
+            *at_once(server, chats, args),
+            *beside_streams(server, chats, args),
+        ]
+    for name, rate in rates.items():
+        checks.append(Check(f"texts alone, {name}: tokens/s", rate))
+    ratio = rates["vision model"] / rates["text model"]
+    checks.append(Check("texts alone, vision over text model", ratio, ">=", LEAST_TEXT))
+    return conclude(f"vision{'' if is_tiny else '_gpu'}", checks, {"size": [width, height]})
+
+
+def text_rate(server: Server, chats: Chats, args: Namespace) -> float:
+    """Return the tokens a second of 32 clients with texts; the first round warms up."""
+    rates: list[float] = []
+    for _ in range(args.repetitions + 1):
+        requests = [
+            chat(index, [chats.text(100)], args.max_tokens) for index in range(2 * NUM_CLIENTS)
+        ]
+        rates.append(rate(send_all(server, requests, NUM_CLIENTS)))
+    return max(rates[1:])
+
+
+def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
+    """Return times to the first token of first and second questions about a picture."""
+    firsts: list[RequestRecord] = []
+    seconds: list[RequestRecord] = []
+    for _ in range(3 * args.repetitions + 1):
+        question = chats.asking(chats.picture())
+        (first,) = send_all(server, [chat(0, [question], 8)], 1)
+        later = [question, chats.text(8), chats.text(QUESTION)]
+        (second,) = send_all(server, [chat(0, later, 8)], 1)
+        firsts.append(first)
+        seconds.append(second)
+    medians = [statistics.median(map(first_text_ms, records[1:])) for records in (firsts, seconds)]
+    return [
+        Check("tokens of a picture's prompt", firsts[0].prompt_tokens),
+        Check("first question: TTFT, ms", medians[0]),
+        Check("second question: TTFT, ms", medians[1]),
+        Check("second question over first", medians[1] / medians[0], "<=", MOST_SECOND),
+    ]
+
+
+def at_once(server: Server, chats: Chats, args: Namespace) -> list[Check]:
+    """Return what 32 clients get with a picture each, one after the other, and with one for all."""
+
+    def of(pictures: Sequence[dict[str, Any]]) -> list[PlannedRequest]:
+        return [
+            chat(index, [chats.asking(picture)], args.max_tokens)
+            for index, picture in enumerate(pictures)
+        ]
+
+    def new(number: int) -> list[dict[str, Any]]:
+        return [chats.picture() for _ in range(number)]
+
+    send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
+    alone = send_all(server, of(new(4)), 1)
+    apart = send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
+    same = send_all(server, of(new(1) * NUM_CLIENTS), NUM_CLIENTS)
+    return [
+        Check("one at a time: tokens/s", rate(alone)),
+        Check("32 clients: tokens/s", rate(apart)),
+        Check("32 clients over one at a time", rate(apart) / rate(alone), ">=", LEAST_AT_ONCE),
+        Check("32 clients: TTFT p99, ms", latest(apart)),
+        Check("32 clients, one picture: tokens/s", rate(same)),
+        Check("32 clients, one picture: TTFT p99, ms", latest(same)),
+    ]
+
+
+def beside_streams(server: Server, chats: Chats, args: Namespace) -> list[Check]:
+    """Return the gaps of streams while prompts with pictures, and texts as long, arrive."""
+    (example,) = send_all(server, [chat(0, [chats.asking(chats.picture())], 1)], 1)
+    gaps: dict[str, list[float]] = {"nothing": [], "texts": [], "pictures": []}
+    for repetition in range(args.repetitions + 1):
+        for name, own in gaps.items():
+            contents: list[Content] = []
+            if name == "texts":
+                contents = [chats.text(example.prompt_tokens - 2) for _ in range(NUM_ARRIVALS)]
+            if name == "pictures":
+                contents = [chats.asking(chats.picture()) for _ in range(NUM_ARRIVALS)]
+            measured = asyncio.run(stream_gaps_ms(server, chats, contents, args))
+            if repetition:
+                own += measured
+    p99 = {name: statistics.quantiles(own, n=100)[98] for name, own in gaps.items()}
+    return [
+        *(Check(f"streams beside {name}: gap p99, ms", value) for name, value in p99.items()),
+        Check("gap p99 beside pictures over texts", p99["pictures"] / p99["texts"], "<=", MOST_GAP),
+    ]
+
+
+async def stream_gaps_ms(
+    server: Server, chats: Chats, contents: Sequence[Content], args: Namespace
+) -> list[float]:
+    """Return the gaps of 16 streams while prompts of these contents arrive one after the other."""
+    length = 3 * args.max_tokens
+    streams = [chat(index, [chats.text(100)], length) for index in range(NUM_STREAMS)]
+    arrivals = [
+        replace(chat(NUM_STREAMS + index, [content], 1), arrival_s=args.interval * (index + 1))
+        for index, content in enumerate(contents)
+    ]
+    requests = [with_model(each, server.model) for each in (*streams, *arrivals)]
+    records = await open_loop(requests, make_client(server).send)
+    failed = next((record.error for record in records if record.error), None)
+    if failed:
+        raise RuntimeError(failed)
+    last = max((record.end_s for record in records[NUM_STREAMS:]), default=float("inf"))
+    return [
+        1000 * (after - before)
+        for record in records[:NUM_STREAMS]
+        for before, after in pairwise(record.chunk_times_s)
+        if after <= last
+    ]
+
+
+def rate(records: Sequence[RequestRecord]) -> float:
+    """Return the tokens a second of all requests together."""
+    begin = min(record.start_s for record in records)
+    end = max(record.end_s for record in records)
+    return sum(record.output_tokens for record in records) / (end - begin)
+
+
+def latest(records: Sequence[RequestRecord]) -> float:
+    """Return the 99th percentile of times to the first token, in ms."""
+    return statistics.quantiles(map(first_text_ms, records), n=100, method="inclusive")[98]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
