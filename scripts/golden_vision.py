@@ -60,7 +60,7 @@ def golden_values(case: VisionCase) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = transformers.AutoConfig.for_model(**case.config)
         kind(config).save_pretrained(folder)
-        shapes = _shapes(Path(folder))
+        shapes = case.published(_shapes(Path(folder)))
         weights = {name: golden_weight(name, shape) for name, shape in shapes.items()}
         save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
         model, report = kind.from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,38 @@ def golden_picture(seed: int, height: int, width: int) -> np.ndarray:
     return (noise + slope).astype(np.uint8)
 
 
+#: ``Shapes``: the shapes of weights by their names in a checkpoint.
+Shapes = dict[str, list[int]]
+
+
+def as_saved(shapes: Shapes) -> Shapes:
+    """Return the weights that transformers saves: published checkpoints have the same."""
+    return shapes
+
+
+def turned_experts(shapes: Shapes) -> Shapes:
+    """Return weights with those of experts as Qwen3-VL's checkpoints have them: rows first."""
+    return {
+        name: [shape[0], shape[2], shape[1]] if ".experts." in name else shape
+        for name, shape in shapes.items()
+    }
+
+
+def joined_experts(shapes: Shapes) -> Shapes:
+    """Return weights with those of experts in one array, as Qwen3.5's checkpoints have them."""
+    joined: Shapes = {}
+    for name, shape in shapes.items():
+        prefix, is_expert, rest = name.partition(".experts.")
+        if not is_expert:
+            joined[name] = shape
+        elif rest.startswith("0.down_proj"):
+            joined[f"{prefix}.experts.down_proj"] = [EXPERTS["num_experts"], *shape]
+        elif rest.startswith("0.gate_proj"):
+            size = [EXPERTS["num_experts"], 2 * shape[0], shape[1]]
+            joined[f"{prefix}.experts.gate_up_proj"] = size
+    return joined
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionCase:
     """A tiny model.
@@ -39,6 +72,7 @@ class VisionCase:
         before: text that templates write before a picture.
         after: text that they write behind it.
         sizes: heights and widths of the pictures of each prompt.
+        published: returns the weights of published checkpoints for those that transformers saves.
     """
 
     name: str
@@ -50,6 +84,7 @@ class VisionCase:
     sizes: tuple[tuple[tuple[int, int], ...], ...] = field(
         default=(((40, 50),), ((50, 40), (20, 70)), ())
     )
+    published: Callable[[Shapes], Shapes] = as_saved
 
 
 TEXT: dict[str, Any] = {
@@ -94,7 +129,7 @@ LLAVA = VisionCase(
 )
 
 QWEN_SIZES = (((56, 84),), ((84, 56), (140, 196)), ())
-QWEN_MARKS = {"before": "<|vision_start|>", "after": "<|vision_end|>"}
+QWEN_MARKS: dict[str, Any] = {"before": "<|vision_start|>", "after": "<|vision_end|>"}
 QWEN_PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64},
@@ -300,5 +335,79 @@ QWEN3_VL = VisionCase(
     sizes=QWEN3_SIZES,
     **QWEN_MARKS,
 )
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+QWEN3_VL_MOE = VisionCase(
+    name="qwen3_vl_moe",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    config={
+        **QWEN3_VL.config,
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            **QWEN3_TEXT,
+            **EXPERTS,
+            "model_type": "qwen3_vl_moe_text",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        "vision_config": {**QWEN3_VL.config["vision_config"], "model_type": "qwen3_vl_moe"},
+    },
+    processor=QWEN3_PROCESSOR,
+    sizes=QWEN3_SIZES,
+    published=turned_experts,
+    **QWEN_MARKS,
+)
+# Two layers with a state, and one with keys and values; half of each head of 16 numbers turns.
+QWEN3_5_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+QWEN3_5_TEXT: dict[str, Any] = {
+    **QWEN3_TEXT,
+    "full_attention_interval": 3,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_scaling": None,
+    "rope_parameters": {**QWEN3_5_MROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+QWEN3_5 = VisionCase(
+    name="qwen3_5",
+    architecture="Qwen3_5ForConditionalGeneration",
+    config={
+        "model_type": "qwen3_5",
+        **QWEN_IDS,
+        "tie_word_embeddings": False,
+        "text_config": {**QWEN3_5_TEXT, "model_type": "qwen3_5_text"},
+        "vision_config": {**QWEN3_VISION, "model_type": "qwen3_5"},
+    },
+    processor=QWEN3_PROCESSOR,
+    sizes=QWEN3_SIZES,
+    **QWEN_MARKS,
+)
+QWEN3_5_MOE = VisionCase(
+    name="qwen3_5_moe",
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    config={
+        **QWEN3_5.config,
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            **QWEN3_5_TEXT,
+            **EXPERTS,
+            "model_type": "qwen3_5_moe_text",
+            "shared_expert_intermediate_size": 24,
+        },
+        "vision_config": {**QWEN3_VISION, "model_type": "qwen3_5_moe"},
+    },
+    processor=QWEN3_PROCESSOR,
+    sizes=QWEN3_SIZES,
+    published=joined_experts,
+    **QWEN_MARKS,
+)
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, PIXTRAL, MISTRAL3, GEMMA3)
+QWEN3_CASES = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3)

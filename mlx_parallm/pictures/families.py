@@ -298,6 +298,8 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], PictureFamily]] = {
     "mistral3": _pixtral,
     "qwen2_5_vl": _qwen,
     "qwen2_vl": _qwen,
+    "qwen3_5": _qwen3,
+    "qwen3_5_moe": _qwen3,
     "qwen3_vl": _qwen3,
     "qwen3_vl_moe": _qwen3,
     "smolvlm": _idefics3,

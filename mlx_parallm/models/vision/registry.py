@@ -19,7 +19,10 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "mistral3": (PIXTRAL,),
     "qwen2_5_vl": (QWEN,),
     "qwen2_vl": (QWEN,),
+    "qwen3_5": (QWEN3,),
+    "qwen3_5_moe": (QWEN3,),
     "qwen3_vl": (QWEN3,),
+    "qwen3_vl_moe": (QWEN3,),
 }
 
 
