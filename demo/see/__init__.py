@@ -1,0 +1,1 @@
+"""A small model that answers questions about drawn pictures: its data, training, evaluation."""
