@@ -37,7 +37,7 @@ class Chats:
     """Makes requests; every picture and text of one is new."""
 
     def __init__(self, width: int, height: int) -> None:
-        """The pictures have this size in pixels."""
+        """``width`` and ``height`` are those of all pictures, in pixels."""
         self._size = width, height
         self._seeds = count(1)
 

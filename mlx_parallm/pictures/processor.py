@@ -34,6 +34,11 @@ class PreparedPicture:
     content: str
     positions: np.ndarray | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its arrays."""
+        return sum(len(array.data) for array in self.arrays.values())
+
 
 class PictureProcessor:
     """Prepares the pictures of one model. Its methods may be called from any thread."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from mlx_parallm.api.http.offload import in_thread
@@ -14,6 +15,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.decode import shrunk
 from mlx_parallm.media.reader import DecodedPicture, PictureReader
 from mlx_parallm.pictures.form import PictureForm
+from mlx_parallm.pictures.prepared_cache import PreparedCache
 from mlx_parallm.pictures.processor import PictureProcessor, PreparedPicture
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
@@ -21,6 +23,9 @@ from mlx_parallm.types.json_values import is_list
 SOURCE = "source"
 # LOW_SIDE: longest side of a picture of low detail, in pixels.
 LOW_SIDE = 512
+DATA = "data:"
+# PREPARED_BYTES: of the pictures that are kept as models take them.
+PREPARED_BYTES = 160 << 20
 
 
 class Detail(StrEnum):
@@ -83,7 +88,8 @@ class Pictures:
         """``limits`` are those of every request."""
         self._limits = limits
         self._reader = PictureReader(limits, in_thread=in_thread)
-        self._processors: dict[str, PictureProcessor] = {}
+        self._processors: dict[Hashable, PictureProcessor] = {}
+        self._prepared = PreparedCache(PREPARED_BYTES)
 
     async def prepare(
         self, sources: Sequence[PictureSource], model: GenerationModel
@@ -103,9 +109,21 @@ class Pictures:
         return [await self._prepare(source, form) for source in sources]
 
     async def _prepare(self, source: PictureSource, form: PictureForm) -> PreparedPicture:
-        processor = self._processors.setdefault(form.fingerprint, PictureProcessor(form))
+        form_key = form.fingerprint, form.family
+        key = None
+        if source.url.startswith(DATA):
+            # Other URLs may have other bytes the next time.
+            digest = await in_thread(lambda: sha256(source.url.encode()).digest())
+            key = form_key, source.detail, digest
+            known = self._prepared.get(key)
+            if known is not None:
+                return known
+        processor = self._processors.setdefault(form_key, PictureProcessor(form))
         async with self._reader.from_url(source.url, param=source.param) as picture:
-            return await in_thread(partial(_prepared, processor, picture, source))
+            prepared = await in_thread(partial(_prepared, processor, picture, source))
+        if key is not None:
+            self._prepared.put(key, prepared)
+        return prepared
 
 
 def _prepared(
