@@ -16,7 +16,7 @@ from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import TOKEN_IDS, InputKind
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
@@ -81,12 +81,14 @@ class PictureSession(Session):
         self.pictures = self.runner = InputRunner(runner_of(name, backend))
         self.name = name
 
-    def add_prompt(self, request_id: str, number: int, max_tokens: int = 32) -> None:
+    def add_prompt(
+        self, request_id: str, number: int, max_tokens: int = 32, logprobs: int | None = None
+    ) -> None:
         request = GenerateRequest(
             request_id=request_id,
             model="m",
             prompt_ids=tuple(golden_of(self.name)["prompts"][number]["ids"]),
-            params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            params=SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=logprobs),
             inputs=pictures_of(self.name).inputs(number),
         )
         self.scheduler.add(request, seed=0, end_ids=frozenset())
@@ -122,6 +124,23 @@ def test_greedy_tokens_are_those_of_transformers(
     session = PictureSession(name, backend)
     assert InputKind.PICTURE in session.runner.info.input_kinds
     check_all(session)
+
+
+@pytest.mark.parametrize("name", vision_names())
+def test_logits_are_those_of_transformers(name: str) -> None:
+    session = PictureSession(name)
+    prompts = golden_of(name)["prompts"]
+    for number in range(len(prompts)):
+        session.add_prompt(f"{number}", number, 1, ALL_TOKENS)
+    session.finish()
+    for number, prompt in enumerate(prompts):
+        logprob = session.tokens[f"{number}", 0][0].logprob
+        assert logprob is not None
+        top = dict(logprob.top)
+        logits = np.array(prompt["logits"])
+        shifted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        own = [top[token_id] for token_id in range(len(logits))]
+        np.testing.assert_allclose(own, shifted, atol=1e-4 * np.abs(logits).max())
 
 
 def check_all(session: PictureSession) -> None:
