@@ -351,6 +351,9 @@ QWEN3_VL_MOE = VisionCase(
             **QWEN3_TEXT,
             **EXPERTS,
             "model_type": "qwen3_vl_moe_text",
+            # Without "mrope_interleaved", which transformers does not read.
+            "rope_scaling": {**MROPE, "mrope_section": [4, 2, 2]},
+            "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "rope_theta": 1e4},
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },

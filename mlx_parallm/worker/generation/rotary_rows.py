@@ -115,7 +115,9 @@ def find_rotary(model: nn.Module, config: Mapping[str, Any]) -> RotarySeam | Non
     if not modules:
         return None
     sections = [int(size) for size in settings[SECTION]]
-    is_interleaved = bool(settings.get("mrope_interleaved", False))
+    # Qwen3-VL and later models interleave the axes, also where their config does not say so.
+    is_later = str(config.get("model_type", "")).startswith("qwen3")
+    is_interleaved = bool(settings.get("mrope_interleaved", is_later))
     return RotarySeam(modules, _axes(modules[0].dims // 2, sections, is_interleaved=is_interleaved))
 
 
