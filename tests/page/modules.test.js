@@ -17,6 +17,7 @@ const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sess
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
 const { pretty } = await import(at("tools.js"));
+const { contentOf, isPicture, partsOf } = await import(at("pictures.js"));
 
 async function events(...pieces) {
   const stream = new ReadableStream({
@@ -290,4 +291,22 @@ test("the steps of a stream that goes on are read up to the last one that was ma
   }
   assert.deepEqual(asked, ["http://here/x/v1/mezo/sessions/a%2Fb/events?after=4"]);
   assert.ok(isCancelled);
+});
+
+test("a message with pictures has parts, and one without is its text", () => {
+  assert.equal(contentOf("Hi", []), "Hi");
+  const content = contentOf("What is it?", ["data:a", "data:b"]);
+  assert.deepEqual(content, [
+    { type: "image_url", image_url: { url: "data:a" } },
+    { type: "image_url", image_url: { url: "data:b" } },
+    { type: "text", text: "What is it?" },
+  ]);
+  assert.deepEqual(partsOf(content), { text: "What is it?", urls: ["data:a", "data:b"] });
+  assert.deepEqual(partsOf(contentOf("", ["data:a"])), { text: "", urls: ["data:a"] });
+  assert.deepEqual(partsOf("Hi"), { text: "Hi", urls: [] });
+});
+
+test("only files that the server reads are pictures", () => {
+  assert.ok(isPicture({ type: "image/png" }));
+  for (const type of ["image/svg+xml", "text/html", ""]) assert.ok(!isPicture({ type }));
 });

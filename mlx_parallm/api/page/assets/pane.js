@@ -60,10 +60,10 @@ export class Pane {
   }
 
   /** Say something and stream the answer. Throws SettingsError. */
-  send(text) {
+  send(content) {
     this.settings.body();
     this.views.at(-1)?.tools?.take();
-    this.#say({ role: "user", content: text });
+    this.#say({ role: "user", content });
     this.answer();
   }
 

@@ -4,6 +4,7 @@ import { el, part } from "./dom.js";
 import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
 import { Pane } from "./pane.js";
+import { contentOf, Pictures } from "./pictures.js";
 import { SettingsError } from "./settings.js";
 
 // Of these numbers the lesser, and of the others the greater, is marked in a comparison.
@@ -22,6 +23,7 @@ export class Playground {
     this.problem = part(root, "problem");
     this.examples = part(root, "examples");
     this.compareButton = part(root, "compare");
+    this.pictures = new Pictures({ root, onProblem: (text) => (this.problem.textContent = text) });
     const options = { template, api, card, announce, onChange: (error) => this.#onChange(error) };
     this.all = ["A", "B"].map((name) => new Pane({ ...options, name }));
     this.panes = this.all.slice(0, 1);
@@ -69,9 +71,11 @@ export class Playground {
   }
 
   #keep() {
-    const isUsed = this.field.value !== "" || this.all.some((pane) => !pane.isEmpty);
+    const { urls } = this.pictures;
+    const isUsed = this.field.value !== "" || urls.length > 0 || this.all.some((pane) => !pane.isEmpty);
     const chat = {
       text: this.field.value,
+      pictures: urls,
       isComparing: this.panes.length > 1,
       panes: this.all.map((pane) => pane.kept()),
     };
@@ -82,6 +86,7 @@ export class Playground {
     const chat = keptChat();
     if (!chat) return;
     this.field.value = chat.text;
+    this.pictures.set(chat.pictures ?? []);
     if (chat.isComparing) this.#compare(true);
     this.all.forEach((pane, i) => pane.restore(chat.panes[i]));
     this.#onChange();
@@ -124,11 +129,13 @@ export class Playground {
 
   #send() {
     const text = this.field.value.trim();
-    if (!text || this.#isBusy()) return;
+    const { urls } = this.pictures;
+    if ((!text && urls.length === 0) || this.#isBusy()) return;
     try {
       for (const pane of this.panes) pane.settings.body();
-      for (const pane of this.panes) pane.send(text);
+      for (const pane of this.panes) pane.send(contentOf(text, urls));
       this.field.value = "";
+      this.pictures.set([]);
     } catch (error) {
       this.#onChange(error);
     }

@@ -1,0 +1,106 @@
+// Pictures that go with the next message: chosen with a button, dropped or pasted.
+
+import { el, part } from "./dom.js";
+
+// TYPES: what the server reads.
+const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
+
+/** A message's content: its text alone, or its pictures and its text as parts. */
+export function contentOf(text, urls) {
+  if (urls.length === 0) return text;
+  const pictures = urls.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...pictures, { type: "text", text }] : pictures;
+}
+
+/** The text and the pictures of a message's content. */
+export function partsOf(content) {
+  if (typeof content === "string") return { text: content, urls: [] };
+  const texts = content.filter(({ type }) => type === "text").map(({ text }) => text);
+  const pictures = content.filter(({ type }) => type === "image_url");
+  return { text: texts.join("\n"), urls: pictures.map(({ image_url }) => image_url.url) };
+}
+
+/** Whether the server reads files of this type. */
+export function isPicture({ type }) {
+  return TYPES.includes(type);
+}
+
+/** The pictures that wait beside the field. `onProblem` is told of files that are no pictures. */
+export class Pictures {
+  constructor({ root, onProblem }) {
+    this.urls = [];
+    this.onProblem = onProblem;
+    this.list = part(root, "pictures");
+    this.input = el("input", { type: "file", accept: TYPES.join(","), multiple: true, hidden: true });
+    this.input.dataset.part = "picture-files";
+    this.input.addEventListener("change", () => {
+      this.add([...this.input.files]);
+      this.input.value = "";
+    });
+    const composer = part(root, "composer");
+    composer.append(this.input);
+    part(root, "add-picture").addEventListener("click", () => this.input.click());
+    this.#takeDrops(root, composer);
+    part(root, "prompt").addEventListener("paste", (event) => this.#take(event, event.clipboardData));
+  }
+
+  #takeDrops(root, composer) {
+    const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+    root.addEventListener("dragover", (event) => {
+      if (!hasFiles(event)) return;
+      event.preventDefault();
+      composer.classList.add("dropping");
+    });
+    root.addEventListener("dragleave", (event) => {
+      if (!root.contains(event.relatedTarget)) composer.classList.remove("dropping");
+    });
+    root.addEventListener("drop", (event) => {
+      composer.classList.remove("dropping");
+      if (hasFiles(event)) this.#take(event, event.dataTransfer);
+    });
+  }
+
+  /** Take the files of a drop or a paste; texts are left to the browser. */
+  #take(event, transfer) {
+    const files = [...(transfer?.files ?? [])];
+    if (files.length === 0) return;
+    event.preventDefault();
+    this.add(files);
+  }
+
+  /** Add the files that are pictures, in order. */
+  async add(files) {
+    const other = files.find((file) => !isPicture(file));
+    this.onProblem(other ? `${other.name} is not a PNG, JPEG, WebP, GIF or BMP picture.` : "");
+    const urls = await Promise.all(files.filter(isPicture).map(readUrl));
+    this.set([...this.urls, ...urls]);
+  }
+
+  /** Show these pictures instead. */
+  set(urls) {
+    this.urls = urls;
+    this.list.hidden = urls.length === 0;
+    this.list.replaceChildren(...urls.map((url, i) => this.#thumbnail(url, i)));
+  }
+
+  #thumbnail(url, i) {
+    const label = `Remove picture ${i + 1}`;
+    const onclick = () => this.set(this.urls.filter((_, other) => other !== i));
+    const remove = el("button", { type: "button", class: "remove", "aria-label": label, title: label, onclick }, "×");
+    return el("span", { class: "thumbnail" }, pictureView(url, i), remove);
+  }
+}
+
+/** A picture of a message. */
+export function pictureView(url, i) {
+  return el("img", { src: url, alt: `Picture ${i + 1}` });
+}
+
+function readUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+}
