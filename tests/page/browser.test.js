@@ -529,3 +529,49 @@ test("a server that has gone is told", { timeout: 60_000 }, async () => {
   await page.locator("#status[data-state=down]", { hasText: "no connection" }).waitFor();
   await page.context().close();
 });
+
+const DOT =
+  "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg==";
+
+pageTest("pictures are added by button, drop and paste, removed, sent and shown", async (page) => {
+  const sent = [];
+  await page.route("**/v1/chat/completions", (route) => {
+    sent.push(route.request().postDataJSON());
+    const chunk = { choices: [{ index: 0, delta: { content: "a red dot" }, finish_reason: "stop" }] };
+    const body = `data: ${JSON.stringify(chunk)}\n\ndata: [DONE]\n\n`;
+    return route.fulfill({ contentType: "text/event-stream", body });
+  });
+  const waiting = page.locator(".thumbnail");
+  const file = { name: "dot.png", mimeType: "image/png", buffer: Buffer.from(DOT, "base64") };
+  await page.locator("[data-part=picture-files]").setInputFiles([file]);
+  await waiting.nth(0).waitFor();
+  for (const [target, kind] of [["#playground-view", "drop"], ["[data-part=prompt]", "paste"]]) {
+    await page.locator(target).evaluate((element, [type, base64]) => {
+      const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+      const transfer = new DataTransfer();
+      transfer.items.add(new File([bytes], "dot.png", { type: "image/png" }));
+      const options = { bubbles: true, cancelable: true };
+      const event =
+        type === "drop"
+          ? new DragEvent(type, { ...options, dataTransfer: transfer })
+          : new ClipboardEvent(type, { ...options, clipboardData: transfer });
+      element.dispatchEvent(event);
+    }, [kind, DOT]);
+    await waiting.nth(kind === "drop" ? 1 : 2).waitFor();
+  }
+  await page.getByRole("button", { name: "Remove picture 2" }).click();
+  assert.equal(await waiting.count(), 2);
+  const text = { name: "notes.txt", mimeType: "text/plain", buffer: Buffer.from("x") };
+  await page.locator("[data-part=picture-files]").setInputFiles([text]);
+  await page.getByText("notes.txt is not a PNG").waitFor();
+  await say(page, "What is this?");
+  assert.equal(await waiting.count(), 0);
+  assert.deepEqual(sent[0].messages.at(-1).content, [
+    ...Array(2).fill({ type: "image_url", image_url: { url: `data:image/png;base64,${DOT}` } }),
+    { type: "text", text: "What is this?" },
+  ]);
+  const shown = page.locator(".turn.user img");
+  assert.equal(await shown.count(), 2);
+  assert.ok(await shown.first().evaluate((image) => image.decode().then(() => image.naturalWidth === 1)));
+  await lastAnswer(page).getByText("a red dot").waitFor();
+});

@@ -32,6 +32,7 @@ export class Pictures {
     this.onProblem = onProblem;
     this.list = part(root, "pictures");
     this.input = el("input", { type: "file", accept: TYPES.join(","), multiple: true, hidden: true });
+    this.input.ariaLabel = "Picture files";
     this.input.dataset.part = "picture-files";
     this.input.addEventListener("change", () => {
       this.add([...this.input.files]);
