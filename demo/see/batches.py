@@ -25,7 +25,7 @@ TEXT_LENGTH = 80
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one call of a worker makes."""
+    """An order to a worker for one batch."""
 
     tokenizer_file: Path
     rows: int

@@ -56,12 +56,12 @@ def _with_pictures(count: int, text: str, rng: np.random.Generator) -> str:
 
 def _some(groups: Sequence[list[Question]], rng: np.random.Generator) -> list[Question]:
     """Return up to ``MAX_TURNS`` different questions, of tasks chosen evenly."""
-    asked: dict[str, Question] = {}
+    by_text: dict[str, Question] = {}
     for _ in range(int(rng.integers(1, MAX_TURNS + 1))):
         group = groups[int(rng.integers(len(groups)))]
         question = group[int(rng.integers(len(group)))]
-        asked.setdefault(question.text, question)
-    return list(asked.values())
+        by_text.setdefault(question.text, question)
+    return list(by_text.values())
 
 
 def _turns(groups: Sequence[list[Question]], pictures: int, rng: np.random.Generator) -> Turns:

@@ -142,6 +142,15 @@ def save_model(model: SeeingModel, config: dict[str, Any], folder: Path) -> None
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
+def load_model(folder: Path) -> SeeingModel:
+    """Return a stored model, in float32."""
+    model = SeeingModel(json.loads((folder / "config.json").read_text()))
+    stored: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
+    own = {_checkpoint_name(name): name for name in named_weights(model)}
+    model.load_weights([(own[name], array.astype(mx.float32)) for name, array in stored.items()])
+    return model
+
+
 def config_of(tokenizer: Any) -> dict[str, Any]:
     """Return the config for a tokenizer."""
     return model_config(tokenizer.token_to_id(IM_END), tokenizer.token_to_id(IMAGE))

@@ -1,4 +1,4 @@
-"""What drawn pictures show, and the questions that may be asked about them."""
+"""Scenes of drawn pictures, and the questions that may be asked about them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What one picture shows: shapes, or a number, or bars (colours and heights)."""
+    """The content of one picture: shapes, or a number, or bars (colours and heights)."""
 
     background: str
     items: tuple[Item, ...] = ()
@@ -299,13 +299,13 @@ def pair_questions(scenes: tuple[Scene, Scene], rng: np.random.Generator) -> lis
         Question(task, "Which picture has fewer shapes?", _order(*counts[::-1])),
     ]
     if counts == (1, 1):
-        one, other = first.items[0], second.items[0]
+        left, right = first.items[0], second.items[0]
         which = int(rng.integers(2))
         word = _pick(rng, ("colour", "color"))
         made = [
-            Question(task, "Are the shapes the same?", _yes(one.kind == other.kind)),
-            Question(task, "Do both pictures show the same shape?", _yes(one.kind == other.kind)),
-            Question(task, f"Do they have the same {word}?", _yes(one.colour == other.colour)),
+            Question(task, "Are the shapes the same?", _yes(left.kind == right.kind)),
+            Question(task, "Do both pictures show the same shape?", _yes(left.kind == right.kind)),
+            Question(task, f"Do they have the same {word}?", _yes(left.colour == right.colour)),
             Question(task, f"What is in the {('first', 'second')[which]} picture?",
                      _a(scenes[which].items[0].name)),
         ]  # fmt: skip
