@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -93,6 +93,12 @@ class ModelInput:
     may_cut: bool = True
     num_positions: int | None = None
     store: InputStore = InputStore.FEATURES
+
+
+def num_image_tokens(inputs: Iterable[ModelInput]) -> int:
+    """Return the number of prompt positions that pictures take."""
+    spans = (each.span for each in inputs if each.kind is InputKind.PICTURE)
+    return sum(len(span) for span in spans if span is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

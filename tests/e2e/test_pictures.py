@@ -110,6 +110,29 @@ def test_tokens_are_counted_and_prefixes_are_reused(client: openai.OpenAI) -> No
     assert again.choices[0].message.content == first.choices[0].message.content
     other = ask(client, words, picture(4), text("w32"))
     assert other.usage.prompt_tokens_details.cached_tokens == 32
+    assert other.usage.prompt_tokens_details.image_tokens == NUM_TOKENS
+    assert ask(client, words).usage.prompt_tokens_details.image_tokens is None
+
+
+def metric(server: ServerProcess, name: str, model: str) -> float:
+    lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+    start = f"vllm:{name}{{"
+    values = [line for line in lines if line.startswith(start) and model in line]
+    return sum(float(line.rpartition(" ")[2]) for line in values)
+
+
+def test_metrics_count_towers_and_features(server: ServerProcess, client: openai.OpenAI) -> None:
+    def counts() -> tuple[float, float]:
+        names = ("image_tower_runs_total", "image_feature_hits_total")
+        return metric(server, names[0], QWEN), metric(server, names[1], QWEN)
+
+    runs, hits = counts()
+    ask(client, picture(71), text("w20"), model=QWEN)
+    assert counts() == (runs + 1, hits)
+    # The words before the picture differ, so the features are found and the blocks are not.
+    ask(client, text("w41 w42"), picture(71), text("w20"), model=QWEN)
+    assert counts() == (runs + 1, hits + 1)
+    assert metric(server, "image_feature_bytes", QWEN) > 0
 
 
 def test_marks_that_are_typed_stay_text(client: openai.OpenAI) -> None:
@@ -174,6 +197,8 @@ def test_responses_take_pictures_and_go_on_with_them(client: openai.OpenAI) -> N
     first = client.responses.create(input=content, **options)
     assert first.output_text == expected
     assert first.usage is not None
+    details: Any = first.usage.input_tokens_details
+    assert details.image_tokens == NUM_TOKENS
     counted = client.responses.input_tokens.count(input=content, model=MODEL)
     assert counted.input_tokens == first.usage.input_tokens
     more = client.responses.create(input="w22", previous_response_id=first.id, **options)

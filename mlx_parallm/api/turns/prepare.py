@@ -22,6 +22,7 @@ from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
 # MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
@@ -60,6 +61,7 @@ class PreparedTurn:
         return TurnStream(
             self.parsers(),
             len(self.prompt_ids),
+            num_image_tokens=num_image_tokens(self.request.inputs),
             max_calls=None if self.turn.parallel_tool_calls else 1,
         )
 

@@ -11,9 +11,10 @@ from mlx_parallm.types.step import TokenLogprob
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of an answer."""
+    """Token counts of an answer; ``image_tokens`` are rows of pictures among the prompt's."""
 
     prompt_tokens: int = 0
+    image_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
@@ -24,6 +25,11 @@ class Usage:
             self.cached_tokens += event.num_cached_tokens
         else:
             self.completion_tokens += len(event.token_ids)
+
+    def prompt_details(self) -> dict[str, int]:
+        """Return what is told of the prompt's tokens; ``image_tokens`` where it has pictures."""
+        details = {"cached_tokens": self.cached_tokens}
+        return details | {"image_tokens": self.image_tokens} if self.image_tokens else details
 
 
 @dataclass(slots=True)

@@ -154,12 +154,17 @@ class TurnStream:
     """
 
     def __init__(
-        self, parsers: Sequence[TurnParser], num_prompt_tokens: int, *, max_calls: int | None = None
+        self,
+        parsers: Sequence[TurnParser],
+        num_prompt_tokens: int,
+        *,
+        num_image_tokens: int = 0,
+        max_calls: int | None = None,
     ) -> None:
         self.samples = LazySequence(
             len(parsers), lambda index: SampleState(parsers[index], max_calls=max_calls)
         )
-        self.usage = Usage(prompt_tokens=num_prompt_tokens)
+        self.usage = Usage(prompt_tokens=num_prompt_tokens, image_tokens=num_image_tokens)
         self.prompt: PromptEvent | None = None
 
     def add(self, event: PromptEvent | TokenEvent) -> list[TurnPart]:

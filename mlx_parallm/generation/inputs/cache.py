@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from mlx_parallm.types.model_input import InputChanges, ModelInput
+from mlx_parallm.types.model_input import InputChanges, InputKind, ModelInput
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class InputCache:
 
     Attributes:
         used_bytes: size of all products that are kept.
+        num_pictures_computed: how often a picture's features were computed so far.
+        num_pictures_found: how often a sequence found them kept.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -36,6 +38,8 @@ class InputCache:
         self._keys: dict[int, Hashable] = {}
         self._free_slots: list[int] = []
         self.used_bytes = 0
+        self.num_pictures_computed = 0
+        self.num_pictures_found = 0
         self._dropped: set[int] = set()
         self._computed: dict[int, ModelInput] = {}
 
@@ -52,11 +56,14 @@ class InputCache:
         A product that is not kept is computed before the next step. None if products in use leave
         no room for it.
         """
-        entry = self._entries.get(key)
+        entry, is_picture = self._entries.get(key), source.kind is InputKind.PICTURE
         if entry is None:
             if not self._make_room(source.nbytes):
                 return None
             entry = self._add(key, source)
+            self.num_pictures_computed += is_picture
+        else:
+            self.num_pictures_found += is_picture
         self._entries.move_to_end(key)
         entry.num_users += 1
         return entry.slot

@@ -183,6 +183,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return how full the scheduler is, and its counters."""
+        inputs = self._running.inputs
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=self._live.num_waiting,
@@ -193,6 +194,9 @@ class Scheduler:
             prefix_hits=self._planner.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
             speculation=self._speculator.stats() if self._speculator else SpeculationStats(),
+            pictures_computed=inputs.num_pictures_computed,
+            pictures_found=inputs.num_pictures_found,
+            input_bytes=inputs.used_bytes,
         )
 
     def check_integrity(self) -> None:
