@@ -209,6 +209,23 @@ def test_responses_take_pictures_and_go_on_with_them(client: openai.OpenAI) -> N
         client.responses.create(input=wrong, **options)
 
 
+def looked_in_chat(client: openai.OpenAI) -> str:
+    """Return the answer to a tool's result that has a picture."""
+    call = {"id": "t1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages: Any = [
+        {"role": "user", "content": "w20"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": [text("w20"), picture(1), text("w21")]},
+    ]
+    answered = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=12, temperature=0
+    )
+    assert answered.usage is not None
+    details: Any = answered.usage.prompt_tokens_details
+    assert details.image_tokens == NUM_TOKENS
+    return answered.choices[0].message.content or ""
+
+
 def test_messages_take_pictures(server: ServerProcess, client: openai.OpenAI) -> None:
     expected = answer(client, text("w20"), picture(1), text("w21"))
     data = url_of(1).partition(",")[2]
@@ -223,6 +240,20 @@ def test_messages_take_pictures(server: ServerProcess, client: openai.OpenAI) ->
         assert counted.input_tokens == message.usage.input_tokens + (
             message.usage.cache_read_input_tokens or 0
         )
+        result = {"type": "tool_result", "tool_use_id": "t1", "content": blocks}
+        call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+        looked: list[Any] = [
+            {"role": "user", "content": "w20"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ]
+        shown: Any = api.messages.create(**greedy, model=MODEL, messages=looked)
+        expected = looked_in_chat(client)
+        assert [block.text for block in shown.content if block.type == "text"] == [expected]
+        wrong: Any = {"type": "image", "source": source | {"data": "AAAA"}}
+        result["content"] = [wrong]
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\.2\.content\.0\.content\.0"):
+            api.messages.create(**greedy, model=MODEL, messages=looked)
         source["media_type"] = "image/webp"
         with pytest.raises(anthropic.BadRequestError, match="image/png"):
             api.messages.create(**greedy, **body)

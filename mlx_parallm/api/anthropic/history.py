@@ -147,10 +147,25 @@ def _result(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
     id_ = block["tool_use_id"].filled_text()
     start = "Error: " if block["is_error"].flag() else ""
     content = block["content"]
-    text = BREAK.join(_texts(content)) if content.value else ""
-    turn = {"role": "tool", "tool_call_id": id_, "content": start + text}
+    turn = {"role": "tool", "tool_call_id": id_, "content": _result_content(content, start)}
     # Some templates ask whose result it is.
     return turn | {"name": names[id_]} if id_ in names else turn
+
+
+def _result_content(content: BodyValue, start: str) -> Content:
+    """Return the texts and pictures of a tool's result behind ``start``."""
+    if not content.value or isinstance(content.value, str):
+        return start + (content.value or "")
+    blocks = content.entries(form=PLACE, what="must be a text or a list of blocks")
+    for block in blocks:
+        _check_type(block, _RESULT_READERS)
+    contents: list[Content] = [
+        _RESULT_READERS[block.type](block, {})["content"] for block in blocks
+    ]
+    texts = [each for each in contents if isinstance(each, str)]
+    if len(texts) == len(contents):
+        return start + BREAK.join(texts)
+    return [part for each in (start, *contents) for part in _parts(each)]
 
 
 def _system_texts(content: BodyValue) -> list[str]:
@@ -182,6 +197,10 @@ def _check_type(block: BodyValue, known: Collection[str]) -> None:
 
 
 _Reader = Callable[[BodyValue, dict[str, str]], dict[str, Any] | None]
+_RESULT_READERS: Mapping[str, Callable[[BodyValue, dict[str, str]], dict[str, Any]]] = {
+    "text": _text,
+    "image": _picture,
+}
 _READERS: Mapping[str, Mapping[str, _Reader]] = {
     "user": {"text": _text, "image": _picture, "tool_result": _result},
     "assistant": {

@@ -172,7 +172,12 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ("user", {"type": 7}, "messages.0.content.0", "without a type"),
         ("user", {"type": "text"}, "messages.0.content.0.text", "a text"),
         ("user", text(None), "messages.0.content.0.text", "a text"),  # type: ignore[arg-type]
-        ("user", RESULT | {"content": [IMAGE]}, "messages.0.content.0.content.0", "'image'"),
+        (
+            "user",
+            RESULT | {"content": [{"type": "document"}]},
+            "messages.0.content.0.content.0",
+            "'document'",
+        ),
         ("user", RESULT | {"content": 7}, "messages.0.content.0.content", "list of blocks"),
         ("user", RESULT | {"content": [7]}, "messages.0.content.0.content.0", "without a type"),
         ("user", RESULT | {"is_error": "y"}, "messages.0.content.0.is_error", "true or false"),
