@@ -181,6 +181,8 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
             parts[setting.part][setting.field] = _parse(
                 setting, sourced_values[setting.name], paths
             )
+    if "max_body_bytes" in parts["server"]:
+        parts["server"]["max_picture_body_bytes"] = parts["server"]["max_body_bytes"]
     server = ServerConfig(**parts["server"], media=_media(parts["media"]))
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")

@@ -328,7 +328,8 @@ SETTINGS: tuple[Setting, ...] = (
              "or processed_logprobs. Raw ones are the model's own; processed ones are those of "
              "the distribution that tokens were drawn from. See docs/logprobs.md."),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
-             "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
+             "largest body of a request for generation or tokens, such as 8MiB. If not "
+             "given, it is 64MiB where a served model takes pictures.", metavar="SIZE"),
     _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
              "largest body of a request that only tokenises, counts tokens or turns them into "
              "text, such as 1MiB; more is answered with 413.", metavar="SIZE"),

@@ -177,6 +177,13 @@ def test_bad_pictures_are_refused_by_their_part(
     assert answer(client, text("w20"))
 
 
+def test_bodies_may_be_larger_where_pictures_are_taken(client: openai.OpenAI) -> None:
+    data = base64.b64encode(bytes(8 * 2**20)).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    with pytest.raises(openai.BadRequestError, match="not a picture"):
+        ask(client, part)
+
+
 def test_too_many_pictures_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="4 pictures; at most 3"):
         ask(client, *[picture(seed) for seed in range(4)])

@@ -13,13 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.api.http.body_pace import BodyPace
-from mlx_parallm.api.http.declared import Kept, facts_of
+from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
 from mlx_parallm.api.http.entry_turns import EntryTurns
 from mlx_parallm.api.http.freed_memory import FreedMemory
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
 
 # MIN_BYTES_PER_S: rate at which a body must arrive, beside the time that every body has.
@@ -94,6 +95,18 @@ def _is_paced(scope: Scope) -> bool:
     return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
 
 
+def _max_size(scope: Scope, limit: BodyLimit, config: ServerConfig) -> int:
+    size = limit.size_with_pictures
+    return size(config) if size is not None and _takes_pictures(scope) else limit.size(config)
+
+
+def _takes_pictures(scope: Scope) -> bool:
+    """True if a served model does; the body, which names its model, is not read yet."""
+    app = scope.get("app")
+    engine: RequestClient | None = None if app is None else getattr(app.state, "engine", None)
+    return engine is not None and any(model.pictures is not None for model in engine.models())
+
+
 class _Body:
     """One request's body, which counts among those that its client has here."""
 
@@ -101,7 +114,7 @@ class _Body:
         self, scope: Scope, held: Counter[str], client: str, config: ServerConfig, most: float
     ) -> None:
         limit = facts_of(scope).body_limit
-        self._max_size = limit.size(config)
+        self._max_size = _max_size(scope, limit, config)
         self._hint = limit.hint
         declared = Headers(scope=scope).get("content-length", "0")
         self._declared_size = int(declared) if declared.isdecimal() else 0

@@ -50,15 +50,21 @@ class BodyLimit:
         size: returns the most bytes, by the settings.
         kept: how the body is kept.
         hint: appended to the message of a refusal.
+        size_with_pictures: the same as ``size`` where a served model takes pictures; None if that
+            makes no difference.
     """
 
     size: Callable[[ServerConfig], int]
     kept: Kept = Kept.REQUEST
     hint: str = ""
+    size_with_pictures: Callable[[ServerConfig], int] | None = None
 
 
 SMALL = BodyLimit(lambda _: SMALL_BODY_BYTES)
-INPUT = BodyLimit(lambda config: config.max_body_bytes)
+INPUT = BodyLimit(
+    lambda config: config.max_body_bytes,
+    size_with_pictures=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
+)
 TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=" See --max-tokenize-bytes.")
 ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
 WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)

@@ -31,6 +31,7 @@ COMPOSED = {
     "model.max_model_len_is_own",
     "model.kv_cache_dtype",
     "cache.num_engines",
+    "server.max_picture_body_bytes",
     "media.max_pixels_in_flight",
     "media.max_fetched_bytes",
     "server.media",
@@ -469,3 +470,10 @@ def test_a_misspelt_flag_has_a_hint(
     with pytest.raises(SystemExit, match="2"):
         read_serve("org/a", flag)
     assert hint in capsys.readouterr().err
+
+
+def test_an_explicit_body_limit_holds_for_pictures_too() -> None:
+    _, default = read()
+    assert (default.max_body_bytes, default.max_picture_body_bytes) == (2**23, 2**26)
+    _, server = read("--max-body-size", "1MiB")
+    assert (server.max_body_bytes, server.max_picture_body_bytes) == (2**20, 2**20)
