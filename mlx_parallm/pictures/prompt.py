@@ -74,6 +74,45 @@ def picture_prompt(
     return _with_runs(typed.shown(text), ids, pictures, form)
 
 
+def written_prompt(
+    prompt: str | Sequence[int],
+    pictures: Sequence[PreparedPicture],
+    form: PictureForm,
+    *,
+    placeholder_id: int | None,
+    encode: Callable[[str], Sequence[int]],
+) -> PicturePrompt:
+    """Return a prompt that its caller has written, one placeholder for each picture.
+
+    Args:
+        prompt: a text, or tokens.
+        pictures: those of the placeholders, in order.
+        form: how the model takes pictures.
+        placeholder_id: the token of the placeholder; None if it is not one token.
+        encode: tokenises a text; only that of a prompt's beginning gets special tokens.
+
+    Raises:
+        InvalidRequestError: there are not as many placeholders as pictures (param "messages").
+    """
+    mark = form.family.placeholder
+    is_text = isinstance(prompt, str)
+    count = prompt.count(mark) if is_text else sum(each == placeholder_id for each in prompt)
+    if count != len(pictures):
+        raise InvalidRequestError(
+            f"The prompt has {count} placeholders {mark} for {len(pictures)} pictures.",
+            param="messages",
+        )
+    if is_text:
+        pieces = prompt.split(mark)
+        written = zip(pictures, pieces[1:], strict=True)
+        text = pieces[0] + "".join(picture.written.text + after for picture, after in written)
+        return _with_runs(text, encode(text), pictures, form)
+    rest, ids = iter(pictures), list[int]()
+    for token_id in prompt:
+        ids += encode(next(rest).written.text) if token_id == placeholder_id else (token_id,)
+    return _with_runs("", ids, pictures, form)
+
+
 class _TypedMarks:
     """Marks of pictures that a user typed, which stay text.
 

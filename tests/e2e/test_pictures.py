@@ -266,6 +266,33 @@ def test_messages_take_pictures(server: ServerProcess, client: openai.OpenAI) ->
             api.messages.create(**greedy, **body)
 
 
+def test_prompts_of_sglang_take_pictures(server: ServerProcess, client: openai.OpenAI) -> None:
+    expected = answer(client, text("w20"), picture(1), text("w21"))
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 12},
+        "text": "user: w20 <image> w21 assistant:",
+    }
+
+    def generate(**more: Any) -> httpx2.Response:
+        return httpx2.post(f"{server.url}/generate", json=body | more)
+
+    data = url_of(1).partition(",")[2]
+    for shown in (url_of(1), data, [data]):
+        answered = generate(image_data=shown).json()
+        assert answered["text"].strip() == expected.strip()
+        # user: w20, the picture, w21 assistant:
+        assert answered["meta_info"]["prompt_tokens"] == 4 + NUM_TOKENS
+    # The ids of the same words.
+    by_ids = generate(text=None, input_ids=[4, 20, 3, 21, 5], image_data=data).json()
+    assert by_ids["text"].strip() == expected.strip()
+    several = generate(text=[body["text"], "user: w20"], image_data=[[data], None]).json()
+    assert several[0]["text"].strip() == expected.strip()
+    refused = generate(image_data=[data, data]).json()["error"]
+    assert "1 placeholders <image> for 2 pictures" in refused["message"]
+    assert generate(image_data=[data, "AAAA"]).json()["error"]["param"] == "image_data[1]"
+
+
 def test_routes_without_pictures_say_so(client: openai.OpenAI, server: ServerProcess) -> None:
     messages = [{"role": "user", "content": [picture(1)]}]
     refused = httpx2.post(f"{server.url}/tokenize", json={"model": MODEL, "messages": messages})

@@ -13,6 +13,7 @@ from mlx_parallm.api.sglang.schema import (
     is_batch,
     prompts_of,
 )
+from mlx_parallm.api.turns.pictures import PictureSource
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
@@ -63,6 +64,7 @@ class SglangItem:
         lora_path: the name of its adapter, if it is not the model itself.
         cache_salt: it shares cached prefixes only with the same salt.
         extra_key: it shares them only with the same key.
+        pictures: in place of its placeholders, in order.
     """
 
     prompt: str | list[int]
@@ -75,6 +77,7 @@ class SglangItem:
     lora_path: str | None
     cache_salt: str | None
     extra_key: str | None
+    pictures: Sequence[PictureSource] = ()
 
 
 def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
@@ -91,10 +94,12 @@ def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
     if len({sampling.n for sampling in values["sampling_params"]}) > 1:
         raise InvalidRequestError("n must be the same for all prompts.", param="sampling_params.n")
     rids = _rids(body, count, fallback_rid)
+    pictures = _pictures(body, count)
     return [
         SglangItem(
             prompt=prompts[number],
             rid=rids[number],
+            pictures=pictures[number],
             **{name: entries[number] for name, entries in values.items()},
         )
         for number in range(count)
@@ -158,6 +163,27 @@ def _spread(value: Any, count: int, name: str) -> Sequence[Any]:
             f"{name} needs one entry for each of {count} prompts.", param=name
         )
     return value
+
+
+def _pictures(body: GenerateBody, count: int) -> list[list[PictureSource]]:
+    """Return the pictures of each prompt."""
+    data = body.image_data
+    if not is_batch(body):
+        return [_sources(data, "image_data")]
+    entries = [None] * count if data is None else _spread(data, count, "image_data")
+    return [_sources(entry, f"image_data[{number}]") for number, entry in enumerate(entries)]
+
+
+def _sources(entry: Any, where: str) -> list[PictureSource]:
+    urls: Sequence[Any] = [] if entry is None else entry if is_list(entry) else [entry]
+    sources: list[PictureSource] = []
+    for place, url in enumerate(urls):
+        param = f"{where}[{place}]" if is_list(entry) else where
+        if not isinstance(url, str):
+            raise InvalidRequestError(f"{param} must be a URL or base64.", param=param)
+        # Base64 has no colon, and every URL has one.
+        sources.append(PictureSource(param=param, url=url, is_base64=":" not in url))
+    return sources
 
 
 def _rids(body: GenerateBody, count: int, fallback: str) -> list[str]:

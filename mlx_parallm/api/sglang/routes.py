@@ -17,11 +17,14 @@ from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, item
 from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
-from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.pictures.prompt import PicturePrompt, written_prompt
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
@@ -49,11 +52,12 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
         admitted = await prelude.admit_to(
             models[0], models[0].names[0], n=items[0].sampling_params.n, num_prompts=len(items)
         )
-        prompts = await _encode(items, models[0].tokenizer)
+        written = await _encode(items, models, prelude.pictures)
         requests = [
-            await _request(body, item, model, prompt_ids, prelude)
-            for item, model, prompt_ids in zip(items, models, prompts, strict=True)
+            await _request(body, item, model, prompt, prelude)
+            for item, model, prompt in zip(items, models, written, strict=True)
         ]
+    prompts = [prompt.token_ids for prompt in written]
     answer = SglangAnswer(body, items, prompts, models[0].tokenizer)
     generation = await admitted.start(requests, fields)
     return await respond(prelude, generation, answer, stream=body.stream)
@@ -63,27 +67,50 @@ def _model(engine: RequestClient, body: GenerateBody, item: SglangItem) -> Gener
     return generator(engine, body.model, item.lora_path, field="lora_path")[1]
 
 
-async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    def work() -> list[tuple[int, ...]]:
-        return [
-            tuple(tokenizer.encode(item.prompt) if isinstance(item.prompt, str) else item.prompt)
-            for item in items
-        ]
+async def _encode(
+    items: Sequence[SglangItem], models: Sequence[GenerationModel], pictures: Pictures
+) -> list[PicturePrompt]:
+    pairs = zip(items, models, strict=True)
+    prepared = [
+        await pictures.prepare(item.pictures, model) if item.pictures else []
+        for item, model in pairs
+    ]
+
+    def work() -> list[PicturePrompt]:
+        triples = zip(items, models, prepared, strict=True)
+        return [_prompt(item, model, shown) for item, model, shown in triples]
 
     texts = sum(len(item.prompt) for item in items if isinstance(item.prompt, str))
     return await maybe_in_thread(work, texts)
+
+
+def _prompt(
+    item: SglangItem, model: GenerationModel, pictures: Sequence[PreparedPicture]
+) -> PicturePrompt:
+    tokenizer, prompt, form = model.tokenizer, item.prompt, model.pictures
+    if pictures and form is not None:
+        return written_prompt(
+            prompt,
+            pictures,
+            form,
+            placeholder_id=tokenizer.token_id(form.family.placeholder),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)),
+        )
+    if isinstance(prompt, str):
+        return PicturePrompt(prompt, tuple(tokenizer.encode(prompt)))
+    return PicturePrompt("", tuple(prompt))
 
 
 async def _request(
     body: GenerateBody,
     item: SglangItem,
     model: GenerationModel,
-    prompt_ids: tuple[int, ...],
+    prompt: PicturePrompt,
     prelude: Prelude,
 ) -> GenerateRequest:
     params = item_params(
         item,
-        len(prompt_ids),
+        len(prompt.token_ids),
         max_logprobs=prelude.config.max_logprobs,
         entropy=body.return_entropy,
         grammar=await body_grammar(item.sampling_params, model),
@@ -91,7 +118,8 @@ async def _request(
     return GenerateRequest(
         request_id=f"sglang-{item.rid}",
         model=model.names[0],
-        prompt_ids=prompt_ids,
+        prompt_ids=prompt.token_ids,
+        inputs=prompt.inputs,
         params=params,
         priority=body.priority,
         client=prelude.client,

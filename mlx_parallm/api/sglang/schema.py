@@ -18,7 +18,6 @@ UNSUPPORTED_SAMPLING = ("beam_width", "stop_regex", "structural_tag")
 UNSUPPORTED = (
     "audio_data",
     "custom_logit_processor",
-    "image_data",
     "input_embeds",
     "max_thinking_tokens",
     "return_hidden_states",
@@ -106,6 +105,11 @@ class GenerateBody(TokenSamplingParams):
     )
     token_ids_logprob: list[StrictInt] | list[list[StrictInt]] | None = Field(
         None, description="Report these tokens for each sampled one."
+    )
+    image_data: StrictStr | list[StrictStr | list[StrictStr] | None] | None = Field(
+        None,
+        description="Pictures in place of the prompt's placeholders, as URLs or base64: of one "
+        "prompt, or an entry for each.",
     )
     return_text_in_logprobs: StrictBool = Field(False, description="The text of each token.")
     return_prompt_token_ids: StrictBool = Field(False, description="Give back the prompts' tokens.")

@@ -44,11 +44,13 @@ class PictureSource:
         param: the part of the request that has it, for errors.
         url: of any scheme that ``PictureReader`` takes.
         detail: how closely it is looked at.
+        is_base64: True if ``url`` is a file's bytes in base64, without a media type.
     """
 
     param: str
     url: str
     detail: Detail = Detail.AUTO
+    is_base64: bool = False
 
 
 def picture_part(source: PictureSource) -> dict[str, Any]:
@@ -119,7 +121,8 @@ class Pictures:
             if known is not None:
                 return known
         processor = self._processors.setdefault(form_key, PictureProcessor(form))
-        async with self._reader.from_url(source.url, param=source.param) as picture:
+        read = self._reader.from_base64 if source.is_base64 else self._reader.from_url
+        async with read(source.url, param=source.param) as picture:
             prepared = await in_thread(partial(_prepared, processor, picture, source))
         if key is not None:
             self._prepared.put(key, prepared)
