@@ -16,6 +16,7 @@ from PIL import Image
 from scripts.golden_vision_cases import golden_picture
 from tests.picture_folders import TEXTS, write_llava, write_qwen
 from tests.server_process import ServerProcess
+from tests.unit.media.pictures import file_of, gif_of_frames, noise, png_of_size
 
 NUM_TOKENS = 16
 MODEL, TEXT_TEMPLATE, QWEN = "see", "see-texts", "see-qwen"
@@ -298,3 +299,59 @@ def test_routes_without_pictures_say_so(client: openai.OpenAI, server: ServerPro
     refused = httpx2.post(f"{server.url}/tokenize", json={"model": MODEL, "messages": messages})
     assert refused.status_code == 400
     assert "text" in refused.json()["error"]["message"]
+
+
+def bad_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def bomb() -> bytes:
+    """Return a PNG file of a kilobyte that says it has 60,000 x 60,000 pixels."""
+    return png_of_size(60_000, 60_000)
+
+
+BAD_URLS = [
+    pytest.param(bad_url(file_of(noise(), "png")[:60]), "truncated", id="truncated"),
+    pytest.param(bad_url(file_of(noise(), "jpeg")), "image/jpeg", id="renamed"),
+    pytest.param(bad_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "svg+xml"), "", id="svg"),
+    pytest.param(bad_url(b"<html><body>private</body></html>"), "HTML", id="html"),
+    pytest.param(bad_url(bomb()), "60000 x 60000", id="bomb"),
+    pytest.param(bad_url(png_of_size(4, 4, depth=16)), "16", id="16-bit"),
+    pytest.param("data:image/png;base64,iVBO*w0K", "base64", id="base64"),
+    pytest.param(bad_url(bytes(4) + b"ftypavif" + bytes(40), "avif"), "AVIF", id="avif"),
+    pytest.param(bad_url(bytes(4) + b"ftypheic" + bytes(40), "heic"), "HEIC", id="heic"),
+    pytest.param("file:///etc/passwd", "not read", id="file"),
+    pytest.param("ftp://example.org/x", "must begin with", id="ftp"),
+    pytest.param("http://0177.0.0.1/x", "not valid", id="octal"),
+    *[
+        pytest.param(url, "not fetched", id=url)
+        for url in (
+            "http://127.0.0.1/x",
+            "http://10.0.0.1/x",
+            "http://169.254.169.254/latest",
+            "http://[::ffff:127.0.0.1]/x",
+            "http://2130706433/x",
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("url", "why"), BAD_URLS)
+def test_bad_input_names_its_part(client: openai.OpenAI, url: str, why: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, text("w20"), part)
+    assert caught.value.param == "messages[0].content[1].image_url"
+    assert why in caught.value.message
+    assert "private" not in caught.value.message
+
+
+def test_a_gif_of_many_frames_shows_its_first(client: openai.OpenAI) -> None:
+    first, many = (bad_url(gif_of_frames(count), "gif") for count in (1, 1_000))
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in (first, many)]
+    assert answer(client, shown[0], text("w20")) == answer(client, shown[1], text("w20"))
+
+
+def test_ten_thousand_parts_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="10000 pictures; at most 3"):
+        ask(client, *[{"type": "image_url", "image_url": "http://127.0.0.1/x"}] * 10_000)
