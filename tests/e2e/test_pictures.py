@@ -294,9 +294,19 @@ def test_prompts_of_sglang_take_pictures(server: ServerProcess, client: openai.O
     assert generate(image_data=[data, "AAAA"]).json()["error"]["param"] == "image_data[1]"
 
 
+def test_tokens_of_pictures_are_counted(server: ServerProcess, client: openai.OpenAI) -> None:
+    for model in (MODEL, TEXT_TEMPLATE, QWEN):
+        parts = [text("w20"), picture(1), text("w21")]
+        body = {"model": model, "messages": [{"role": "user", "content": parts}]}
+        counted = httpx2.post(f"{server.url}/tokenize", json=body).json()
+        usage = ask(client, *parts, model=model).usage
+        assert counted["count"] == len(counted["tokens"]) == usage.prompt_tokens
+
+
 def test_routes_without_pictures_say_so(client: openai.OpenAI, server: ServerProcess) -> None:
     messages = [{"role": "user", "content": [picture(1)]}]
-    refused = httpx2.post(f"{server.url}/tokenize", json={"model": MODEL, "messages": messages})
+    body = {"model": MODEL, "messages": messages}
+    refused = httpx2.post(f"{server.url}/apply-template", json=body)
     assert refused.status_code == 400
     assert "text" in refused.json()["error"]["message"]
 

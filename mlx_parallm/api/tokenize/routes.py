@@ -20,10 +20,16 @@ from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import tokenizing_model
+from mlx_parallm.api.turns.pictures import picture_sources
+from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.pictures.prompt import picture_prompt
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
+from mlx_parallm.types.request import ANY_LENGTH
 
 routes = Routes(TOKENS, body_limit=TOKENIZE, in_any_process=True)
 
@@ -35,12 +41,21 @@ PART_ENTRIES = 1024
 
 
 @routes.post("/tokenize")
-async def tokenize(body: TokenizeRequest, engine: RequestsDep) -> Response:
+async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeDep) -> Response:
     """Return the tokens of a text or a conversation; for TEI's ``inputs``, a list for each text."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
     model = tokenizing_model(engine, body.model)
-    return await in_thread(lambda: _tokens_answer(body, model))
+    turns = turns_of(body.messages or (), takes_pictures=True)
+    sources = picture_sources(turns)
+    if not sources:
+        return await in_thread(lambda: _tokens_answer(body, model, _ids(body, model)))
+    if not isinstance(model, GenerationModel):
+        raise InvalidRequestError(f"{model.names[0]} takes no pictures.", param=sources[0].param)
+    prepared = await prelude.pictures.prepare(sources, model)
+    return await in_thread(
+        lambda: _tokens_answer(body, model, _picture_ids(body, turns, prepared, model))
+    )
 
 
 @routes.post("/detokenize")
@@ -79,8 +94,10 @@ async def _text_tokens(
     return await in_thread(work)
 
 
-def _tokens_answer(body: TokenizeRequest, model: TokenizingModel) -> Response:
-    ids = list(_ids(body, model))
+def _tokens_answer(
+    body: TokenizeRequest, model: TokenizingModel, token_ids: Sequence[int]
+) -> Response:
+    ids = list(token_ids)
     strings = [model.vocabulary_string(i) for i in ids] if body.return_token_strs else None
     return _json_response(
         {
@@ -110,6 +127,30 @@ def _json(value: Any) -> str:
 
 def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _picture_ids(
+    body: TokenizeRequest,
+    turns: Sequence[dict[str, Any]],
+    pictures: Sequence[PreparedPicture],
+    model: GenerationModel,
+) -> Sequence[int]:
+    """Return the tokens of a conversation with pictures."""
+    form, tokenizer = model.pictures, model.tokenizer
+    assert form is not None, "a model without pictures has refused them"
+    return picture_prompt(
+        template_messages(turns, id_length=model.call_id_length),
+        pictures,
+        form,
+        render=lambda messages: tokenizer.render_chat(
+            messages,
+            tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
+            template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+        ),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False, limit=ANY_LENGTH),
+    ).token_ids
 
 
 def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
