@@ -66,8 +66,16 @@ def batches(
     with get_context("spawn").Pool(workers) as pool:
         pending = [pool.apply_async(make_batch, (order(index),)) for index in range(3 * workers)]
         made = len(pending)
-        while True:
-            batch = pending.pop(0).get()
-            pending.append(pool.apply_async(make_batch, (order(made),)))
-            made += 1
-            yield batch
+        try:
+            while True:
+                batch = pending.pop(0).get()
+                pending.append(pool.apply_async(make_batch, (order(made),)))
+                made += 1
+                yield batch
+        finally:
+            # Workers that are stopped while they send a batch keep the pool's lock, and its end
+            # would wait for that for ever.
+            for waiting in pending:
+                waiting.wait()
+            pool.close()
+            pool.join()
