@@ -34,6 +34,8 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDERS
 
 BATCH = 50
 SEED = 987_654_321
+# PLACES: how the two kinds of questions about places begin.
+PLACES = {"where one is": "Where", "beside another": "Is"}
 
 Make = Callable[[np.random.Generator], tuple[Scene, ...]]
 
@@ -53,12 +55,23 @@ def _maker(task: str) -> Make:
     return pair if task == TASKS[5] else lambda rng: (shapes(rng),)
 
 
-def held_out(task: str, rng: np.random.Generator) -> Conversation:
-    """Return one question of a task about pictures that no conversation of training has."""
+def held_out(task: str, rng: np.random.Generator, begin: str = "") -> Conversation:
+    """Return one question of a task about pictures that no conversation of training has.
+
+    Args:
+        task: one of ``TASKS``.
+        rng: draws pictures and question.
+        begin: the question's first letters.
+    """
     while True:
         scenes = draw_scenes(_maker(task), rng, "held_out")
         groups = _questions(scenes, rng)
-        fitting = [question for group in groups for question in group if question.task == task]
+        fitting = [
+            question
+            for group in groups
+            for question in group
+            if question.task == task and question.text.startswith(begin)
+        ]
         if fitting:
             question = fitting[int(rng.integers(len(fitting)))]
             return Conversation(scenes, [(IMAGE * len(scenes) + question.text, question.answer)])
@@ -76,13 +89,15 @@ def right_answers(model: SeeingModel, rows: Rows) -> np.ndarray:
     return np.array(is_right.all(axis=1))
 
 
-def measure(model: SeeingModel, tokenizer: Tokenizer, task: str, limit: int) -> float:
+def measure(
+    model: SeeingModel, tokenizer: Tokenizer, task: str, limit: int, begin: str = ""
+) -> float:
     """Return the share of questions of a task that are answered right."""
     rng = np.random.default_rng([SEED, TASKS.index(task)])
     right = 0
     for start in range(0, limit, BATCH):
         count = min(BATCH, limit - start)
-        conversations = [held_out(task, rng) for _ in range(count)]
+        conversations = [held_out(task, rng, begin) for _ in range(count)]
         pictures = len(conversations[0].scenes)
         length = pictures * ROWS_PER_PICTURE + TEXT_LENGTH
         rows = rows_of(tokenizer, conversations, length, SEED + start)
@@ -100,6 +115,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     for task in TASKS:
         print(f"{task:20} {measure(model, tokenizer, task, options.limit):.1%}", flush=True)
+    for name, begin in PLACES.items():
+        share = measure(model, tokenizer, TASKS[1], options.limit, begin)
+        print(f"places: {name:12} {share:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).resolve().parent
 DEMO_FOLDER = _PACKAGE / "chat"
 DEMO_FOLDERS = {
     DEMO_NAME: DEMO_FOLDER,
-    **{PREFIX + name: _PACKAGE / name for name in ("mlm", "sentiment", "embed", "reward")},
+    **{PREFIX + name: _PACKAGE / name for name in ("mlm", "sentiment", "embed", "reward", "see")},
 }
 
 

@@ -19,7 +19,7 @@ from tests import adapter_files
 from tests.documentation import PageRunner, indented_code, read_blocks
 from tests.server_process import ROOT, ServerProcess
 
-MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
+MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward", "demo:see")
 FOLDERS = (
     ".",
     "docs",
