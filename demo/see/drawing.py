@@ -67,7 +67,8 @@ def _draw_kind(pen: ImageDraw.ImageDraw, kind: str, side: int) -> None:
 
 def _shrunk(fine: Image.Image) -> Mask:
     size = (max(1, fine.width // _FINE), max(1, fine.height // _FINE))
-    return np.asarray(fine.resize(size, Image.Resampling.BOX), np.float32) / 255
+    covered = np.asarray(fine.resize(size, Image.Resampling.BOX), np.float32)
+    return (covered / 255).astype(np.float32)
 
 
 @functools.cache

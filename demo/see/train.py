@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,7 +54,7 @@ class Trainer:
         if all((folder / f"{name}.safetensors").exists() for name in STATE_FILES):
             state: dict[str, mx.array] = dict(tree_flatten(self.optimizer.state))
             for letter, name in zip("mv", STATE_FILES[1:], strict=True):
-                part = mx.load(str(folder / f"{name}.safetensors"))
+                part = cast(dict[str, mx.array], mx.load(str(folder / f"{name}.safetensors")))
                 state |= {f"{weight}.{letter}": array for weight, array in part.items()}
             self.optimizer.state = tree_unflatten(list(state.items()))
         self._state = [self.model.state, self.optimizer.state]
@@ -124,7 +125,7 @@ def run(trainer: Trainer, options: argparse.Namespace, save: Callable[[], None])
         waited += time.perf_counter() - before
         now = time.perf_counter()
         if number % LOG_EVERY == 0:
-            loss, right = mx.mean(mx.stack(figures), axis=0).tolist()
+            loss, right = (figure.item() for figure in mx.mean(mx.stack(figures), axis=0))
             now = time.perf_counter()
             print(f"step {number} loss {loss:.4f} right {right:.2%} {progress:.0%} "
                   f"{LOG_EVERY / (now - since):.1f} steps/s, "
