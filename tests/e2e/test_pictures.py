@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -365,3 +366,65 @@ def test_a_gif_of_many_frames_shows_its_first(client: openai.OpenAI) -> None:
 def test_ten_thousand_parts_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="10000 pictures; at most 3"):
         ask(client, *[{"type": "image_url", "image_url": "http://127.0.0.1/x"}] * 10_000)
+
+
+@pytest.fixture(scope="module")
+def fetching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a server that fetches from any public host, and keeps files."""
+    folder = tmp_path_factory.mktemp("fetching")
+    process = ServerProcess(
+        *("--model", str(write_llava(folder / "model")), "--allowed-media-domains", "*"),
+        *("--data-dir", str(folder / "data"), "--max-images-per-request", "1"),
+    )
+    process.wait_until_ready()
+    yield f"{process.url}/v1"
+    process.stop()
+
+
+PRIVATE = [
+    "http://127.0.0.1:1/x",
+    "http://10.0.0.1/x",
+    "http://169.254.169.254/latest",
+    "http://[::ffff:127.0.0.1]/x",
+    "http://[::1]/x",
+    "http://2130706433/x",
+    "http://0x7f.1/x",
+    "ftp://example.org/x",
+    "file:///etc/passwd",
+    "http://user:secret@example.org/x",
+]
+
+
+@pytest.mark.parametrize("url", PRIVATE)
+def test_hosts_that_are_not_public_are_not_asked(fetching: str, url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with openai.OpenAI(base_url=fetching, api_key="none") as client:
+        model = client.models.list().data[0].id
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, part, model=model)
+    assert caught.value.param == "messages[0].content[0].image_url"
+    assert "reached" not in caught.value.message
+    assert "secret" not in caught.value.message
+
+
+def test_batches_take_pictures_within_the_limits(fetching: str) -> None:
+    def line(name: str, count: int) -> str:
+        message = {"role": "user", "content": [picture(1)] * count}
+        body = {"messages": [message], "max_tokens": 2}
+        call = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
+        return json.dumps(call | {"body": body})
+
+    with openai.OpenAI(base_url=fetching, api_key="none") as client:
+        lines = f"{line('one', 1)}\n{line('two', 2)}\n".encode()
+        file = client.files.create(file=("lines.jsonl", lines), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed"):
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        answered = json.loads(client.files.content(batch.output_file_id).text)
+        details = answered["response"]["body"]["usage"]["prompt_tokens_details"]
+        assert (answered["custom_id"], details["image_tokens"]) == ("one", NUM_TOKENS)
+        assert "2 pictures; at most 1" in client.files.content(batch.error_file_id).text
