@@ -413,4 +413,27 @@ QWEN3_5_MOE = VisionCase(
 )
 
 QWEN3_CASES = (QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE)
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3)
+IDEFICS3 = VisionCase(
+    name="idefics3",
+    architecture="Idefics3ForConditionalGeneration",
+    config={
+        "model_type": "idefics3",
+        "image_token_id": SPECIALS.index("<image>"),
+        "scale_factor": 2,
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "llama", "pad_token_id": 0},
+        "vision_config": {
+            **CLIP,
+            "model_type": "idefics3_vision",
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+    },
+    processor={
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+    },
+    sizes=(((40, 50),), ((30, 60), (20, 20)), ()),
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3, IDEFICS3)

@@ -7,12 +7,12 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import gpt2, opt
+from mlx_parallm.models import gpt2, idefics3, opt
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
 
 #: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
-OWN_DECODERS: dict[str, ModuleType] = {"opt": opt}
+OWN_DECODERS: dict[str, ModuleType] = {"idefics3": idefics3, "opt": opt, "smolvlm": idefics3}
 #: ``EXTENDED_DECODERS``: the modules for architectures of which mlx_lm reads some checkpoints only.
 EXTENDED_DECODERS: dict[str, ModuleType] = {"gpt2": gpt2}
 
@@ -24,8 +24,9 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
         ValueError: neither this package nor mlx_lm has them.
     """
     module = (OWN_DECODERS | EXTENDED_DECODERS).get(str(config.get("model_type")))
-    if module is not None:
-        return module.Model, module.ModelArgs
-    model, args = mlx_lm_utils._get_classes(config)
+    if module is None:
+        model, args = mlx_lm_utils._get_classes(config)
+    else:
+        model, args = module.Model, module.ModelArgs
     family = family_of(config)
     return (model if family is None else with_tower(model, config, family)), args

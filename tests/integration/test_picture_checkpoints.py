@@ -89,3 +89,20 @@ def test_quantised_layers_of_text_and_tower_are_read(tmp_path: Path) -> None:
     assert all(isinstance(layer, nn.QuantizedLinear) for layer in layers)
     rows = tower_rows(loaded, folder)
     assert 0 < np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
+def test_idefics3_is_read_by_either_name(model_type: str, tmp_path: Path) -> None:
+    golden = read_vision("idefics3")
+    golden["config"]["model_type"] = model_type
+    folder = write_vision(tmp_path, golden)
+    expected = dict(tree_flatten(load_model(ModelConfig(), folder).model.parameters()))
+    weights = {
+        key.removeprefix(f"{TOWER}.").replace("language_model.model.", "language_model."): array
+        for key, array in expected.items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    loaded = dict(tree_flatten(load_model(ModelConfig(), folder).model.parameters()))
+    assert loaded.keys() == expected.keys()
+    assert all(mx.array_equal(loaded[key], expected[key]) for key in expected)
+    assert any(key.startswith(TOWER) for key in loaded)

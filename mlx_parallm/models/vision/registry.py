@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.gemma import GEMMA
+from mlx_parallm.models.vision.idefics3 import IDEFICS3
 from mlx_parallm.models.vision.llava import LLAVA
 from mlx_parallm.models.vision.pixtral import PIXTRAL
 from mlx_parallm.models.vision.qwen import QWEN
@@ -15,6 +16,7 @@ from mlx_parallm.models.vision.qwen3 import QWEN3
 #: ``TOWERS``: the families of each ``model_type``; the first that knows a config has its tower.
 TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "gemma3": (GEMMA,),
+    "idefics3": (IDEFICS3,),
     "llava": (LLAVA, PIXTRAL),
     "mistral3": (PIXTRAL,),
     "qwen2_5_vl": (QWEN,),
@@ -23,6 +25,7 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "qwen3_5_moe": (QWEN3,),
     "qwen3_vl": (QWEN3,),
     "qwen3_vl_moe": (QWEN3,),
+    "smolvlm": (IDEFICS3,),
 }
 
 
