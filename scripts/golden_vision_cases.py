@@ -436,4 +436,23 @@ IDEFICS3 = VisionCase(
     sizes=(((40, 50),), ((30, 60), (20, 20)), ()),
 )
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3, IDEFICS3)
+LLAVA_NEXT = VisionCase(
+    name="llava_next",
+    architecture="LlavaNextForConditionalGeneration",
+    config={
+        **LLAVA.config,
+        "model_type": "llava_next",
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+        "tie_word_embeddings": False,
+        "vision_config": {**CLIP, "patch_size": 16},
+    },
+    processor={
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+        "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+    },
+    sizes=(((40, 50),), ((20, 60), (50, 40)), ()),
+)
+
+CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3, IDEFICS3, LLAVA_NEXT)

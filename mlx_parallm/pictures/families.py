@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mlx_parallm.models.vision.anyres import tile_grid
+
 #: ``Arrays``: what an image processor makes of one picture, by transformers' names.
 Arrays = Mapping[str, np.ndarray]
 
@@ -127,6 +129,32 @@ class OneRun(_Usual):
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""
         return WrittenPicture(self.token, (self.num_tokens,))
+
+
+@dataclass(frozen=True, slots=True)
+class LlavaNextFamily(_Usual):
+    """LLaVA-NeXT: one run, of the whole picture and then of its tiles.
+
+    Attributes:
+        num_whole: features of the whole picture.
+        tile: pixels along each side of a tile.
+        side: patches along each side of a tile.
+        resolutions: heights and widths of grids of tiles.
+    """
+
+    num_whole: int
+    tile: int
+    side: int
+    resolutions: tuple[tuple[int, int], ...]
+
+    placeholder = "<image>"
+    feature_token = "<image>"
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        height, width = (int(size) for size in arrays["image_sizes"][0])
+        grid = tile_grid((height, width), self.resolutions, self.tile, self.side)
+        return WrittenPicture(self.feature_token, (self.num_whole + grid.num_features,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +287,17 @@ def _llava(config: Mapping[str, Any]) -> PictureFamily:
     return OneRun(side * side + is_full)
 
 
+def _llava_next(config: Mapping[str, Any]) -> PictureFamily:
+    vision = config["vision_config"]
+    tile = int(vision.get("image_size", 336))
+    side = tile // int(vision.get("patch_size", 14))
+    is_full = config.get("vision_feature_select_strategy", "default") == "full"
+    resolutions = tuple(
+        (int(height), int(width)) for height, width in config["image_grid_pinpoints"]
+    )
+    return LlavaNextFamily(side * side + is_full, tile, side, resolutions)
+
+
 def _idefics3(config: Mapping[str, Any]) -> PictureFamily:
     vision = config["vision_config"]
     side = int(vision.get("image_size", 364)) // int(vision.get("patch_size", 14))
@@ -295,6 +334,7 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], PictureFamily]] = {
     "gemma3": _gemma3,
     "idefics3": _idefics3,
     "llava": _mistral_or_llava,
+    "llava_next": _llava_next,
     "mistral3": _pixtral,
     "qwen2_5_vl": _qwen,
     "qwen2_vl": _qwen,

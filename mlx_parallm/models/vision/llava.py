@@ -48,13 +48,17 @@ class LlavaTower(nn.Module):
 
     def __call__(self, arrays: Arrays) -> Features:
         """See ``Tower``."""
-        pixels = arrays["pixel_values"].astype(self.vision_tower.embeddings.class_embedding.dtype)
+        rows = self.rows_of(arrays["pixel_values"])
+        return Features(rows.reshape(-1, rows.shape[-1]))
+
+    def rows_of(self, pixels: mx.array) -> mx.array:
+        """Return rows ``[pictures, patches, text width]`` of ``[pictures, 3, h, w]``."""
+        pixels = pixels.astype(self.vision_tower.embeddings.class_embedding.dtype)
         hidden = [self.vision_tower(pixels, layer) for layer in self._layers]
         x = mx.concatenate(hidden, axis=-1)
         if self._drops_class:
             x = x[:, 1:]
-        rows = self.multi_modal_projector(x)
-        return Features(rows.reshape(-1, rows.shape[-1]))
+        return self.multi_modal_projector(x)
 
 
 def _has_clip(config: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.gemma import GEMMA
 from mlx_parallm.models.vision.idefics3 import IDEFICS3
 from mlx_parallm.models.vision.llava import LLAVA
+from mlx_parallm.models.vision.llava_next import LLAVA_NEXT
 from mlx_parallm.models.vision.pixtral import PIXTRAL
 from mlx_parallm.models.vision.qwen import QWEN
 from mlx_parallm.models.vision.qwen3 import QWEN3
@@ -18,6 +19,7 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "gemma3": (GEMMA,),
     "idefics3": (IDEFICS3,),
     "llava": (LLAVA, PIXTRAL),
+    "llava_next": (LLAVA_NEXT,),
     "mistral3": (PIXTRAL,),
     "qwen2_5_vl": (QWEN,),
     "qwen2_vl": (QWEN,),

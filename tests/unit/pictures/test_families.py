@@ -13,6 +13,7 @@ from transformers import (
     AutoImageProcessor,
     Gemma3Processor,
     Idefics3Processor,
+    LlavaNextProcessor,
     LlavaProcessor,
     Qwen2VLProcessor,
     Qwen3VLProcessor,
@@ -22,6 +23,7 @@ from mlx_parallm.pictures.families import FAMILIES, Arrays, PictureFamily
 
 SIZES = [(40, 50), (1, 1), (300, 500), (700, 90), (1024, 768)]
 GEMMA = "<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>"
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "llava": (
         {"vision_config": {"image_size": 336, "patch_size": 14}},
@@ -30,6 +32,19 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
             "image_processor_type": "CLIPImageProcessor",
             "size": {"shortest_edge": 336},
             "crop_size": {"height": 336, "width": 336},
+        },
+    ),
+    "llava_next": (
+        {
+            "vision_config": {"image_size": 336, "patch_size": 14},
+            "image_grid_pinpoints": PINPOINTS,
+        },
+        LlavaNextProcessor,
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 336},
+            "crop_size": {"height": 336, "width": 336},
+            "image_grid_pinpoints": PINPOINTS,
         },
     ),
     "idefics3": (
@@ -94,12 +109,14 @@ def test_pictures_are_written_as_transformers_writes_them(
         )
     except ValueError:
         pytest.skip("The image processor refuses a picture of this size.")
-    processor = SimpleNamespace(
-        **PROCESSOR,
+    # Its constructor wants a tokenizer.
+    processor = processor_class.__new__(processor_class)
+    vars(processor).update(
+        PROCESSOR,
         image_token=family.feature_token,
-        image_processor=SimpleNamespace(merge_size=2),
+        image_processor=SimpleNamespace(merge_size=2, image_grid_pinpoints=PINPOINTS),
     )
-    assert expanded(family, arrays) == processor_class.replace_image_token(processor, arrays, 0)
+    assert expanded(family, arrays) == processor.replace_image_token(arrays, 0)
 
 
 def test_folders_of_pixtral_are_told_from_those_of_clip() -> None:
