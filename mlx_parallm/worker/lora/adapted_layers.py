@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.row_layers import SIBLINGS
@@ -24,6 +25,11 @@ from mlx_parallm.worker.lora.adapted_modules import (
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import STACKS, AdapterStack, dora_gain, factors_of
 from mlx_parallm.worker.weights.loader import DTYPES
+
+# TOWERS: parts of module paths by which checkpoints tell a tower from the text model.
+TOWERS = frozenset(
+    (TOWER, "connector", "multi_modal_projector", "vision_model", "vision_tower", "visual")
+)
 
 
 def product_dtype(dtype: str) -> mx.Dtype:
@@ -226,15 +232,22 @@ def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
     lack the trunk's prefix.
 
     Raises:
-        InvalidRequestError: the model has no such module.
+        InvalidRequestError: the model has no such module, or it is a part of the pictures' tower,
+            whose layers may end like those of the text model.
     """
+    if not TOWERS.isdisjoint(path.split(".")):
+        raise unfit_error(f"{path[:120]} is a part of the pictures' tower", param)
     if path in modules:
         return path
     tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]
     # GPT-2's trunk has another name in mlx_lm.
     tails.append(path.removeprefix("transformer."))
     for tail in tails:
-        matches = [name for name in modules if name.endswith(f".{tail}")]
+        matches = [
+            name
+            for name in modules
+            if name.endswith(f".{tail}") and not name.startswith(f"{TOWER}.")
+        ]
         if len(matches) == 1:
             return matches[0]
     raise unfit_error(f"this model has no module {path[:120]!r}", param)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
 
@@ -22,10 +23,11 @@ class LayerStages:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the layers, which are the modules in the model's longest list."""
+        """Find the layers: the modules in the model's longest list, its tower aside."""
         lists = [
             value
-            for module in model.modules()
+            for path, module in model.named_modules()
+            if not path.startswith(TOWER)
             for value in module.values()
             if isinstance(value, list) and value and isinstance(value[0], nn.Module)
         ]

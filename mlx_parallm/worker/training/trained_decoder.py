@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, ChoiceInput, TrainedText, TrainingInput
@@ -43,7 +44,12 @@ class TrainedDecoder:
             InvalidRequestError: its architecture cannot be run without caches.
         """
         self._model, self._selector, self._context = stock.model, stock.selector, stock.adapters
-        self._modules = dict(stock.model.named_modules())
+        # Texts do not pass through a tower.
+        self._modules = {
+            path: module
+            for path, module in stock.model.named_modules()
+            if not path.startswith(TOWER)
+        }
         self._stages = LayerStages(stock.model)
         self._adapted = stock.layers
         self._shapes = ForwardShapes.of_device(stock.max_model_len)
