@@ -30,6 +30,7 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.pooling import Task
@@ -249,7 +250,15 @@ class LLM:
                 was generated.
             StepError: a step failed.
         """
-        items = _as_prompts(prompts)
+        return self._generate(_as_prompts(prompts), sampling_params, adapter, on_finish)
+
+    def _generate(
+        self,
+        items: Sequence[Prompt | PicturePrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
         params = _per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
         adapters = _per_prompt(adapter, len(items), "adapter")
         requests = [
@@ -267,17 +276,26 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several; see ``generate``."""
+        """Answer one conversation, or each of several; see ``generate``.
+
+        Contents may have parts: texts, and pictures as ``{"type": "image", "image": …}`` with the
+        bytes of a file, a path or a Pillow image, or as ``image_url``.
+        """
         several = [conversations] if _is_conversation(conversations) else conversations
-        prompts = [
-            self._model.tokenizer.encode_chat(
-                list(conversation),  # type: ignore[arg-type]
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
+        options = {"tools": tools, "template_kwargs": chat_template_kwargs}
+        prompts = [self._chat_prompt(list(each), options) for each in several]  # type: ignore[arg-type]
+        return self._generate(prompts, sampling_params, adapter)
+
+    def _chat_prompt(
+        self, conversation: Sequence[Message], options: Mapping[str, Any]
+    ) -> Prompt | PicturePrompt:
+        if any(isinstance(message.get("content"), list) for message in conversation):
+            prompt: PicturePrompt | None = _part("pictures").prompt_with_pictures(
+                conversation, self._model, **options
             )
-            for conversation in several
-        ]
-        return self.generate(prompts, sampling_params, adapter=adapter)
+            if prompt is not None:
+                return prompt
+        return self._model.tokenizer.encode_chat(conversation, **options)
 
     def embed(
         self,
@@ -421,15 +439,20 @@ class LLM:
         return session
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, adapter: str | None
+        self, prompt: Prompt | PicturePrompt, params: SamplingParams, adapter: str | None
     ) -> GenerateRequest:
-        ids = self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, PicturePrompt):
+            ids, inputs = prompt.token_ids, prompt.inputs
+        else:
+            ids = self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            inputs = ()
         return GenerateRequest(
             request_id=f"offline-{next(self._ids)}",
             model=self._model.names[0],
             prompt_ids=tuple(ids),
             params=params,
             adapter=adapter,
+            inputs=inputs,
         )
 
     def _run(
