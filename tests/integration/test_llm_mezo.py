@@ -14,6 +14,7 @@ from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.llm import LLM
 from mlx_parallm.offline.training import OfflineSession
 from mlx_parallm.types.errors import InvalidRequestError, StorageInUseError
+from mlx_parallm.types.request import SamplingParams
 
 WORDS = {"good": "cat", "bad": "dog"}
 OBJECTIVE = {"kind": "label_words", "template": "{text} It was [MASK].", "label_words": WORDS}
@@ -210,3 +211,67 @@ def test_a_session_goes_on_from_a_published_adapter(llm: LLM, session: OfflineSe
     llm.unload_adapter("first")
     with pytest.raises(InvalidRequestError, match="no loaded adapter"):
         llm.mezo(OBJECTIVE, ROWS, adapter="first")
+
+
+GENERATOR = "mlx-parallm-demo"
+#: ``SUMS``: a format that the model never saw.
+SUMS = [{"text": f"{a} + {b} is", "completion": f" <{a + b}>"} for a in (2, 3) for b in (2, 3, 4)]
+FILMS = [{"text": text, "label": "good"} for text in GOOD]
+
+
+@pytest.fixture(scope="module")
+def generator() -> Iterator[LLM]:
+    with LLM(GENERATOR) as llm:
+        yield llm
+
+
+def continued(llm: LLM, adapter: str | None = None) -> list[tuple[int, ...]]:
+    params = SamplingParams(max_tokens=6, temperature=0)
+    outputs = llm.generate([row["text"] for row in SUMS], params, adapter=adapter)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_a_generator_learns_completions_and_generates_with_them(generator: LLM) -> None:
+    trainable = {"targets": ["q_proj", "v_proj", "down_proj"], "rank": 4}
+    settings: dict[str, Any] = {"trainable": trainable, "batch_size": len(SUMS)}
+    base = continued(generator)
+    with generator.mezo({"kind": "completion"}, SUMS, **settings) as session:
+        before = session.evaluate(SUMS)
+        assert (before.accuracy, before.f1) == (None, None)
+        session.run(60)
+        assert session.evaluate(SUMS).loss < before.loss - 0.5
+        session.publish("start", step=0)
+        session.publish("sums")
+        assert continued(generator, "start") == continued(generator) == base
+        assert continued(generator, "sums") != base
+    generator.unload_adapter("start")
+    generator.unload_adapter("sums")
+    assert continued(generator) == base
+
+
+def test_a_generator_learns_to_choose(generator: LLM) -> None:
+    objective = {"kind": "candidates", "candidates": {"good": " a joy", "bad": " very dull"}}
+    trainable = {"layers": "top:1", "targets": ["q_proj", "v_proj"], "rank": 4}
+    with generator.mezo(objective, FILMS, trainable=trainable, batch_size=2) as session:
+        before = session.evaluate(FILMS)
+        session.run(40)
+        assert session.evaluate(FILMS).loss < before.loss - 0.01
+        # Each text is looked up once for both signs.
+        assert session.costs.hits > 0.8 * session.costs.lookups
+
+
+@pytest.mark.parametrize(
+    ("objective", "param"),
+    [
+        (OBJECTIVE, "objective"),
+        ({"kind": "caller"}, "objective"),
+        ({"kind": "reward", "reward_model": {"model": "demo:reward"}}, "objective"),
+        ({"kind": "candidates", "candidates": {"good": "", "bad": "b"}}, "objective.candidates"),
+    ],
+)
+def test_what_a_generator_cannot_learn_is_refused(
+    generator: LLM, objective: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        generator.mezo(objective, FILMS, batch_size=1)
+    assert refusal.value.param == param
