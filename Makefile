@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo check-vision lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -110,6 +110,9 @@ check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transf
 
 check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …")
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_mezo --model "$(MODEL)" --data "$(DATA)" $(ARGS)
+
+check-vision: $(DEV_STAMP) ## Pictures against transformers (MODEL=folder ARGS="--reference-python PYTHON")
+	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
 
 lint: checks ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
