@@ -123,6 +123,8 @@ def metric(server: ServerProcess, name: str, model: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in values)
 
 
+# Each engine keeps features of its own, and a prompt that begins otherwise may go to another one.
+@pytest.mark.one_engine
 def test_metrics_count_towers_and_features(server: ServerProcess, client: openai.OpenAI) -> None:
     def counts() -> tuple[float, float]:
         names = ("image_tower_runs_total", "image_feature_hits_total")
