@@ -79,13 +79,13 @@ class DeviceAdapters:
         layout, tensors = split_adapter(adapter)
         handle = f"{self._model} {content}"
         try:
-            for op in tensor_ops(handle, tensors):
+            for op in tensor_ops(self._model, handle, tensors):
                 self._worker.execute(op)
             return self._worker.execute(
                 AddAdapter(model=self._model, content=content, layout=layout, handle=handle)
             )
         finally:
-            self._worker.execute(DropTensors(handle=handle))
+            self._worker.execute(DropTensors(model=self._model, handle=handle))
 
 
 class DeviceWeights:
@@ -104,11 +104,11 @@ class DeviceWeights:
         """Prepare some weights; raise InvalidRequestError if they do not fit."""
         handle = f"{self._model} weights {next(self._numbers)}"
         try:
-            for op in tensor_ops(handle, tensors):
+            for op in tensor_ops(self._model, handle, tensors):
                 self._worker.execute(op)
             self._check(PrepareWeights(model=self._model, handle=handle))
         finally:
-            self._worker.execute(DropTensors(handle=handle))
+            self._worker.execute(DropTensors(model=self._model, handle=handle))
 
     def _check(self, op: PrepareWeights) -> None:
         refusal = self._worker.execute(op)

@@ -144,13 +144,13 @@ class DeviceRunner:
             handle = f"{self._model} input {slot}"
             arrays = {name: _host_tensor(array) for name, array in source.arrays.items()}
             try:
-                for op in tensor_ops(handle, arrays):
+                for op in tensor_ops(self._model, handle, arrays):
                     self._worker.execute(op)
                 self._worker.execute(
                     ComputeInput(model=self._model, slot=slot, kind=source.kind, handle=handle)
                 )
             finally:
-                self._worker.execute(DropTensors(handle=handle))
+                self._worker.execute(DropTensors(model=self._model, handle=handle))
 
 
 def _host_tensor(array: HostArray) -> HostTensor:
@@ -199,7 +199,8 @@ def _load_all(
     loaded = [_load(folder, context) for folder in models]
     plans = [each.kv for each in loaded]
     cache = context.settings.cache
-    blocks = share_budget(plans, _kv_budget(loaded, cache), cache.num_engines)
+    budget = _kv_budget(loaded, cache, context.worker)
+    blocks = share_budget(plans, budget, cache.num_engines)
     shared = [
         (each, KVShare(each.name, each.kv, count))
         for each, count in zip(loaded, blocks, strict=True)
@@ -217,16 +218,16 @@ def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
-def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
+def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig, worker: Worker) -> int:
     """Return the bytes of KV for all models: as configured, or what is free and sensible.
 
     Raises:
         ConfigError: so much is not free.
     """
     if cache.kv_cache_bytes is not None:
-        return _free_for_kv(cache.kv_cache_bytes) if models else 0
+        return _free_for_kv(cache.kv_cache_bytes, worker) if models else 0
     total = sum(loaded.kv.wanted_bytes for loaded in models)
-    free = free_memory_bytes()
+    free = _free_bytes(worker)
     budget = total if free is None else min(total, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
         # A pool on the CPU takes its memory, and the time to fill it, at the start.
@@ -234,21 +235,26 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
     return budget
 
 
-def _free_for_kv(num_bytes: int) -> int:
+def _free_for_kv(num_bytes: int, worker: Worker) -> int:
     """Return the configured number of bytes.
 
     Raises:
         ConfigError: so much is not free.
     """
-    # Memory that loading took and no longer needs would count as taken.
-    give_back_memory()
-    free = free_memory_bytes()
+    free = _free_bytes(worker)
     if free is not None and num_bytes + STEP_BYTES > free:
         raise ConfigError(
             f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}; only "
             f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
         )
     return num_bytes
+
+
+def _free_bytes(worker: Worker) -> int | None:
+    """Return the bytes that models may still take on each device of a worker; None if unknown."""
+    # Memory that loading took and no longer needs would count as taken.
+    give_back_memory()
+    return worker.least_free(free_memory_bytes())
 
 
 def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
@@ -267,7 +273,7 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
 
 def _read(model: ModelConfig, path: Path, name: str, context: BuildContext) -> GenerationPlan:
     spec = GenerationSpec(
-        config=model, path=path, settings=context.settings, free_bytes=free_memory_bytes()
+        config=model, path=path, settings=context.settings, free_bytes=_free_bytes(context.worker)
     )
     return context.worker.execute(Load(model=name, spec=spec))
 

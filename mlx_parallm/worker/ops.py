@@ -169,8 +169,15 @@ class PoolBatch(Op[list[np.ndarray]]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutTensors(Op[None]):
-    """Keep host tensors by name under a handle, beside those that it has already."""
+    """Keep host tensors by name under a handle, beside those that it has already.
 
+    Attributes:
+        model: the model of the op that will name the handle.
+        handle: the handle.
+        tensors: the tensors by name.
+    """
+
+    model: str
     handle: str
     tensors: Mapping[str, HostTensor]
 
@@ -179,6 +186,7 @@ class PutTensors(Op[None]):
 class DropTensors(Op[None]):
     """Forget a handle and its tensors; unknown handles are ignored."""
 
+    model: str
     handle: str
 
 
@@ -410,13 +418,13 @@ class Unload(Op[None]):
     model: str
 
 
-def tensor_ops(handle: str, tensors: Mapping[str, HostTensor]) -> Iterator[PutTensors]:
+def tensor_ops(model: str, handle: str, tensors: Mapping[str, HostTensor]) -> Iterator[PutTensors]:
     """Yield the ops that put tensors under a handle, in pieces of ``PIECE_BYTES``."""
     piece: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
         num_bytes = sum(other.nbytes for other in piece.values())
         if piece and num_bytes + tensor.nbytes > PIECE_BYTES:
-            yield PutTensors(handle=handle, tensors=piece)
+            yield PutTensors(model=model, handle=handle, tensors=piece)
             piece = {}
         piece[name] = tensor
-    yield PutTensors(handle=handle, tensors=piece)
+    yield PutTensors(model=model, handle=handle, tensors=piece)

@@ -105,6 +105,10 @@ class Worker:
         nothing: Any = None
         return Done(nothing)
 
+    def least_free(self, own: int | None) -> int | None:
+        """Return the free bytes of the device that has least; ``own`` are those of this process."""
+        return own
+
     def take(self, model: str) -> WorkerModel:
         """Return a loaded model, which no later op names."""
         return self._models.pop(model)

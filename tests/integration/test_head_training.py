@@ -133,7 +133,7 @@ def adapter_of(
 def answers(worker: Worker, adapter: AdapterWeights) -> list[np.ndarray]:
     """Serve an adapter; return the logits of each input alone."""
     layout, host = split_adapter(adapter)
-    for op in tensor_ops("upload", host):
+    for op in tensor_ops(MODEL, "upload", host):
         worker.execute(op)
     content = adapter.digest
     worker.execute(AddAdapter(model=MODEL, content=content, layout=layout, handle="upload"))

@@ -137,7 +137,7 @@ def test_what_was_trained_can_be_served(session: Worker) -> None:
     train(session, 20, 5e-2)
     adapter: AdapterWeights = session.execute(Materialise(model=MODEL, session=SESSION))
     layout, host = split_adapter(adapter)
-    for op in tensor_ops("upload", host):
+    for op in tensor_ops(MODEL, "upload", host):
         session.execute(op)
     session.execute(AddAdapter(model=MODEL, content="a", layout=layout, handle="upload"))
     named = [

@@ -121,19 +121,19 @@ def test_tensors_come_in_pieces_and_stay_until_their_handle_is_dropped() -> None
     worker, _ = make()
     worker.execute(Load(model="m", spec="good"))
     sizes = {"a": PIECE_BYTES, "b": 1, "c": PIECE_BYTES - 1, "d": 2 * PIECE_BYTES, "e": 5}
-    pieces = list(tensor_ops("h", {name: tensor(size) for name, size in sizes.items()}))
+    pieces = list(tensor_ops("m", "h", {name: tensor(size) for name, size in sizes.items()}))
     assert [list(piece.tensors) for piece in pieces] == [["a"], ["b", "c"], ["d"], ["e"]]
     for piece in pieces:
         worker.execute(piece)
-    worker.execute(PutTensors(handle="other", tensors={}))
+    worker.execute(PutTensors(model="m", handle="other", tensors={}))
     assert worker.execute(Checksums(model="m")) == {"h": list("abcde"), "other": []}
-    worker.execute(DropTensors(handle="h"))
-    worker.execute(DropTensors(handle="h"))
+    worker.execute(DropTensors(model="m", handle="h"))
+    worker.execute(DropTensors(model="m", handle="h"))
     assert worker.execute(Checksums(model="m")) == {"other": []}
 
 
 def test_no_tensors_make_a_handle_too() -> None:
-    assert list(tensor_ops("h", {})) == [PutTensors(handle="h", tensors={})]
+    assert list(tensor_ops("m", "h", {})) == [PutTensors(model="m", handle="h", tensors={})]
 
 
 def low_rank(**more: Any) -> LowRank:
