@@ -27,7 +27,7 @@ from mlx_parallm.training.records import (
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import MadeStep, Session
-from mlx_parallm.training.session_files import SessionFiles, encoded
+from mlx_parallm.training.session_files import SessionFiles, encoded, readable
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import StepLosses
 from mlx_parallm.types.errors import (
@@ -521,9 +521,10 @@ class TrainingService:
             disk.make_folder(self._folder)
             self._lock = disk.FolderLock(self._folder)
         for files in SessionFiles.open_all(self._folder):
-            session = self._sessions[files.config.id] = self._session(files)
-            if session.state.status is Status.RUNNING:
-                self._begin(session)
+            with readable(files.config.id):
+                session = self._sessions[files.config.id] = self._session(files)
+                if session.state.status is Status.RUNNING:
+                    self._begin(session)
         # The sleep has ended with the process.
         self.on_wake()
 

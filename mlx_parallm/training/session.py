@@ -117,10 +117,10 @@ class Session:
         lengths = [num_tokens(example.input) for example in self._examples]
         config = self.config
         self._batches = Batches(lengths, config.batch_size, config.order, config.seed)
-        records = files.records()
-        self.costs = sum(records, Costs())
-        self.num_zero = sum(record.is_zero for record in records)
-        self.last = records[-1] if records else None
+        self.costs, self.num_zero = Costs(), 0
+        self.last: StepRecord | None = None
+        for record in files.all_records():
+            self._count(record)
         self._estimator = Estimator(config.estimator, self.last and self.last.mean_square)
         # Steps that are logged, and that the engine does not have yet.
         self._unapplied: list[Step] = []
@@ -301,10 +301,13 @@ class Session:
             self._estimator.mean_square = before
             raise
         self._unapplied.append(step)
+        self._count(record)
+        return record
+
+    def _count(self, record: StepRecord) -> None:
         self.costs += record
         self.num_zero += record.is_zero
         self.last = record
-        return record
 
     def _next_step(self, number: int, seed: int, estimate: Estimate) -> Step:
         """Return a step as the log has it; raise ConflictError if float32 has no such numbers."""

@@ -7,10 +7,12 @@ the system and not to the disk, so a killed process loses nothing, and a power c
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,48 +23,64 @@ from mlx_parallm.batch_jobs import disk
 from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_log import StepLog
+from mlx_parallm.types.errors import StorageError
 from mlx_parallm.types.training import Step
+
+logger = logging.getLogger(__name__)
 
 CONFIG, STATE, EXAMPLES = "config.json", "state.json", "examples.jsonl"
 STEPS, LOG = "steps.jsonl", "log.bin"
+# CHUNK: records that are read at a time where all are read.
+CHUNK = 4096
 #: ``FACTORS``: first parameters that were measured or are an adapter's; no such file if drawn.
 FACTORS = "factors.safetensors"
 
 
 @dataclass(slots=True)
 class _Appended:
-    """A file that grows.
+    """A file that grows. It is open during each operation only: sessions may be many.
 
     Attributes:
-        descriptor: of the open file.
+        path: of the file.
         size: in bytes.
     """
 
-    descriptor: int
+    path: Path
     size: int
 
     @classmethod
     def opened(cls, path: Path) -> _Appended:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, disk.FILE_MODE)
-        return cls(descriptor, os.fstat(descriptor).st_size)
+        with _open(path, os.O_RDWR | os.O_CREAT) as descriptor:
+            return cls(path, os.fstat(descriptor).st_size)
 
     def append(self, data: bytes) -> None:
         """Append; the file is as it was if the disk refuses it."""
-        try:
-            os.lseek(self.descriptor, self.size, os.SEEK_SET)
-            disk.write_all(self.descriptor, data)
-        except OSError:
-            os.ftruncate(self.descriptor, self.size)
-            raise
+        with _open(self.path, os.O_WRONLY) as descriptor:
+            try:
+                os.lseek(descriptor, self.size, os.SEEK_SET)
+                disk.write_all(descriptor, data)
+            except OSError:
+                os.ftruncate(descriptor, self.size)
+                raise
         self.size += len(data)
 
     def cut(self, size: int) -> None:
-        os.ftruncate(self.descriptor, size)
+        os.truncate(self.path, size)
         self.size = size
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         length = (self.size if end is None else end) - begin
-        return os.pread(self.descriptor, length, begin)
+        with _open(self.path, os.O_RDONLY) as descriptor:
+            return os.pread(descriptor, length, begin)
+
+
+@contextlib.contextmanager
+def _open(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, disk.FILE_MODE)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class SessionFiles:
@@ -72,6 +90,7 @@ class SessionFiles:
         """Open the folder of a session that was created."""
         self.config = config
         self._folder = folder
+        self._is_closed = False
         settings = config.estimator
         self._log_format = StepLog(
             settings.num_directions,
@@ -116,16 +135,20 @@ class SessionFiles:
 
     @classmethod
     def open_all(cls, root: Path) -> list[SessionFiles]:
-        """Open all sessions below a folder, in the order of their ids."""
+        """Open all sessions below a folder, in the order of their ids.
+
+        Sessions that cannot be read are left where they are, and the log names them.
+        """
+        sessions: list[SessionFiles] = []
         with disk.storage_errors():
             disk.make_folder(root)
-            sessions: list[SessionFiles] = []
-            for folder in sorted(root.iterdir()):
+            for folder in sorted(path for path in root.iterdir() if path.is_dir()):
                 if not (folder / CONFIG).is_file():
                     # The process died while it made or deleted this one.
                     shutil.rmtree(folder, ignore_errors=True)
                     continue
-                sessions.append(cls.open(folder))
+                with readable(folder.name):
+                    sessions.append(cls.open(folder))
         return sessions
 
     @classmethod
@@ -180,6 +203,8 @@ class SessionFiles:
 
     def append(self, record: StepRecord, step: Step) -> None:
         """Write a step and its record; nothing is written if the disk refuses one of them."""
+        if self._is_closed:
+            raise StorageError("The files of the session are closed.")
         begin = self._steps.size
         with disk.storage_errors():
             self._steps.append(json.dumps(record.to_json()).encode() + b"\n")
@@ -209,6 +234,11 @@ class SessionFiles:
             content = self._steps.read(self._begins[after], end)
         return [StepRecord.from_json(_parsed(line)) for line in content.splitlines()]
 
+    def all_records(self) -> Iterator[StepRecord]:
+        """Yield the records of all steps, oldest first."""
+        for after in range(0, self.num_steps, CHUNK):
+            yield from self.records(after, limit=CHUNK)
+
     def delete(self) -> None:
         """Close and delete the folder."""
         self.close()
@@ -218,9 +248,8 @@ class SessionFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Close the files."""
-        os.close(self._log.descriptor)
-        os.close(self._steps.descriptor)
+        """Write no more steps: the folder may belong to another process now."""
+        self._is_closed = True
 
     def _settle(self) -> None:
         """Cut records and log to the steps that both have."""
@@ -231,9 +260,35 @@ class SessionFiles:
             begin = end + 1
         size = self._log_format.record_bytes
         count = min(len(self._begins), self._log.size // size)
+        # After a power cut a file may end with zeros.
+        while count and not self._is_whole(count - 1, content):
+            count -= 1
         self._steps.cut(self._begins[count] if count < len(self._begins) else begin)
         self._log.cut(count * size)
         del self._begins[count:]
+
+    def _is_whole(self, number: int, content: bytes) -> bool:
+        """True if a line of ``content`` and the log have the same step, by its number from 0."""
+        size = self._log_format.record_bytes
+        (step,) = self._log_format.steps(self._log.read(number * size, (number + 1) * size))
+        begin = self._begins[number]
+        try:
+            record = StepRecord.from_json(_parsed(content[begin : content.index(b"\n", begin)]))
+        except (ValueError, KeyError, TypeError):
+            return False
+        return (record.step, record.seed) == (number + 1, step.seed)
+
+
+@contextlib.contextmanager
+def readable(session_id: str) -> Iterator[None]:
+    """Log what is wrong with the files of a session, and go on without it."""
+    try:
+        yield
+    except (OSError, StorageError) as problem:
+        logger.warning("the training session %s is left out: %s", session_id, problem)
+    except (ValueError, KeyError, TypeError) as problem:
+        name = type(problem).__name__
+        logger.warning("the training session %s is damaged: %s: %s", session_id, name, problem)
 
 
 def encoded(examples: Iterable[Example]) -> bytes:

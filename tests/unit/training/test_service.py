@@ -847,3 +847,16 @@ async def test_a_session_that_is_deleted_while_it_asks_leaves_no_adapter(
     with pytest.raises(NotFoundError):
         await service.tell(session.config.id, lambda _: [1.0, 0.5])
     await service.stop()
+
+
+@pytest.mark.parametrize("name", ["config.json", "state.json", "examples.jsonl"])
+async def test_a_damaged_session_stops_no_other(opened: Open, tmp_path: Path, name: str) -> None:
+    service = opened()
+    damaged, session = await begin(service), await begin(service)
+    await session.step()
+    await service.stop()
+    (tmp_path / "sessions" / damaged.config.id / name).write_bytes(b'{"x": 1}\n')
+    again = opened()
+    assert [each.config.id for each in again.all()] == [session.config.id]
+    assert again.get(session.config.id).num_steps == 1
+    assert (tmp_path / "sessions" / damaged.config.id / name).exists()

@@ -1,0 +1,101 @@
+"""The files of sessions after crashes and power cuts, and when they are damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.training.records import SessionState, StepRecord
+from mlx_parallm.training.session_files import CONFIG, LOG, STEPS, SessionFiles
+from mlx_parallm.types.errors import StorageError
+from mlx_parallm.types.training import Step
+from tests.unit.training.worker_sessions import config_of
+
+NUM_STEPS = 4
+
+
+def record_of(step: int) -> StepRecord:
+    return StepRecord(
+        step=step, seed=step * 11, loss_plus=1.0, loss_minus=2.0, gradients=(0.5,), mean_square=0.1
+    )
+
+
+def add_step(files: SessionFiles) -> None:
+    record = record_of(files.num_steps + 1)
+    files.append(record, Step(record.seed, [record.step / 8]))
+
+
+def new_files(folder: Path) -> SessionFiles:
+    config = config_of()(folder.name, 0)
+    return SessionFiles.create(folder, config, SessionState(), b"")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write a session of some steps."""
+    files = new_files(tmp_path / "mezo_1")
+    for _ in range(NUM_STEPS):
+        add_step(files)
+    return tmp_path / "mezo_1"
+
+
+@pytest.mark.parametrize("name", [LOG, STEPS])
+def test_steps_that_were_cut_anywhere_end_at_the_last_whole_one(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    log = (folder / LOG).read_bytes()
+    lines = [12] * NUM_STEPS if name == LOG else [len(line) + 1 for line in content.splitlines()]
+    ends = [sum(lines[: count + 1]) for count in range(NUM_STEPS)]
+    for cut in range(len(content) + 1):
+        copy = folder.parent / f"cut-{cut}"
+        shutil.copytree(folder, copy)
+        (copy / name).write_bytes(content[:cut])
+        files = SessionFiles.open(copy)
+        whole = sum(end <= cut for end in ends)
+        assert [record.step for record in files.records()] == list(range(1, whole + 1))
+        assert files.log() == log[: 12 * whole]
+        add_step(files)
+        again = SessionFiles.open(copy)
+        assert list(again.all_records()) == [record_of(step + 1) for step in range(whole + 1)]
+        assert again.steps()[-1] == Step((whole + 1) * 11, [(whole + 1) / 8])
+
+
+@pytest.mark.parametrize("name", [LOG, STEPS])
+def test_a_step_of_zeros_was_never_written(folder: Path, name: str) -> None:
+    """After a power cut a file may have its length and not its content."""
+    content = (folder / name).read_bytes()
+    zeros = bytes(12) if name == LOG else bytes(len(content.splitlines()[-1])) + b"\n"
+    (folder / name).write_bytes(content[: -len(zeros)] + zeros)
+    files = SessionFiles.open(folder)
+    assert [record.step for record in files.all_records()] == [1, 2, 3]
+    assert len(files.log()) == 3 * 12
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"id": "mezo_1"}', b"\xff"])
+def test_a_damaged_session_is_left_out_and_kept(
+    folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / CONFIG).write_bytes(content)
+    new_files(folder.parent / "mezo_2")
+    sessions = SessionFiles.open_all(folder.parent)
+    assert [files.config.id for files in sessions] == ["mezo_2"]
+    assert (folder / CONFIG).read_bytes() == content
+    assert "mezo_1 is damaged" in caplog.text
+
+
+def test_closed_files_take_no_step(folder: Path) -> None:
+    """Another process may use the folder by then."""
+    files = SessionFiles.open(folder)
+    files.close()
+    with pytest.raises(StorageError):
+        add_step(files)
+    assert SessionFiles.open(folder).num_steps == NUM_STEPS
+
+
+def test_sessions_hold_no_files_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    sessions = [new_files(tmp_path / f"mezo_{number}") for number in range(20)]
+    assert len(os.listdir("/dev/fd")) == before
+    assert len(sessions) == 20
