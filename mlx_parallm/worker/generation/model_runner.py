@@ -34,6 +34,7 @@ from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.attention.two_way import TwoWayRows
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -45,6 +46,7 @@ from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.picture_rows import picture_rows
 from mlx_parallm.worker.generation.plan import DecoderChoices
+from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.generation.rotary_rows import find_rotary
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import (
@@ -87,6 +89,7 @@ class ModelRunner:
         tracer: StepTracer | None = None,
         choices: DecoderChoices | None = None,
         takes_embeds: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """Choose how the model runs.
 
@@ -103,6 +106,7 @@ class ModelRunner:
             choices: the choices of an earlier load, which are taken over; None to make them.
             takes_embeds: True if prompts may bring rows that replace embeddings, if the model
                 allows it.
+            ranks: the ranks that compute the model together; None for one process.
         """
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         self._tracer = tracer or NoTracer()
@@ -160,14 +164,9 @@ class ModelRunner:
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
-        self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
-        if self._embedding is not None:
-            kinds = {InputKind.PROMPT_EMBEDS: takes_embeds, InputKind.PICTURE: self._tower}
-            self._info = replace(
-                self._info,
-                input_width=self._embedding.width,
-                input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
-            )
+        info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
+        self._info = self._with_inputs(info, takes_embeds=takes_embeds)
+        self._ranks = ranks and RankTokens(ranks, runs_ahead=info.runs_ahead)
 
     def _two_way_rows(self, loaded: LoadedModel) -> TwoWayRows | None:
         """Return the seam of rows that see later ones; None if the model's pictures are causal.
@@ -211,6 +210,17 @@ class ModelRunner:
             kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
             runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
             is_compiled=path.is_compiled,
+        )
+
+    def _with_inputs(self, info: RunnerInfo, *, takes_embeds: bool) -> RunnerInfo:
+        """Return the facts with the inputs besides tokens that the model takes."""
+        if self._embedding is None:
+            return info
+        kinds = {InputKind.PROMPT_EMBEDS: takes_embeds, InputKind.PICTURE: self._tower}
+        return replace(
+            info,
+            input_width=self._embedding.width,
+            input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
         )
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
@@ -267,6 +277,8 @@ class ModelRunner:
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
         logits = self._logits(batch.sequences, token_ids, rows.logit_rows)
+        if self._ranks is not None and not self._ranks.samples:
+            return self._followed(self._ranks, logits, rows)
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
@@ -274,6 +286,13 @@ class ModelRunner:
             # The masks of the next step may depend on these tokens.
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
+        return step
+
+    def _followed(self, ranks: RankTokens, logits: mx.array, rows: StepRows) -> ModelStep:
+        """Return the step of a rank that does not sample; its tokens mean nothing to the caller."""
+        received = ranks.received(logits, len(rows.sampled)) if rows.logit_rows else None
+        step = ModelStep(rows, received, {})
+        self._tokens.remember(rows.sampled_ids, step.tokens)
         return step
 
     def compute_input(self, slot: int, kind: InputKind, tensors: Mapping[str, HostTensor]) -> None:
@@ -334,7 +353,8 @@ class ModelRunner:
             return None
         if len(rows.sampled) < len(rows.logit_rows):
             logits = logits[mx.array(rows.sampled)]
-        return self._sampler(logits, rows.specs, rows.pending(token_ids), constraints.masks)
+        sampled = self._sampler(logits, rows.specs, rows.pending(token_ids), constraints.masks)
+        return sampled if self._ranks is None else self._ranks.shared(sampled)
 
     def _score(self, logits: mx.array, rows: StepRows) -> dict[int, TargetLogprobs]:
         return {
