@@ -124,6 +124,9 @@ class MezoClient:
         steps: int = 1,
         *,
         batch: Sequence[Row] | None = None,
+        seed: int | None = None,
+        epsilon: float | None = None,
+        learning_rate: float | None = None,
         return_losses: bool = False,
     ) -> list[TrainingStep]:
         """Make steps and return them once all are made.
@@ -132,9 +135,15 @@ class MezoClient:
             session_id: the session, which must be ready.
             steps: how many.
             batch: rows in place of the session's data.
+            seed: draws the directions of a single step.
+            epsilon: the size of the perturbation, in place of the session's.
+            learning_rate: in place of the session's.
             return_losses: True to return the loss of each example too.
         """
-        body = _present({"steps": steps, "batch": batch, "return_losses": return_losses or None})
+        changes = {"seed": seed, "epsilon": epsilon, "learning_rate": learning_rate}
+        body = _present(
+            {"steps": steps, "batch": batch, **changes, "return_losses": return_losses or None}
+        )
         return await self._steps(_path(session_id, "step"), body)
 
     async def train_step(
@@ -143,6 +152,9 @@ class MezoClient:
         steps: int = 1,
         *,
         batch: Sequence[Row] | None = None,
+        seed: int | None = None,
+        epsilon: float | None = None,
+        learning_rate: float | None = None,
         return_losses: bool = False,
     ) -> list[TrainingStep]:
         """Make steps by ``POST /v1/mezo/train_step``, which does the same as ``step``."""
@@ -151,6 +163,9 @@ class MezoClient:
                 "session_id": session_id,
                 "steps": steps,
                 "batch": batch,
+                "seed": seed,
+                "epsilon": epsilon,
+                "learning_rate": learning_rate,
                 "return_losses": return_losses or None,
             }
         )

@@ -41,6 +41,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Scores
 from mlx_parallm.training.records import Costs, Example, SessionState, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
@@ -115,20 +116,33 @@ class OfflineSession:
         """The costs of all steps together."""
         return self._session.costs
 
-    def step(self, batch: Sequence[Mapping[str, Any]] | None = None) -> StepRecord:
+    def step(
+        self,
+        batch: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        seed: int | None = None,
+        epsilon: float | None = None,
+        learning_rate: float | None = None,
+    ) -> StepRecord:
         """Make a step, on the next batch or on these rows.
+
+        Args:
+            batch: rows; None: the next batch of the data.
+            seed: draws its directions; None: the session's seed does.
+            epsilon: the size of its perturbation; None: the session's.
+            learning_rate: of this step; None: the session's.
 
         Raises:
             InvalidRequestError: the rows cannot be read.
             ConflictError: a loss is not finite, so that no step was made.
         """
-        rows = None
-        if batch is not None:
-            rows = validated(MakeSteps, {"batch": list(batch)}).batch
+        fields = {"seed": seed, "epsilon": epsilon, "learning_rate": learning_rate}
+        body = validated(MakeSteps, {**fields, "batch": None if batch is None else list(batch)})
+        rows, changes = body.batch, StepChanges(body.seed, body.epsilon, body.learning_rate)
 
         async def work() -> StepRecord:
             examples = None if rows is None else await self._examples(rows, "batch")
-            return (await self._session.step(examples)).record
+            return (await self._session.step(examples, changes)).record
 
         return self._do(work)
 

@@ -70,6 +70,26 @@ PAPER = EstimatorSettings(
 
 
 @dataclass(frozen=True, slots=True)
+class StepChanges:
+    """The settings of one step that differ from the session's; None: as the session has it.
+
+    Attributes:
+        seed: draws its directions.
+        epsilon: the size of its perturbation.
+        learning_rate: in place of the session's at this step. Weight decay goes on by the
+            session's, because the log does not have it.
+    """
+
+    seed: int | None = None
+    epsilon: float | None = None
+    learning_rate: float | None = None
+
+
+#: ``AS_SET`` changes nothing.
+AS_SET = StepChanges()
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """The losses of a step, and the slopes along its directions.
 
@@ -125,9 +145,13 @@ class Estimator:
             *(Segment(None, 1, part) for part in centres),
         )
 
-    def estimate(self, losses: Sequence[float]) -> Estimate:
+    def epsilon(self, changes: StepChanges) -> float:
+        """Return the size of a step's perturbation."""
+        return self.settings.epsilon if changes.epsilon is None else changes.epsilon
+
+    def estimate(self, losses: Sequence[float], changes: StepChanges = AS_SET) -> Estimate:
         """Return the estimate from the mean loss of each segment, in the order of ``segments``."""
-        count, epsilon = self.settings.num_directions, self.settings.epsilon
+        count, epsilon = self.settings.num_directions, self.epsilon(changes)
         if self.settings.sides is Sides.TWO_SIDED:
             plus, minus = list(losses[0::2]), list(losses[1::2])
             slopes = [(p - m) / (2 * epsilon) for p, m in zip(plus, minus, strict=True)]
@@ -137,10 +161,14 @@ class Estimator:
             slopes = [(p - c) / epsilon for p, c in zip(plus, centres, strict=True)]
         return Estimate(_mean(plus), _mean(minus), tuple(slopes))
 
-    def step(self, number: int, seed: int, estimate: Estimate) -> Step:
+    def step(
+        self, number: int, seed: int, estimate: Estimate, changes: StepChanges = AS_SET
+    ) -> Step:
         """Return step ``number``, counted from 0, and remember the size of its slopes."""
         rate, count = self.settings.rate(number), self.settings.num_directions
         keep = 1.0 - rate * self.settings.weight_decay
+        if changes.learning_rate is not None:
+            rate = changes.learning_rate
         if not self.settings.normalises:
             return Step(seed, [rate / count * slope for slope in estimate.slopes], keep)
         square = _mean([slope * slope for slope in estimate.slopes])

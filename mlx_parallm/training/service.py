@@ -16,6 +16,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
+from mlx_parallm.training.estimators import AS_SET, StepChanges
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import (
     Example,
@@ -195,7 +196,11 @@ class TrainingService:
         return self._sessions[session_id]
 
     async def step(
-        self, session_id: str, num_steps: int, examples: Sequence[Example] | None
+        self,
+        session_id: str,
+        num_steps: int,
+        examples: Sequence[Example] | None,
+        changes: StepChanges = AS_SET,
     ) -> list[MadeStep]:
         """Make steps and return them; see ``Session.step``.
 
@@ -207,7 +212,7 @@ class TrainingService:
         made: list[MadeStep] = []
         for _ in range(num_steps):
             try:
-                made.append(await self._step(session, examples))
+                made.append(await self._step(session, examples, changes))
             except ENDING as problem:
                 # A session that was deleted meanwhile has no folder.
                 self._idle(session_id)
@@ -433,16 +438,23 @@ class TrainingService:
         if self._num_bytes >= limits.max_bytes:
             raise _full(limits.max_bytes)
 
-    async def _step(self, session: Session, examples: Sequence[Example] | None) -> MadeStep:
+    async def _step(
+        self,
+        session: Session,
+        examples: Sequence[Example] | None = None,
+        changes: StepChanges = AS_SET,
+    ) -> MadeStep:
         self._check_room(session)
         if session.config.measure is Measure.REWARD:
-            made = await self._judged_step(session, examples)
+            made = await self._judged_step(session, examples, changes)
         else:
-            made = await session.step(examples)
+            made = await session.step(examples, changes)
         self._metrics.on_step(made.record)
         return made
 
-    async def _judged_step(self, session: Session, examples: Sequence[Example] | None) -> MadeStep:
+    async def _judged_step(
+        self, session: Session, examples: Sequence[Example] | None, changes: StepChanges
+    ) -> MadeStep:
         """Make a step from the rewards of what the perturbed copies generate.
 
         Raises:
@@ -453,18 +465,19 @@ class TrainingService:
             raise ConflictError("Samples are not judged here, so that no step can be made.")
         async with session.exchange:
             batch = session.batch if examples is None else examples
-            uploads = await session.perturbed()
+            uploads = await session.perturbed(changes)
             names = [upload.name for upload in uploads]
             await self._copies.serve(session.config.model, uploads)
             begin_s = time.perf_counter()
             try:
-                seed = session.next_seed
+                seed = session.seed(changes)
                 judged = [self._rewards(session.config, name, batch, seed) for name in names]
                 rewards = await asyncio.gather(*judged)
             finally:
                 await self._copies.drop(names)
             losses = StepLosses.of([[-reward for reward in each] for each in rewards])
-            record = await session.learn(losses.means, time.perf_counter() - begin_s)
+            seconds = time.perf_counter() - begin_s
+            record = await session.learn(losses.means, seconds, changes)
         return MadeStep(record, losses)
 
     async def _check(self, session: Session) -> None:
@@ -487,7 +500,7 @@ class TrainingService:
             await asyncio.gather(before, return_exceptions=True)
         while session.state.status is Status.RUNNING and session.num_steps < session.state.until:
             try:
-                await self._step(session, None)
+                await self._step(session)
             except ShuttingDownError:
                 return
             except TEMPORARY:

@@ -20,7 +20,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.training.batches import Batches, step_seed
 from mlx_parallm.training.copies import Copy, copies_of
-from mlx_parallm.training.estimators import Estimate, Estimator
+from mlx_parallm.training.estimators import AS_SET, Estimate, Estimator, StepChanges
 from mlx_parallm.training.objectives import Scores, scores
 from mlx_parallm.training.records import (
     Costs,
@@ -170,7 +170,9 @@ class Session:
         async with self._turn:
             return await self._open()
 
-    async def step(self, examples: Sequence[Example] | None = None) -> MadeStep:
+    async def step(
+        self, examples: Sequence[Example] | None = None, changes: StepChanges = AS_SET
+    ) -> MadeStep:
         """Make one step, on the next batch or on these examples.
 
         Raises:
@@ -179,23 +181,22 @@ class Session:
             StorageError: the step could not be written, and was not made.
         """
         async with self._turn:
-            number, config = self.num_steps, self.config
+            config = self.config
             if self.info is None:
                 await self._open()
             size = self.state.forwards
             assert size is not None, "it is open"
             examples = self._in_form(self.batch if examples is None else examples)
             forwards = StepForwards.of(config.mode, size, examples, self._segments(len(examples)))
-            seed = step_seed(config.seed, number)
+            epsilon = self._estimator.epsilon(changes)
             begin_s = time.perf_counter()
-            results = await self._ask(*forwards.ops(config, seed))
+            results = await self._ask(*forwards.ops(config, self.seed(changes), epsilon))
             seconds = time.perf_counter() - begin_s
             assert config.measure is not None, "the caller tells no losses"
             losses = forwards.losses(results, config.measure)
-            estimate = self._estimator.estimate(losses.means)
             assert self.info is not None, "it is open"
             costs = _costs(forwards, results, seconds, self.info)
-            record = self._made(number, seed, estimate, costs)
+            record = self._made(losses.means, costs, changes)
         self._notify()
         return MadeStep(record, losses)
 
@@ -204,9 +205,10 @@ class Session:
         """The examples of the next step."""
         return [self._examples[row] for row in self._batches.of_step(self.num_steps)]
 
-    @property
-    def next_seed(self) -> int:
-        """The seed that draws the directions of the next step."""
+    def seed(self, changes: StepChanges = AS_SET) -> int:
+        """Return the seed that draws the directions of the next step."""
+        if changes.seed is not None:
+            return changes.seed
         return step_seed(self.config.seed, self.num_steps)
 
     @property
@@ -224,7 +226,7 @@ class Session:
         """The copies whose losses were asked for and not told yet."""
         return self.copies if self.state.asked_at == self.num_steps else []
 
-    async def perturbed(self) -> list[AdapterUpload]:
+    async def perturbed(self, changes: StepChanges = AS_SET) -> list[AdapterUpload]:
         """Return the copies of the next step as adapters, which no cache remembers.
 
         Raises:
@@ -232,14 +234,13 @@ class Session:
         """
         async with self._turn:
             copies, config = self.copies, self.config
-            seed = self.next_seed
             perturbations = [
                 Perturbation(
-                    seed=seed,
+                    seed=self.seed(changes),
                     num_directions=config.estimator.num_directions,
                     direction=copy.direction,
                     sign=copy.sign,
-                    epsilon=config.estimator.epsilon,
+                    epsilon=self._estimator.epsilon(changes),
                 )
                 for copy in copies
             ]
@@ -255,19 +256,22 @@ class Session:
             for copy, weights in zip(copies, adapters, strict=True)
         ]
 
-    async def learn(self, losses: Sequence[float], seconds: float = 0.0) -> StepRecord:
+    async def learn(
+        self, losses: Sequence[float], seconds: float = 0.0, changes: StepChanges = AS_SET
+    ) -> StepRecord:
         """Make one step from the loss of each of ``copies``; raise as ``step`` does.
 
-        ``seconds`` is the time that measuring the losses took.
+        Args:
+            losses: of the copies that ``perturbed`` returned.
+            seconds: the time that measuring the losses took.
+            changes: those that ``perturbed`` was given.
         """
         async with self._turn:
             self._check_deleted()
             if self.info is None:
                 # The weights may be others than the losses were measured on.
                 await self._open()
-            number = self.num_steps
-            estimate = self._estimator.estimate(losses)
-            record = self._made(number, self.next_seed, estimate, Costs(seconds=seconds))
+            record = self._made(losses, Costs(seconds=seconds), changes)
         self._notify()
         return record
 
@@ -277,18 +281,19 @@ class Session:
         except ValueError as problem:
             raise InvalidRequestError(f"{problem}.", param="batch") from None
 
-    def _made(self, number: int, seed: int, estimate: Estimate, costs: Costs) -> StepRecord:
+    def _made(self, losses: Sequence[float], costs: Costs, changes: StepChanges) -> StepRecord:
         """Write a step down, which the engine applies before the next op."""
+        estimate = self._estimator.estimate(losses, changes)
         if not estimate.is_finite:
             raise ConflictError(
-                f"Step {number + 1} was not made: a loss is not finite "
-                f"({estimate.loss_plus} and {estimate.loss_minus})."
+                f"Step {self.num_steps + 1} was not made: a loss or its slope is not finite; the "
+                f"losses were {estimate.loss_plus} and {estimate.loss_minus}."
             )
         before = self._estimator.mean_square
-        step = self._next_step(number, seed, estimate)
+        step = self._next_step(estimate, changes)
         record = StepRecord(
-            step=number + 1,
-            seed=seed,
+            step=self.num_steps + 1,
+            seed=step.seed,
             loss_plus=estimate.loss_plus,
             loss_minus=estimate.loss_minus,
             gradients=estimate.slopes,
@@ -309,11 +314,12 @@ class Session:
         self.num_zero += record.is_zero
         self.last = record
 
-    def _next_step(self, number: int, seed: int, estimate: Estimate) -> Step:
+    def _next_step(self, estimate: Estimate, changes: StepChanges) -> Step:
         """Return a step as the log has it; raise ConflictError if float32 has no such numbers."""
-        before = self._estimator.mean_square
+        number, before = self.num_steps, self._estimator.mean_square
         try:
-            step = self.files.rounded(self._estimator.step(number, seed, estimate))
+            step = self._estimator.step(number, self.seed(changes), estimate, changes)
+            step = self.files.rounded(step)
         except OverflowError:
             step = None
         square = self._estimator.mean_square

@@ -60,8 +60,14 @@ class StepForwards:
             return cls(examples, segments, naive_batches(lengths, segments))
         return cls(examples, segments, micro_batches(lengths, segments, size))
 
-    def ops(self, config: SessionConfig, seed: int) -> list[PairForward]:
-        """Return the forwards as ops; ``seed`` draws the directions."""
+    def ops(self, config: SessionConfig, seed: int, epsilon: float) -> list[PairForward]:
+        """Return the forwards as ops.
+
+        Args:
+            config: of the session.
+            seed: draws the directions.
+            epsilon: the size of the perturbation.
+        """
         return [
             PairForward(
                 model=config.model,
@@ -70,7 +76,7 @@ class StepForwards:
                 segments=part.segments,
                 seed=seed,
                 num_directions=config.estimator.num_directions,
-                epsilon=config.estimator.epsilon,
+                epsilon=epsilon,
             )
             for part in self.parts
         ]

@@ -37,6 +37,7 @@ ROWS = [
     for pair in zip(GOOD, BAD, strict=True)
     for text, label in zip(pair, WORDS, strict=True)
 ]
+CANDIDATES = {"kind": "candidates", "candidates": {"good": " a", "bad": " b"}}
 SESSION: dict[str, Any] = {
     "model": MODEL,
     "trainable": {"layers": "top:1", "targets": ["value", "attention.output.dense"], "rank": 4},
@@ -394,8 +395,7 @@ def test_a_session_starts_from_a_served_adapter(tmp_path: Path) -> None:
         ({"trainable": {"init": "zeros"}}, 400, "trainable"),
         ({"trainable": {"head": True}}, 400, "trainable.head"),
         (
-            {"model": "mlx-parallm-demo", "trainable": {"head": True}}
-            | {"objective": {"kind": "candidates", "candidates": {"good": " a", "bad": " b"}}},
+            {"model": "mlx-parallm-demo", "trainable": {"head": True}, "objective": CANDIDATES},
             400,
             "trainable.head",
         ),
@@ -415,6 +415,14 @@ def test_a_session_starts_from_a_served_adapter(tmp_path: Path) -> None:
         ({"estimator": {"learning_rate": 1e300}}, 400, "estimator"),
         ({"estimator": {"directions": 3, "groups": True}}, 400, "batch_size"),
         ({"estimator": {"learning_rat": 1}}, 400, "estimator"),
+        ({"estimator": {"learning_rate": 1, "weight_decay": 2}}, 400, "estimator.weight_decay"),
+        ({"trainable": {"layers": []}}, 400, "trainable.layers"),
+        ({"data": [{"text": "a", "label": "good", "completion": "b"}] * 4}, 400, "data"),
+        (
+            {"model": "mlx-parallm-demo", "objective": CANDIDATES | {"measure": "reward"}},
+            400,
+            "objective",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_its_field(
@@ -426,6 +434,36 @@ def test_bad_input_is_refused_by_its_field(
     assert (error["param"] or "").startswith(param), answer.text
     assert not re.search(r"function-|constrained-|literal\[", error["message"])
     assert client.get("/v1/mezo/sessions").json()["data"] == []
+
+
+def test_a_step_has_settings_of_its_own(client: httpx2.Client, session: str) -> None:
+    step = {"session_id": "", "batch": ROWS[:2], "seed": 2**64 - 1, "epsilon": 0.5}
+    other = begin(client, seed=5)
+    made: list[dict[str, Any]] = []
+    for path in (session, other):
+        step["session_id"] = path.rpartition("/")[2]
+        made += asked(client, "/v1/mezo/train_step", **step, learning_rate=0.0)["data"]
+    assert made[0]["seed"] == 2**64 - 1
+    for field in ("seed", "loss_plus", "loss_minus", "gradients"):
+        assert made[0][field] == made[1][field]
+    start = asked(client, f"{session}/checkpoint")["adapter_sha256"]
+    with zipfile.ZipFile(io.BytesIO(client.get(f"{session}/adapter?step=0").content)) as files:
+        tensors = read_safetensors(
+            files.read("adapter_model.safetensors"), dtypes=FLOATS, param="file"
+        )
+        config = json.loads(files.read("adapter_config.json"))
+    assert read_adapter(config, tensors, param="file").digest == start, "the rate was 0"
+    (later,) = asked(client, f"{session}/step", epsilon=0.25)["data"]
+    slope = (later["loss_plus"] - later["loss_minus"]) / 0.5
+    assert later["gradients"] == [pytest.approx(slope)]
+    assert asked(client, f"{session}/checkpoint")["adapter_sha256"] != start
+    client.delete(other)
+    for wrong in ({"seed": 1, "steps": 2}, {"seed": 2**64}, {"seed": -1}):
+        answer = client.post(f"{session}/step", json=wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "seed")
+    for field, value in (("epsilon", 0), ("epsilon", 1e300), ("learning_rate", -1)):
+        answer = client.post(f"{session}/step", json={field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_rows_are_named_by_their_own_field(client: httpx2.Client, session: str) -> None:

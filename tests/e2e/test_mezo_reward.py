@@ -117,6 +117,13 @@ def test_rewards_cannot_be_evaluated(client: httpx2.Client) -> None:
     client.delete(path)
 
 
+def test_a_model_with_one_score_has_no_labels_to_learn(client: httpx2.Client) -> None:
+    rows = [{"text": text, "label": 0} for text in "abc"]
+    body = {"model": REWARD, "objective": {"kind": "labels"}, "data": rows, "batch_size": 2}
+    answer = client.post("/v1/mezo/sessions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
 NO_DATA: dict[str, Any] = {"data": None, "batch_size": None}
 
 

@@ -119,6 +119,18 @@ def _trainable(session: CreateSession) -> TrainableSpec:
 
 
 def _estimator(body: EstimatorBody) -> EstimatorSettings:
+    """Return the settings; raise InvalidRequestError if weight decay would take more than all."""
+    settings = _settings(body)
+    if settings.learning_rate * settings.weight_decay > 1:
+        raise InvalidRequestError(
+            "estimator.weight_decay: times learning_rate it can be at most 1, where a step takes "
+            "all of the parameters away.",
+            param="estimator.weight_decay",
+        )
+    return settings
+
+
+def _settings(body: EstimatorBody) -> EstimatorSettings:
     settings = {name: getattr(body, field) for name, field in ESTIMATOR_FIELDS.items()}
     if body.preset is None:
         return EstimatorSettings(**settings)
@@ -296,11 +308,16 @@ async def _labelled_texts(
     rows: Sequence[Row], objective: OfTexts, model: PoolingModel, param: str
 ) -> list[Example]:
     names = list(objective.label_words) if isinstance(objective, LabelWords) else model.info.labels
+    if len(names) < 2:
+        raise InvalidRequestError(
+            f"{model.names[0]} has a single score and no labels to choose between.", param="model"
+        )
     labels = [row.label_index(names, f"{param} {number}", param) for number, row in enumerate(rows)]
     for number, row in enumerate(rows):
-        if row.messages is not None:
+        unread = "messages" if row.messages is not None else "a completion"
+        if row.messages is not None or row.completion is not None:
             raise InvalidRequestError(
-                f"{param} {number} has messages, which only models that generate read.", param=param
+                f"{param} {number} has {unread}, which only models that generate read.", param=param
             )
     inputs: list[PoolingInput | None] = [None] * len(rows)
     for is_text in (True, False):

@@ -63,6 +63,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.serving.parallel_engines import LAUNCHED
+from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, StepRecord
 from mlx_parallm.training.service import TrainingService
@@ -285,7 +286,8 @@ async def _steps(
     examples = None
     if body.batch is not None:
         examples = await _examples(session_id, body.batch, engine, training, "batch")
-    made = await training.step(session_id, body.steps, examples)
+    changes = StepChanges(body.seed, body.epsilon, body.learning_rate)
+    made = await training.step(session_id, body.steps, examples, changes)
     data = [step_answer(each.record, each.losses if body.return_losses else None) for each in made]
     return Steps(session_id=session_id, data=data)
 

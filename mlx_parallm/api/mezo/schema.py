@@ -119,6 +119,8 @@ class EstimatorBody(Strict):
 
 #: ``LabelMeasure`` measures how well labels are chosen.
 LabelMeasure = Literal[Measure.CROSS_ENTROPY, Measure.ERROR, Measure.F1]
+#: ``CandidateMeasure`` measures how well candidates are chosen, or how likely the right one is.
+CandidateMeasure = Literal[Measure.CROSS_ENTROPY, Measure.LIKELIHOOD, Measure.ERROR, Measure.F1]
 
 
 class LabelWords(Strict):
@@ -160,7 +162,9 @@ class Candidates(Strict):
         max_length=1000,
         description="The text, or token ids, of each label; most texts begin with a space.",
     )
-    measure: Measure = Field(Measure.CROSS_ENTROPY, description="What is to become small.")
+    measure: CandidateMeasure = Field(
+        default=Measure.CROSS_ENTROPY, description="What is to become small."
+    )
 
 
 class Caller(Strict):
@@ -313,9 +317,24 @@ class MakeSteps(Strict):
     batch: list[Row] | None = Field(
         None, min_length=1, max_length=65536, description="Rows in place of the session's data."
     )
+    seed: StrictInt | None = Field(
+        None, ge=0, lt=2**64, description="Draws the directions of a single step."
+    )
+    epsilon: Finite | None = Field(
+        None, gt=0, description="Size of the perturbation; the session's by default."
+    )
+    learning_rate: Finite | None = Field(
+        None, ge=0, description="In place of the session's, which weight decay still goes by."
+    )
     return_losses: StrictBool = Field(
         False, description="Return the loss of each example at each perturbed copy."
     )
+
+    @model_validator(mode="after")
+    def _has_own_seeds(self) -> Self:
+        if self.seed is not None and self.steps > 1:
+            raise InvalidRequestError("seed is that of a single step.", param="seed")
+        return self
 
 
 class Tell(Strict):

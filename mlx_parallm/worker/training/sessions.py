@@ -223,6 +223,10 @@ def trained_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLaye
     ]
     if not spec.targets:
         paths = [path for path in paths if path not in model.shared]
+        if not paths:
+            raise InvalidRequestError(
+                "trainable.layers: they have no linear layer.", param="trainable.layers"
+            )
         return [_layer(model, path, spec.rank) for path in paths]
     named: dict[str, TrainedLayer] = {}
     for target in spec.targets:

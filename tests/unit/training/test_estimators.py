@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.training.estimators import PAPER, Estimator, EstimatorSettings, Sides
+from mlx_parallm.training.estimators import (
+    PAPER,
+    Estimator,
+    EstimatorSettings,
+    Sides,
+    StepChanges,
+)
 from mlx_parallm.types.training import Segment
 
 SIZE = 6
@@ -134,6 +140,16 @@ def test_the_learning_rate_falls_to_zero() -> None:
     estimate = estimator.estimate([1.0, 0.0])
     keeps = [estimator.step(number, 0, estimate).keep for number in (0, 4)]
     assert keeps == [pytest.approx(0.95), 1.0]
+
+
+def test_a_step_has_settings_of_its_own() -> None:
+    settings = EstimatorSettings(learning_rate=0.5, weight_decay=0.1, normalises=False)
+    estimator, changes = Estimator(settings), StepChanges(epsilon=0.25, learning_rate=2.0)
+    estimate = estimator.estimate([1.0, 0.0], changes)
+    assert estimate.slopes == (2.0,)
+    step = estimator.step(0, 7, estimate, changes)
+    assert (step.coefficients, step.keep) == ([4.0], 0.95), "the log has no factor of decay"
+    assert estimator.step(1, 7, estimate).coefficients == [1.0]
 
 
 def test_equal_losses_are_no_step() -> None:
