@@ -50,9 +50,10 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
 
 def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:
     """Refuse inputs besides tokens that the model does not take or whose rows do not fit."""
-    if request.params.prompt_logprobs is not None:
+    has_rows_only = any(each.kind is InputKind.PROMPT_EMBEDS for each in request.inputs)
+    if has_rows_only and request.params.prompt_logprobs is not None:
         raise InvalidRequestError(
-            "prompt_logprobs needs a prompt of tokens only.", param="prompt_logprobs"
+            "prompt_logprobs needs a prompt of tokens.", param="prompt_logprobs"
         )
     end = 0
     for each in sorted(request.inputs, key=lambda item: item.span.start if item.span else 0):

@@ -39,6 +39,7 @@ class PictureFamily(Protocol):
         options: arguments of the image processor.
         may_cut: False if the rows of a picture attend to later ones, and so run in one step.
         num_added_layers: text layers that add further rows of the tower to a picture's.
+        counts_pixels: True if the image processor resizes to a number of pixels.
     """
 
     @property
@@ -63,6 +64,11 @@ class PictureFamily(Protocol):
 
     @property
     def num_added_layers(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def counts_pixels(self) -> bool:
         """See the class."""
         ...
 
@@ -98,6 +104,11 @@ class _Usual:
     def num_added_layers(self) -> int:
         """See ``PictureFamily``."""
         return 0
+
+    @property
+    def counts_pixels(self) -> bool:
+        """See ``PictureFamily``."""
+        return False
 
     def positions(self, arrays: Arrays) -> np.ndarray | None:
         """See ``PictureFamily``."""
@@ -211,6 +222,11 @@ class QwenFamily(_Usual):
     def num_added_layers(self) -> int:
         """See ``PictureFamily``."""
         return self.num_deepstack
+
+    @property
+    def counts_pixels(self) -> bool:
+        """See ``PictureFamily``."""
+        return True
 
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""

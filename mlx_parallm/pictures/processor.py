@@ -40,6 +40,19 @@ class PreparedPicture:
         return sum(len(array.data) for array in self.arrays.values())
 
 
+@dataclass(frozen=True, slots=True)
+class PixelRange:
+    """How many pixels a picture has after it was resized; None: as the model's processor says."""
+
+    least: int | None = None
+    most: int | None = None
+
+
+#: ``AS_CONFIGURED``: pictures are resized as the model's folder says.
+AS_CONFIGURED = PixelRange()
+PIXELS_PARAM = "mm_processor_kwargs"
+
+
 class PictureProcessor:
     """Prepares the pictures of one model. Its methods may be called from any thread."""
 
@@ -48,17 +61,32 @@ class PictureProcessor:
         self._form = form
         self._lock = Lock()
 
-    def prepare(self, pixels: NDArray[np.uint8]) -> PreparedPicture:
+    def check(self, pixel_range: PixelRange) -> None:
+        """Refuse a range that the model's processor does not take.
+
+        Raises:
+            InvalidRequestError: the model has pictures of fixed sizes, or the range exceeds its own
+                (param "mm_processor_kwargs").
+        """
+        if pixel_range != AS_CONFIGURED:
+            self._size(pixel_range)
+
+    def prepare(
+        self, pixels: NDArray[np.uint8], pixel_range: PixelRange = AS_CONFIGURED
+    ) -> PreparedPicture:
         """Return a picture as its model takes it.
 
         Args:
             pixels: ``[height, width, 3]``.
+            pixel_range: of the resized picture.
 
         Raises:
-            InvalidRequestError: the processor refuses the picture, as one that is too narrow.
+            InvalidRequestError: the processor refuses the picture, as one that is too narrow, or
+                the range, see ``check``.
         """
         height, width, _ = pixels.shape
-        digest = sha256(f"{height} {width} {self._form.fingerprint} ".encode())
+        size = {} if pixel_range == AS_CONFIGURED else {"size": self._size(pixel_range)}
+        digest = sha256(f"{height} {width} {self._form.fingerprint} {size or ''}".encode())
         digest.update(pixels.tobytes())
         family = self._form.family
         try:
@@ -67,6 +95,7 @@ class PictureProcessor:
                 return_tensors="np",
                 input_data_format="channels_last",
                 **family.options,
+                **size,
             )
         except ValueError as refusal:
             raise InvalidRequestError(
@@ -80,6 +109,25 @@ class PictureProcessor:
             digest.hexdigest(),
             family.positions(arrays),
         )
+
+    def _size(self, pixel_range: PixelRange) -> dict[str, int]:
+        """Return the processor's ``size`` for a range; see ``check``."""
+        if not self._form.family.counts_pixels:
+            raise InvalidRequestError(
+                "This model's image processor takes neither min_pixels nor max_pixels.",
+                param=PIXELS_PARAM,
+            )
+        own = dict(self._processor.size)
+        most = pixel_range.most or own["longest_edge"]
+        least = pixel_range.least or min(own["shortest_edge"], most)
+        # A larger picture would take more memory and time than the operator reckons with.
+        if not least <= most <= own["longest_edge"]:
+            raise InvalidRequestError(
+                f"min_pixels ({least}) and max_pixels ({most}) must be in order, and at most the "
+                f"model's {own['longest_edge']}.",
+                param=PIXELS_PARAM,
+            )
+        return {"shortest_edge": least, "longest_edge": most}
 
     @property
     def _processor(self) -> Any:

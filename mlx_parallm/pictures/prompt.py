@@ -58,9 +58,8 @@ def picture_prompt(
     Raises:
         InvalidRequestError: the template does not write each picture once (param "messages").
     """
-    typed = _TypedMarks(form)
-    hidden = [_message(message, form) for message in typed.hide(list(messages))]
-    pieces = render(hidden).split(form.family.placeholder)
+    typed = TypedMarks(form)
+    pieces = render(typed.messages(messages)).split(form.family.placeholder)
     if len(pieces) != len(pictures) + 1:
         raise InvalidRequestError(
             f"The chat template writes {len(pieces) - 1} pictures of {len(pictures)}.",
@@ -71,49 +70,10 @@ def picture_prompt(
         picture.written.text + after for picture, after in zip(pictures, pieces[1:], strict=True)
     )
     ids = typed.encode(text, encode)
-    return _with_runs(typed.shown(text), ids, pictures, form)
+    return with_runs(typed.shown(text), ids, pictures, form)
 
 
-def written_prompt(
-    prompt: str | Sequence[int],
-    pictures: Sequence[PreparedPicture],
-    form: PictureForm,
-    *,
-    placeholder_id: int | None,
-    encode: Callable[[str], Sequence[int]],
-) -> PicturePrompt:
-    """Return a prompt that its caller has written, one placeholder for each picture.
-
-    Args:
-        prompt: a text, or tokens.
-        pictures: those of the placeholders, in order.
-        form: how the model takes pictures.
-        placeholder_id: the token of the placeholder; None if it is not one token.
-        encode: tokenises a text; only that of a prompt's beginning gets special tokens.
-
-    Raises:
-        InvalidRequestError: there are not as many placeholders as pictures (param "messages").
-    """
-    mark = form.family.placeholder
-    is_text = isinstance(prompt, str)
-    count = prompt.count(mark) if is_text else sum(each == placeholder_id for each in prompt)
-    if count != len(pictures):
-        raise InvalidRequestError(
-            f"The prompt has {count} placeholders {mark} for {len(pictures)} pictures.",
-            param="messages",
-        )
-    if is_text:
-        pieces = prompt.split(mark)
-        written = zip(pictures, pieces[1:], strict=True)
-        text = pieces[0] + "".join(picture.written.text + after for picture, after in written)
-        return _with_runs(text, encode(text), pictures, form)
-    rest, ids = iter(pictures), list[int]()
-    for token_id in prompt:
-        ids += encode(next(rest).written.text) if token_id == placeholder_id else (token_id,)
-    return _with_runs("", ids, pictures, form)
-
-
-class _TypedMarks:
+class TypedMarks:
     """Marks of pictures that a user typed, which stay text.
 
     They are replaced by random texts while the template and the tokenizer look for marks.
@@ -121,10 +81,15 @@ class _TypedMarks:
 
     def __init__(self, form: PictureForm) -> None:
         family = form.family
+        self._form = form
         self._marks = {
             mark: f"mark{secrets.token_hex(16)}"
             for mark in dict.fromkeys((family.placeholder, family.feature_token))
         }
+
+    def messages(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages in the form that the chat template reads, with marks replaced."""
+        return [_message(message, self._form) for message in self.hide(list(messages))]
 
     def hide(self, value: Any) -> Any:
         """Return a copy of a JSON value with the marks in its texts replaced."""
@@ -181,7 +146,7 @@ def _message(message: Mapping[str, Any], form: PictureForm) -> dict[str, Any]:
     return dict(message)
 
 
-def _with_runs(
+def with_runs(
     text: str, ids: Sequence[int], pictures: Sequence[PreparedPicture], form: PictureForm
 ) -> PicturePrompt:
     """Return the prompt with each feature token repeated for its run."""

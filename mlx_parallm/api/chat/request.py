@@ -9,6 +9,7 @@ from mlx_parallm.api.chat.tools import (
     chat_tool_choice,
     chat_tools,
 )
+from mlx_parallm.api.turns.pictures import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -35,6 +36,7 @@ def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
         structure=structure,
         structure_field=structure_field,
         template_kwargs=body.template_kwargs(),
+        pixel_range=pixel_range_of(body.mm_processor_kwargs),
         thinking_budget=body.thinking_budget(),
         separate_reasoning=body.separate_reasoning,
         add_generation_prompt=body.add_generation_prompt,

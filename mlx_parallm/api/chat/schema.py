@@ -11,6 +11,7 @@ from mlx_parallm.api.http.forms import MAX_MESSAGES
 from mlx_parallm.api.turns.fields import (
     UNSUPPORTED,
     GenerationRequest,
+    ProcessorKwargs,
     TemplateKwargs,
     ThinkingFields,
     TurnEndFields,
@@ -65,6 +66,7 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
     chat_template_kwargs: TemplateKwargs
+    mm_processor_kwargs: ProcessorKwargs = None
     tools: list[dict[str, Any]] | None = Field(
         None, description="What the model may call: function and custom tools."
     )
@@ -152,7 +154,7 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
 def turns_of(
     messages: Sequence[ChatMessage], *, takes_pictures: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages as the template takes them; see ``ChatRequest.turns``."""
+    """Return messages as the template takes them; see ``ChatRequest.turns``."""
     return [
         _turn(message, number, takes_pictures=takes_pictures)
         for number, message in enumerate(messages)

@@ -13,7 +13,7 @@ from mlx_parallm.api.sglang.schema import (
     is_batch,
     prompts_of,
 )
-from mlx_parallm.api.turns.pictures import PictureSource
+from mlx_parallm.api.turns.pictures import PictureSource, named_sources
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
@@ -169,21 +169,9 @@ def _pictures(body: GenerateBody, count: int) -> list[list[PictureSource]]:
     """Return the pictures of each prompt."""
     data = body.image_data
     if not is_batch(body):
-        return [_sources(data, "image_data")]
+        return [named_sources(data, "image_data")]
     entries = [None] * count if data is None else _spread(data, count, "image_data")
-    return [_sources(entry, f"image_data[{number}]") for number, entry in enumerate(entries)]
-
-
-def _sources(entry: Any, where: str) -> list[PictureSource]:
-    urls: Sequence[Any] = [] if entry is None else entry if is_list(entry) else [entry]
-    sources: list[PictureSource] = []
-    for place, url in enumerate(urls):
-        param = f"{where}[{place}]" if is_list(entry) else where
-        if not isinstance(url, str):
-            raise InvalidRequestError(f"{param} must be a URL or base64.", param=param)
-        # Base64 has no colon, and every URL has one.
-        sources.append(PictureSource(param=param, url=url, is_base64=":" not in url))
-    return sources
+    return [named_sources(entry, f"image_data[{number}]") for number, entry in enumerate(entries)]
 
 
 def _rids(body: GenerateBody, count: int, fallback: str) -> list[str]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.internal import read_rank
-from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
@@ -17,14 +14,13 @@ from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, item
 from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import PicturePrompt, written_prompt
+from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
@@ -52,7 +48,14 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
         admitted = await prelude.admit_to(
             models[0], models[0].names[0], n=items[0].sampling_params.n, num_prompts=len(items)
         )
-        written = await _encode(items, models, prelude.pictures)
+        pairs = zip(items, models, strict=True)
+        written = await read_prompts(
+            [
+                WrittenPrompt(prompt=item.prompt, model=model, pictures=item.pictures)
+                for item, model in pairs
+            ],
+            prelude.pictures,
+        )
         requests = [
             await _request(body, item, model, prompt, prelude)
             for item, model, prompt in zip(items, models, written, strict=True)
@@ -65,40 +68,6 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
 
 def _model(engine: RequestClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
     return generator(engine, body.model, item.lora_path, field="lora_path")[1]
-
-
-async def _encode(
-    items: Sequence[SglangItem], models: Sequence[GenerationModel], pictures: Pictures
-) -> list[PicturePrompt]:
-    pairs = zip(items, models, strict=True)
-    prepared = [
-        await pictures.prepare(item.pictures, model) if item.pictures else []
-        for item, model in pairs
-    ]
-
-    def work() -> list[PicturePrompt]:
-        triples = zip(items, models, prepared, strict=True)
-        return [_prompt(item, model, shown) for item, model, shown in triples]
-
-    texts = sum(len(item.prompt) for item in items if isinstance(item.prompt, str))
-    return await maybe_in_thread(work, texts)
-
-
-def _prompt(
-    item: SglangItem, model: GenerationModel, pictures: Sequence[PreparedPicture]
-) -> PicturePrompt:
-    tokenizer, prompt, form = model.tokenizer, item.prompt, model.pictures
-    if pictures and form is not None:
-        return written_prompt(
-            prompt,
-            pictures,
-            form,
-            placeholder_id=tokenizer.token_id(form.family.placeholder),
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=isinstance(prompt, str)),
-        )
-    if isinstance(prompt, str):
-        return PicturePrompt(prompt, tuple(tokenizer.encode(prompt)))
-    return PicturePrompt("", tuple(prompt))
 
 
 async def _request(

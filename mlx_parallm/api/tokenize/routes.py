@@ -20,7 +20,7 @@ from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import tokenizing_model
-from mlx_parallm.api.turns.pictures import picture_sources
+from mlx_parallm.api.turns.pictures import picture_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pictures.processor import PreparedPicture
@@ -52,7 +52,8 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
         return await in_thread(lambda: _tokens_answer(body, model, _ids(body, model)))
     if not isinstance(model, GenerationModel):
         raise InvalidRequestError(f"{model.names[0]} takes no pictures.", param=sources[0].param)
-    prepared = await prelude.pictures.prepare(sources, model)
+    pixel_range = pixel_range_of(body.mm_processor_kwargs)
+    prepared = await prelude.pictures.prepare(sources, model, pixel_range)
     return await in_thread(
         lambda: _tokens_answer(body, model, _picture_ids(body, turns, prepared, model))
     )

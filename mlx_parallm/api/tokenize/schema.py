@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, StrictBool, StrictStr
 from mlx_parallm.api.chat.schema import Messages
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
-from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
+from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 
 
 class TokenizeRequest(TurnEndFields):
@@ -28,6 +28,7 @@ class TokenizeRequest(TurnEndFields):
         True, description="Add the model's special tokens to a text."
     )
     chat_template_kwargs: TemplateKwargs
+    mm_processor_kwargs: ProcessorKwargs = None
     return_token_strs: StrictBool = Field(
         False, description='Add every token as the vocabulary has it, such as "Ġword".'
     )

@@ -8,10 +8,11 @@ only what is new is rendered, behind a turn of the assistant that stands in for 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from mlx_parallm.api.turns.continuation import continuation_ids
+from mlx_parallm.api.turns.continuation import EncodesText, continuation_ids
 from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.pictures.prompt import TypedMarks
 from mlx_parallm.types.errors import InvalidRequestError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -19,8 +20,48 @@ Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
 
 
+class TurnTokenizer(EncodesText, Protocol):
+    """The part of a tokenizer that this module uses."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end generation."""
+        ...
+
+    def token_string(self, token_id: int) -> str:
+        """Return a token's text."""
+        ...
+
+
+class MarkedTokenizer:
+    """A tokenizer that keeps the marks of pictures apart from those that users typed.
+
+    Implements ``TurnTokenizer``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, marks: TypedMarks) -> None:
+        self._tokenizer = tokenizer
+        self._marks = marks
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """See ``TurnTokenizer``."""
+        return self._tokenizer.eos_ids
+
+    def token_string(self, token_id: int) -> str:
+        """See ``TurnTokenizer``."""
+        return self._tokenizer.token_string(token_id)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """See ``EncodesText``; the texts of turns get no special tokens."""
+        assert not add_special_tokens, "turns are within a conversation"
+        return self._marks.encode(
+            text, lambda piece: self._tokenizer.encode(piece, add_special_tokens=False)
+        )
+
+
 def appended_ids(
-    tokenizer: Tokenizer,
+    tokenizer: TurnTokenizer,
     token_ids: Sequence[int],
     messages: Messages,
     render: Render,
@@ -52,7 +93,7 @@ def appended_ids(
 
 
 def _text_after_turn(
-    tokenizer: Tokenizer, marker: str, messages: Messages, render: Render, open_turn: bool
+    tokenizer: TurnTokenizer, marker: str, messages: Messages, render: Render, open_turn: bool
 ) -> str:
     """Return what the template writes after the assistant's words."""
     before = [{"role": "user", "content": "."}, {"role": "assistant", "content": marker}]
@@ -69,7 +110,7 @@ def _text_after_turn(
 
 
 def _text_after_calls(
-    tokenizer: Tokenizer,
+    tokenizer: TurnTokenizer,
     before: list[dict[str, Any]],
     messages: Messages,
     render: Render,

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from mlx_parallm.generation.model import Tokenizer
+from typing import Protocol
 
 
-def continuation_ids(tokenizer: Tokenizer, anchor: str, text: str) -> tuple[int, ...]:
+class EncodesText(Protocol):
+    """The part of a tokenizer that this module uses."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text."""
+        ...
+
+
+def continuation_ids(tokenizer: EncodesText, anchor: str, text: str) -> tuple[int, ...]:
     """Return the tokens of ``text`` where it stands after ``anchor``, and not at the beginning.
 
     Some tokenizers put a space before a text that begins. Where they join the text with what stands

@@ -94,6 +94,15 @@ TemplateKwargs = Annotated[
 ]
 
 
+ProcessorKwargs = Annotated[
+    dict[str, Any] | None,
+    Field(
+        description="How pictures are resized: min_pixels and max_pixels, for models that take "
+        "pictures of any size.",
+    ),
+]
+
+
 def effort_kwargs(effort: str | None) -> dict[str, Any]:
     """Return the template's variables for an effort; "none" turns thinking off."""
     if effort is None:

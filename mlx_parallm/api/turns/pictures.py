@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StrictStr
 
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.decode import shrunk
 from mlx_parallm.media.reader import DecodedPicture, PictureReader
-from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.pictures.prepared_cache import PreparedCache
-from mlx_parallm.pictures.processor import PictureProcessor, PreparedPicture
+from mlx_parallm.pictures.processor import (
+    AS_CONFIGURED,
+    PIXELS_PARAM,
+    PictureProcessor,
+    PixelRange,
+    PreparedPicture,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 
@@ -26,6 +33,12 @@ LOW_SIDE = 512
 DATA = "data:"
 # PREPARED_BYTES: of the pictures that are kept as models take them.
 PREPARED_BYTES = 160 << 20
+# BODY_BYTES: of the pictures of all prompts of a body, as models take them, each counted once.
+BODY_BYTES = 2 << 30
+# MAX_URLS: of a prompt; --max-images-per-request is the operator's limit.
+MAX_URLS = 1024
+PictureUrls = Annotated[list[StrictStr], Field(max_length=MAX_URLS, fail_fast=True)]
+MIN_PIXELS, MAX_PIXELS = "min_pixels", "max_pixels"
 
 
 class Detail(StrEnum):
@@ -83,6 +96,41 @@ def picture_sources(messages: Sequence[Mapping[str, Any]]) -> list[PictureSource
     ]
 
 
+def named_sources(entry: Any, where: str) -> list[PictureSource]:
+    """Return the pictures of a field that has a URL or base64, several of these, or nothing.
+
+    Raises:
+        InvalidRequestError: an entry is neither; ``param`` is its place in the field.
+    """
+    urls: Sequence[Any] = [] if entry is None else entry if is_list(entry) else [entry]
+    sources: list[PictureSource] = []
+    for place, url in enumerate(urls):
+        param = f"{where}[{place}]" if is_list(entry) else where
+        if not isinstance(url, str):
+            raise InvalidRequestError(f"{param} must be a URL or base64.", param=param)
+        # Base64 has no colon, and every URL has one.
+        sources.append(PictureSource(param=param, url=url, is_base64=":" not in url))
+    return sources
+
+
+def pixel_range_of(kwargs: Mapping[str, Any] | None) -> PixelRange:
+    """Return what vLLM's ``mm_processor_kwargs`` say about the size of pictures.
+
+    Raises:
+        InvalidRequestError: they have anything but positive ``min_pixels`` and ``max_pixels``.
+    """
+    kwargs = kwargs or {}
+    for name, value in kwargs.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if name not in (MIN_PIXELS, MAX_PIXELS) or not is_count:
+            raise InvalidRequestError(
+                f"{PIXELS_PARAM} may have the numbers {MIN_PIXELS} and {MAX_PIXELS}, not "
+                f"{name[:40]!r}: the other settings of an image processor are the model's.",
+                param=PIXELS_PARAM,
+            )
+    return PixelRange(kwargs.get(MIN_PIXELS), kwargs.get(MAX_PIXELS))
+
+
 class Pictures:
     """Reads and prepares the pictures of requests, for all models of a process."""
 
@@ -94,13 +142,16 @@ class Pictures:
         self._prepared = PreparedCache(PREPARED_BYTES)
 
     async def prepare(
-        self, sources: Sequence[PictureSource], model: GenerationModel
+        self,
+        sources: Sequence[PictureSource],
+        model: GenerationModel,
+        pixel_range: PixelRange = AS_CONFIGURED,
     ) -> list[PreparedPicture]:
         """Return pictures as a model takes them, in order.
 
         Raises:
-            InvalidRequestError: the model takes none, there are too many, or one cannot be read;
-                ``param`` is the picture's.
+            InvalidRequestError: the model takes none, or none of such sizes, there are too many, or
+                one cannot be read; ``param`` is the picture's.
         """
         form = model.pictures
         if form is None:
@@ -108,35 +159,71 @@ class Pictures:
                 f"{model.names[0]} does not take pictures.", param=sources[0].param
             )
         self._limits.check_count(len(sources), param="messages")
-        return [await self._prepare(source, form) for source in sources]
-
-    async def _prepare(self, source: PictureSource, form: PictureForm) -> PreparedPicture:
         form_key = form.fingerprint, form.family
+        processor = self._processors.setdefault(form_key, PictureProcessor(form))
+        if pixel_range != AS_CONFIGURED:
+            await in_thread(partial(processor.check, pixel_range))
+        key = form_key, pixel_range
+        return [await self._prepare(source, processor, pixel_range, key) for source in sources]
+
+    async def prepare_each(
+        self,
+        prompts: Iterable[tuple[Sequence[PictureSource], GenerationModel]],
+        pixel_range: PixelRange = AS_CONFIGURED,
+    ) -> list[list[PreparedPicture]]:
+        """Return the pictures of each prompt of a body; see ``prepare``.
+
+        Raises:
+            InvalidRequestError: see there; or they take too much memory together.
+        """
+        prepared: list[list[PreparedPicture]] = []
+        sizes: dict[str, int] = {}
+        for sources, model in prompts:
+            pictures = await self.prepare(sources, model, pixel_range) if sources else []
+            sizes |= {picture.content: picture.nbytes for picture in pictures}
+            if sum(sizes.values()) > BODY_BYTES:
+                raise InvalidRequestError(
+                    "The pictures of this request take more than "
+                    f"{BODY_BYTES >> 30} GiB as the model takes them; send fewer prompts at once.",
+                    param=sources[0].param,
+                )
+            prepared.append(pictures)
+        return prepared
+
+    async def _prepare(
+        self,
+        source: PictureSource,
+        processor: PictureProcessor,
+        pixel_range: PixelRange,
+        processing: Hashable,
+    ) -> PreparedPicture:
         key = None
         if source.url.startswith(DATA):
             # Other URLs may have other bytes the next time.
             digest = await in_thread(lambda: sha256(source.url.encode()).digest())
-            key = form_key, source.detail, digest
+            key = processing, source.detail, digest
             known = self._prepared.get(key)
             if known is not None:
                 return known
-        processor = self._processors.setdefault(form_key, PictureProcessor(form))
         read = self._reader.from_base64 if source.is_base64 else self._reader.from_url
         async with read(source.url, param=source.param) as picture:
-            prepared = await in_thread(partial(_prepared, processor, picture, source))
+            prepared = await in_thread(partial(_prepared, processor, picture, source, pixel_range))
         if key is not None:
             self._prepared.put(key, prepared)
         return prepared
 
 
 def _prepared(
-    processor: PictureProcessor, picture: DecodedPicture, source: PictureSource
+    processor: PictureProcessor,
+    picture: DecodedPicture,
+    source: PictureSource,
+    pixel_range: PixelRange,
 ) -> PreparedPicture:
     pixels = picture.pixels
     if source.detail is Detail.LOW:
         pixels = shrunk(pixels, LOW_SIDE)
     try:
-        return processor.prepare(pixels)
+        return processor.prepare(pixels, pixel_range)
     except InvalidRequestError as refusal:
         refusal.param = source.param
         raise

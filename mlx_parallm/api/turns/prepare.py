@@ -164,7 +164,8 @@ async def _render_with_pictures(
     """Return a conversation with pictures as text, as tokens, and its pictures."""
     if turn.truncate is not None:
         raise unsupported("A prompt with pictures is not cut.", "truncate_prompt_tokens")
-    prepared = await pictures.prepare(picture_sources(turn.messages), model)
+    sources = picture_sources(turn.messages)
+    prepared = await pictures.prepare(sources, model, turn.pixel_range)
     form = model.pictures
     assert form is not None, "a model without pictures has refused them"
     return await in_thread(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mlx_parallm.api.turns.tools import Tool, ToolChoice, ToolMode, callable_tools
 from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.pictures.processor import AS_CONFIGURED, PixelRange
 from mlx_parallm.types.request import SamplingParams
 
 
@@ -28,6 +29,7 @@ class TurnRequest:
         structure_field: the body's field that it came from, for errors.
         template_kwargs: further variables of the template, such as ``enable_thinking``; they win
             over the model's default ones.
+        pixel_range: how pictures are resized.
         separate_reasoning: false: reasoning is content, with its markers.
         thinking_budget: most tokens of reasoning; None for no limit.
         add_generation_prompt: open the assistant's turn.
@@ -51,6 +53,7 @@ class TurnRequest:
     structure: GrammarSpec | None = None
     structure_field: str = "response_format"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    pixel_range: PixelRange = AS_CONFIGURED
     separate_reasoning: bool = True
     thinking_budget: int | None = None
     add_generation_prompt: bool = True
