@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from mlx_parallm.client.errors import RequestFailedError, ServerUnreachableError, failure_in
 from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.pictures import PictureInput, image_urls, with_picture_urls
 from mlx_parallm.client.results import (
     AdapterInfo,
     Prompt,
@@ -30,7 +31,8 @@ from mlx_parallm.client.transport import Transport
 
 _READY_POLL_S = 0.2
 #: ``PromptInput``: a text, token ids, a conversation, or an object with one of them and with
-#: options of this prompt alone.
+#: options of this prompt alone. Pictures are parts {"type": "image", "image": …} of messages, or
+#: ``images`` of the object: each the bytes of a file, a path, a Pillow image or a URL.
 PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -66,6 +68,7 @@ class RolloutOptions(TypedDict, total=False):
     reward_model: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any]
+    mm_processor_kwargs: Mapping[str, int]
     priority: int
     cache_salt: str
     request_id: str
@@ -78,6 +81,7 @@ class ScoreOptions(TypedDict, total=False):
     adapter: str
     top_logprobs: int
     entropy: bool
+    mm_processor_kwargs: Mapping[str, int]
     priority: int
     cache_salt: str
     request_id: str
@@ -173,8 +177,12 @@ class RLClient:
     async def rollout(
         self, prompts: Sequence[PromptInput], *, n: int = 1, **options: Unpack[RolloutOptions]
     ) -> Rollout:
-        """Sample ``n`` continuations of each prompt; return once all have ended."""
-        body = {"prompts": list(prompts), "n": n, **options}
+        """Sample ``n`` continuations of each prompt; return once all have ended.
+
+        Raises:
+            ValueError: a picture cannot be read.
+        """
+        body = {"prompts": [with_picture_urls(each) for each in prompts], "n": n, **options}
         return rollout_of(await self._transport.ask("POST", "/v1/rl/rollout", json=body))
 
     async def stream_rollout(
@@ -187,7 +195,8 @@ class RLClient:
         Raises:
             RequestFailedError: a prompt failed; raised after the samples of the other prompts.
         """
-        body = {"prompts": list(prompts), "n": n, "stream": True, **options}
+        written = [with_picture_urls(each) for each in prompts]
+        body = {"prompts": written, "n": n, "stream": True, **options}
         prompts_by_index: dict[int, Prompt] = {}
         failure: RequestFailedError | None = None
         is_complete = False
@@ -210,18 +219,27 @@ class RLClient:
     async def logprobs(
         self,
         items: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        images: Sequence[Sequence[PictureInput]] | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Score]:
         """Return the log-probabilities of completions' tokens, each given all before it.
 
         Args:
             items: pairs of a prompt and a completion, as token ids.
+            images: the pictures of each prompt: bytes of files, paths, Pillow images or URLs.
             **options: further fields of ``POST /v1/rl/logprobs``; docs/rl-api.md describes them.
+
+        Raises:
+            ValueError: a picture cannot be read, or there are not as many lists as items.
         """
-        pairs = [
+        pairs: list[dict[str, Any]] = [
             {"prompt_token_ids": list(prompt), "completion_token_ids": list(completion)}
             for prompt, completion in items
         ]
+        if images is not None:
+            for pair, shown in zip(pairs, images, strict=True):
+                pair["images"] = image_urls(shown)
         body = {"items": pairs, **options}
         answer = await self._transport.ask("POST", "/v1/rl/logprobs", json=body)
         with expected("The scores"):

@@ -9,14 +9,12 @@ from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import TokenNames, prompt_logprobs, with_top
 from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.samples import Sample
-from mlx_parallm.api.vllm.schema import (
-    UNSUPPORTED,
-    TokenGenerateRequest,
-    TokenSamplingParams,
-)
+from mlx_parallm.api.vllm.schema import UNSUPPORTED, TokenGenerateRequest, TokenSamplingParams
 from mlx_parallm.api.vllm.token_logprobs import sampled_entry
 from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.model_input import num_image_tokens
 
 # FIELDS: the body's names of the engine's fields.
 FIELDS = {
@@ -33,9 +31,17 @@ class TokenAnswer(SampledAnswer):
     """Builds the answer to one prompt of token ids."""
 
     def __init__(
-        self, body: TokenGenerateRequest, *, request_id: str, model: str, tokenizer: Tokenizer
+        self,
+        body: TokenGenerateRequest,
+        prompt: PicturePrompt,
+        *,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
     ) -> None:
-        super().__init__(body.sampling_params.n, num_prompt_tokens=len(body.token_ids))
+        super().__init__(body.sampling_params.n, num_prompt_tokens=len(prompt.token_ids))
+        self.usage.image_tokens = num_image_tokens(prompt.inputs)
+        self._prompt = prompt
         self._body = body
         self._request_id = request_id
         self._model = model
@@ -90,8 +96,15 @@ class TokenAnswer(SampledAnswer):
             "output_mode": self._body.output_mode,
         }
         if self._body.return_token_ids and not self._is_begun:
-            head["prompt_token_ids"] = self._body.token_ids
+            head["prompt_token_ids"] = self._prompt.token_ids
+            if self._prompt.inputs:
+                head["mm_placeholders"] = {"image": self._placeholders()}
         return head
+
+    def _placeholders(self) -> list[dict[str, int]]:
+        """Return where the tokens of each picture are."""
+        spans = (each.span for each in self._prompt.inputs)
+        return [{"offset": span.start, "length": len(span)} for span in spans if span is not None]
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
         """Return a choice, or a piece of a streamed one."""

@@ -13,6 +13,7 @@ from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer
 from mlx_parallm.api.vllm.schema import TokenGenerateRequest
 from mlx_parallm.types.request import GenerateRequest
@@ -32,18 +33,21 @@ async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
         params = sampling_params(
             body.sampling_params, max_logprobs=prelude.config.max_logprobs, grammar=grammar
         )
+        written = WrittenPrompt(prompt=body.token_ids, model=model, pictures=body.pictures())
+        (prompt,) = await read_prompts([written], prelude.pictures)
     request_id = body.request_id or prelude.answer_id
     generate_request = GenerateRequest(
         request_id=f"generate-{request_id}",
         model=model.names[0],
-        prompt_ids=tuple(body.token_ids),
+        prompt_ids=prompt.token_ids,
+        inputs=prompt.inputs,
         params=params,
         priority=body.priority,
         client=prelude.client,
         cache_salt=body.cache_salt,
     )
     answer = TokenAnswer(
-        body, request_id=request_id, model=admitted.name, tokenizer=model.tokenizer
+        body, prompt, request_id=request_id, model=admitted.name, tokenizer=model.tokenizer
     )
     generation = await admitted.start([generate_request], FIELDS)
     return await respond(prelude, generation, answer, stream=body.stream)

@@ -8,7 +8,9 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import INT64, Ids
 from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS, SamplingFields, StreamFields
+from mlx_parallm.api.turns.pictures import PictureSource
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.request import MAX_CHOICES
 
 # UNSUPPORTED: parameters of vLLM that would change the tokens and are not supported here.
@@ -20,8 +22,10 @@ UNSUPPORTED = (
     "thinking_token_budget",
     "use_beam_search",
 )
-# UNSUPPORTED_FIELDS: fields of the body that are not supported either.
-UNSUPPORTED_FIELDS = ("content_parts", "features")
+# WHOLE_PICTURES: vLLM's field for pictures as tensors, or as keys of its own cache.
+WHOLE_PICTURES = "features"
+# MAX_PARTS: of a prompt; --max-images-per-request is the operator's limit.
+MAX_PARTS = 1024
 
 
 class TokenSamplingParams(SamplingFields):
@@ -86,7 +90,15 @@ class TokenGenerateRequest(StreamFields):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    token_ids: Ids = Field(min_length=1, description="The prompt.")
+    token_ids: Ids = Field(
+        min_length=1,
+        description="The prompt; it has one placeholder, or all tokens, of each picture.",
+    )
+    content_parts: list[dict[str, Any]] | None = Field(
+        None,
+        max_length=MAX_PARTS,
+        description='Pictures of the prompt, in order: {"type": "image_url", "url": …}.',
+    )
     sampling_params: TokenSamplingParams = Field(description="vLLM's SamplingParams.")
     model: StrictStr | None = Field(
         None, description="A served model or adapter; default: the first model."
@@ -110,15 +122,35 @@ class TokenGenerateRequest(StreamFields):
         """Refuse fields and parameters that are not supported.
 
         Raises:
-            InvalidRequestError: the prompt has images or other media, or see
+            InvalidRequestError: the prompt has pictures as tensors, or see
                 ``TokenSamplingParams.check_supported``.
         """
-        extra: dict[str, Any] = self.model_extra or {}
-        for name in UNSUPPORTED_FIELDS:
-            if extra.get(name):
-                raise InvalidRequestError(
-                    f"{name} is not supported: prompts are tokens of text.",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+        if (self.model_extra or {}).get(WHOLE_PICTURES):
+            raise InvalidRequestError(
+                f"{WHOLE_PICTURES} is not supported: it has tensors of vLLM's own processors, or "
+                "keys of its cache. Send all pictures in content_parts; token_ids may have all "
+                "tokens of those of earlier turns.",
+                param=WHOLE_PICTURES,
+                code="unsupported_parameter",
+            )
         self.sampling_params.check_supported()
+
+    def pictures(self) -> list[PictureSource]:
+        """Return where the pictures come from, in order.
+
+        Raises:
+            InvalidRequestError: a part is no picture.
+        """
+        parts = enumerate(self.content_parts or ())
+        return [_source(part, f"content_parts[{number}]") for number, part in parts]
+
+
+def _source(part: dict[str, Any], where: str) -> PictureSource:
+    """Return a part's picture, whose URL may also stand in an object as OpenAI's does."""
+    inner = part.get("image_url")
+    url = inner.get("url") if is_object(inner) else part.get("url", inner)
+    if part.get("type") != "image_url" or not isinstance(url, str):
+        raise InvalidRequestError(
+            f'{where} must be a picture: {{"type": "image_url", "url": …}}.', param=where
+        )
+    return PictureSource(param=where, url=url)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -13,12 +13,16 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.rl.logprobs.schema import LogprobsRequest
 from mlx_parallm.api.rl.rollout.answer import token_scores
-from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
 from mlx_parallm.api.turns.openai import usage_body
+from mlx_parallm.api.turns.pictures import named_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
+from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 FIELDS = {
@@ -41,20 +45,39 @@ async def score_completions(body: LogprobsRequest, prelude: PreludeDep) -> Respo
     if 0 <= most < body.top_logprobs:
         raise InvalidRequestError(f"top_logprobs is at most {most} here.", param="top_logprobs")
     score_id = f"logprobs-{body.request_id or prelude.answer_id}"
-    requests = _requests(body, admitted, name=score_id)
+    with named_by(FIELDS):
+        prompts = await _prompts(body, admitted)
+    requests = _requests(body, admitted, prompts, name=score_id)
     return await unless_disconnected(prelude.request, _score(body, admitted, requests))
 
 
-def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[GenerateRequest]:
+async def _prompts(body: LogprobsRequest, admitted: Admitted) -> list[PicturePrompt]:
+    """Return the tokens and pictures of each prompt."""
+    written = [
+        WrittenPrompt(
+            prompt=item.prompt_token_ids,
+            model=admitted.model,
+            pictures=named_sources(item.images, f"items[{number}].images"),
+        )
+        for number, item in enumerate(body.items)
+    ]
+    pixel_range = pixel_range_of(body.mm_processor_kwargs)
+    return await read_prompts(written, admitted.prelude.pictures, pixel_range)
+
+
+def _requests(
+    body: LogprobsRequest, admitted: Admitted, prompts: Sequence[PicturePrompt], *, name: str
+) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             request_id=f"{name}-{number}",
             model=admitted.model.names[0],
-            prompt_ids=(*item.prompt_token_ids, *item.completion_token_ids),
+            prompt_ids=(*prompt.token_ids, *item.completion_token_ids),
+            inputs=prompt.inputs,
             params=SamplingParams(
                 max_tokens=0,
                 prompt_logprobs=body.top_logprobs,
-                prompt_logprobs_start=len(item.prompt_token_ids),
+                prompt_logprobs_start=len(prompt.token_ids),
                 entropy=body.entropy,
             ),
             priority=body.priority,
@@ -62,7 +85,7 @@ def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[G
             cache_salt=body.cache_salt,
             group=name,
         )
-        for number, item in enumerate(body.items)
+        for number, (item, prompt) in enumerate(zip(body.items, prompts, strict=True))
     ]
 
 
@@ -72,6 +95,7 @@ async def _score(
     scores = await known_tokens(admitted, requests, leaders_first(requests), FIELDS)
     usage = Usage(
         prompt_tokens=sum(len(request.prompt_ids) for request in requests),
+        image_tokens=sum(num_image_tokens(request.inputs) for request in requests),
         cached_tokens=sum(known.cached_tokens for known in scores),
     )
     answer = {
@@ -93,9 +117,10 @@ def _item(body: LogprobsRequest, number: int, known: KnownTokens) -> dict[str, A
 
 def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[int]]:
     """Return the first request of each prompt, and the others, which find it in the cache."""
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[Hashable, int] = {}
     for number, request in enumerate(requests):
         prompt = request.prompt_ids[: request.params.prompt_logprobs_start]
-        first.setdefault(prompt, number)
+        pictures = tuple(each.content for each in request.inputs)
+        first.setdefault((prompt, pictures), number)
     leaders = sorted(first.values())
     return leaders, sorted(set(range(len(requests))) - set(leaders))

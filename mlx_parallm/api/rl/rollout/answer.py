@@ -12,6 +12,7 @@ from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
@@ -136,6 +137,7 @@ def usage_of(groups: Sequence[Group]) -> Usage:
     usage = Usage()
     for group in groups:
         usage.prompt_tokens += len(group.request.prompt_ids)
+        usage.image_tokens += num_image_tokens(group.request.inputs)
         usage.cached_tokens += 0 if group.prompt is None else group.prompt.num_cached_tokens
         usage.completion_tokens += sum(
             len(group.samples[index].token_ids) for index in group.finished

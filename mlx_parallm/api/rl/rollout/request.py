@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
-from mlx_parallm.api.turns.appended import appended_ids
+from mlx_parallm.api.turns.appended import MarkedTokenizer, appended_ids
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.pictures import (
+    Pictures,
+    PictureSource,
+    named_sources,
+    picture_sources,
+    pixel_range_of,
+)
+from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.pictures.prompt import Messages, PicturePrompt, TypedMarks, picture_prompt
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens tell how a text that follows them is spelled.
 ANCHOR_TOKENS = 8
+#: How an error names a picture, or a part of it.
+_PICTURE_PARAM = re.compile(r"\.image_url\b")
 
 
 async def encode_items(
-    items: Sequence[RolloutItem], body: RolloutRequest, model: GenerationModel
-) -> list[tuple[int, ...]]:
-    """Return the tokens of every prompt.
+    items: Sequence[RolloutItem],
+    body: RolloutRequest,
+    model: GenerationModel,
+    pictures: Pictures,
+) -> list[PicturePrompt]:
+    """Return the tokens and pictures of every prompt.
 
     Raises:
-        InvalidRequestError: a prompt is malformed or the template refuses it; names its place.
+        InvalidRequestError: a prompt is malformed, the template refuses it, or a picture cannot be
+            read; names its place.
     """
     encoder = PromptEncoder(
         model=model,
@@ -35,9 +53,14 @@ async def encode_items(
         open_turn=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
     )
+    sources = [encoder.pictures(item, number) for number, item in enumerate(items)]
+    prepared = await pictures.prepare_each(
+        ((each, model) for each in sources), pixel_range_of(body.mm_processor_kwargs)
+    )
 
-    def work() -> list[tuple[int, ...]]:
-        return [encoder.encode(item, number) for number, item in enumerate(items)]
+    def work() -> list[PicturePrompt]:
+        pairs = zip(items, prepared, strict=True)
+        return [encoder.encode(item, shown, number) for number, (item, shown) in enumerate(pairs)]
 
     return await maybe_in_thread(work, sum(map(_length, items)))
 
@@ -60,53 +83,107 @@ class PromptEncoder:
     open_turn: bool
     add_special_tokens: bool
 
-    def encode(self, item: RolloutItem, number: int) -> tuple[int, ...]:
-        """Return the tokens of prompt ``number``.
+    def pictures(self, item: RolloutItem, number: int) -> list[PictureSource]:
+        """Return where the pictures of prompt ``number`` come from, in order.
+
+        Raises:
+            InvalidRequestError: a message is malformed; ``param`` is "prompts", or the picture.
+        """
+        sources = named_sources(item.images, "images")
+        with _named(number):
+            if item.messages is not None:
+                sources = picture_sources(turns_of(item.messages, takes_pictures=True))
+            appended = picture_sources(turns_of(item.append_messages or (), takes_pictures=True))
+        sources += [replace(source, param=f"append_{source.param}") for source in appended]
+        return [replace(source, param=f"prompts[{number}].{source.param}") for source in sources]
+
+    def encode(
+        self, item: RolloutItem, pictures: Sequence[PreparedPicture], number: int
+    ) -> PicturePrompt:
+        """Return the tokens and inputs of prompt ``number``.
 
         Raises:
             InvalidRequestError: it is malformed; ``param`` is "prompts".
         """
-        try:
-            return self._encode(item)
-        except ContextLengthError as refusal:
-            refusal.param = "prompts"
-            raise
-        except InvalidRequestError as refusal:
-            raise InvalidRequestError(f"prompts[{number}]: {refusal}", param="prompts") from refusal
+        with _named(number):
+            return self._encode(item, pictures)
 
-    def _encode(self, item: RolloutItem) -> tuple[int, ...]:
-        tokenizer = self.model.tokenizer
+    def _encode(self, item: RolloutItem, pictures: Sequence[PreparedPicture]) -> PicturePrompt:
         if item.text is not None:
             special = self.add_special_tokens
-            return tuple(tokenizer.encode(item.text, add_special_tokens=special))
+            return read_prompt(item.text, pictures, self.model, add_special_tokens=special)
         if item.messages is not None:
-            text = self._render(self._messages(item.messages), self.open_turn)
-            return tuple(tokenizer.encode(text, add_special_tokens=False))
+            return self._conversation(self._messages(item.messages), pictures)
         ids = tuple(item.token_ids or ())
         if item.append_messages is None and item.append_text is None:
-            return ids
+            return read_prompt(ids, pictures, self.model)
         # They are read here already, before the engine checks them.
         if any(not 0 <= token_id < self.model.info.vocab_size for token_id in ids):
             raise InvalidRequestError("token_ids has an id outside the vocabulary")
         if item.append_text is not None:
-            last = [
-                token_id for token_id in ids[-ANCHOR_TOKENS:] if token_id < tokenizer.vocab_size
-            ]
-            anchor = tokenizer.decode(last, skip_special_tokens=False)
-            return ids + continuation_ids(tokenizer, anchor, item.append_text)
-        messages = self._messages(item.append_messages or ())
-        return ids + appended_ids(tokenizer, ids, messages, self._render, open_turn=self.open_turn)
+            ids += self._continuation(ids, item.append_text)
+        else:
+            ids += self._appended(ids, self._messages(item.append_messages or ()))
+        return read_prompt(ids, pictures, self.model)
+
+    def _conversation(
+        self, messages: Messages, pictures: Sequence[PreparedPicture]
+    ) -> PicturePrompt:
+        tokenizer, form = self.model.tokenizer, self.model.pictures
+        if not pictures or form is None:
+            text = self._render(messages, self.open_turn)
+            return PicturePrompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+        return picture_prompt(
+            messages,
+            pictures,
+            form,
+            render=lambda shown: self._render(shown, self.open_turn),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        )
+
+    def _continuation(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
+        """Return the tokens of a text that goes on from others."""
+        tokenizer = self.model.tokenizer
+        last = [token_id for token_id in ids[-ANCHOR_TOKENS:] if token_id < tokenizer.vocab_size]
+        anchor = tokenizer.decode(last, skip_special_tokens=False)
+        return continuation_ids(tokenizer, anchor, text)
+
+    def _appended(self, ids: Sequence[int], messages: Messages) -> tuple[int, ...]:
+        """Return the tokens of messages behind others, with placeholders for pictures."""
+        tokenizer, form = self.model.tokenizer, self.model.pictures
+        if form is None or not picture_sources(messages):
+            return appended_ids(tokenizer, ids, messages, self._render, open_turn=self.open_turn)
+        typed = TypedMarks(form)
+        marked = MarkedTokenizer(tokenizer, typed)
+        shown = typed.messages(messages)
+        return appended_ids(marked, ids, shown, self._render, open_turn=self.open_turn)
 
     def _messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        return template_messages(turns_of(messages), id_length=self.model.call_id_length)
+        turns = turns_of(messages, takes_pictures=True)
+        return template_messages(turns, id_length=self.model.call_id_length)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+    def _render(self, messages: Messages, open_turn: bool) -> str:
         return self.model.tokenizer.render_chat(
             messages,
             tools=self.tools,
             add_generation_prompt=open_turn,
             template_kwargs=self.template_kwargs,
         )
+
+
+@contextlib.contextmanager
+def _named(number: int) -> Generator[None]:
+    """Let refusals name a prompt; those of its pictures name these already."""
+    try:
+        yield
+    except ContextLengthError as refusal:
+        refusal.param = "prompts"
+        raise
+    except InvalidRequestError as refusal:
+        if refusal.param is not None and _PICTURE_PARAM.search(refusal.param):
+            refusal.param = f"prompts[{number}].{refusal.param}"
+            raise
+        raise InvalidRequestError(f"prompts[{number}]: {refusal}", param="prompts") from refusal
 
 
 def _length(item: RolloutItem) -> int:

@@ -96,19 +96,20 @@ async def _requests(
             logprobs=body.top_logprobs,
             grammar=await body_grammar(body, model),
         )
-    prompts = await encode_items(items, body, model)
+    prompts = await encode_items(items, body, model, prelude.pictures)
     return [
         GenerateRequest(
             request_id=f"{name}-{number}",
             model=model.names[0],
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.token_ids,
+            inputs=prompt.inputs,
             params=replace(params, seed=seed_of(number, item, body)),
             priority=body.priority,
             client=prelude.client,
             cache_salt=body.cache_salt,
             group=name,
         )
-        for number, (item, prompt_ids) in enumerate(zip(items, prompts, strict=True))
+        for number, (item, prompt) in enumerate(zip(items, prompts, strict=True))
     ]
 
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import INT64, Ids, NullIsAbsent, Number
 from mlx_parallm.api.rl.fields import TrainerFields
-from mlx_parallm.api.turns.fields import SamplingFields, TemplateKwargs
+from mlx_parallm.api.turns.fields import ProcessorKwargs, SamplingFields, TemplateKwargs
+from mlx_parallm.api.turns.pictures import PictureUrls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 
@@ -36,6 +37,11 @@ class RolloutItem(NullIsAbsent):
     append_text: StrictStr | None = Field(
         None, min_length=1, description="With token_ids: a text that goes on from them."
     )
+    images: PictureUrls | None = Field(
+        None,
+        description="Pictures of text or token_ids, in order: URLs or base64. A text has the "
+        "model's placeholder once for each; token_ids have that, or all tokens of the picture.",
+    )
     seed: StrictInt | None = Field(
         None, ge=-INT64, lt=INT64, description="Of this prompt; sample i uses seed + i."
     )
@@ -60,6 +66,8 @@ class RolloutItem(NullIsAbsent):
             raise _wrong(where, "can have append_messages or append_text, not both")
         if self.token_ids is None and (self.append_messages or self.append_text):
             raise _wrong(where, "can append to token_ids only")
+        if self.messages is not None and self.images:
+            raise _wrong(where, "has its pictures in messages, or in images beside another prompt")
 
 
 class Verifier(NullIsAbsent):
@@ -123,6 +131,7 @@ class RolloutRequest(TrainerFields, SamplingFields):
         None, description="What the template tells the model of, for messages."
     )
     chat_template_kwargs: TemplateKwargs
+    mm_processor_kwargs: ProcessorKwargs = None
     add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
     add_special_tokens: StrictBool = Field(
         True, description="Tokenise texts with the model's special tokens, such as BOS."
