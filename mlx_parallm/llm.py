@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from mlx_parallm.offline.training import OfflineSession
 
 Prompt = str | Sequence[int]
+#: ``PromptMapping``: vLLM's form of a prompt, which may have pictures.
+PromptMapping = Mapping[str, Any]
 Message = Mapping[str, Any]
 T = TypeVar("T")
 
@@ -230,7 +232,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | PromptMapping | Sequence[Prompt | PromptMapping],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
@@ -239,7 +241,9 @@ class LLM:
         """Continue each prompt, a text or a list of token ids; return an output for each, in order.
 
         Args:
-            prompts: one prompt or several.
+            prompts: one prompt or several. With pictures a prompt is vLLM's mapping: "prompt" or
+                "prompt_token_ids" with the model's placeholders, and "multi_modal_data", which has
+                under "image" a picture or a list of them: Pillow images, paths, bytes or URLs.
             sampling_params: parameters for all prompts, or one for each.
             adapter: the name of a loaded adapter for all prompts, or one for each; None is the
                 model itself.
@@ -250,7 +254,14 @@ class LLM:
                 was generated.
             StepError: a step failed.
         """
-        return self._generate(_as_prompts(prompts), sampling_params, adapter, on_finish)
+        items = [self._plain_prompt(prompt) for prompt in _as_prompts(prompts)]
+        return self._generate(items, sampling_params, adapter, on_finish)
+
+    def _plain_prompt(self, prompt: Prompt | PromptMapping) -> Prompt | PicturePrompt:
+        if not isinstance(prompt, Mapping):
+            return prompt
+        plain: Prompt | PicturePrompt = _part("pictures").mapped_prompt(prompt, self._model)
+        return plain
 
     def _generate(
         self,
@@ -275,23 +286,29 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; see ``generate``.
 
         Contents may have parts: texts, and pictures as ``{"type": "image", "image": …}`` with the
-        bytes of a file, a path or a Pillow image, or as ``image_url``.
+        bytes of a file, a path or a Pillow image, or as ``image_url``. ``mm_processor_kwargs`` may
+        have ``min_pixels`` and ``max_pixels``, to which pictures are resized.
         """
         several = [conversations] if _is_conversation(conversations) else conversations
         options = {"tools": tools, "template_kwargs": chat_template_kwargs}
-        prompts = [self._chat_prompt(list(each), options) for each in several]  # type: ignore[arg-type]
+        sizes = mm_processor_kwargs
+        prompts = [self._chat_prompt(list(each), options, sizes) for each in several]  # type: ignore[arg-type]
         return self._generate(prompts, sampling_params, adapter)
 
     def _chat_prompt(
-        self, conversation: Sequence[Message], options: Mapping[str, Any]
+        self,
+        conversation: Sequence[Message],
+        options: Mapping[str, Any],
+        sizes: Mapping[str, Any] | None,
     ) -> Prompt | PicturePrompt:
         if any(isinstance(message.get("content"), list) for message in conversation):
             prompt: PicturePrompt | None = _part("pictures").prompt_with_pictures(
-                conversation, self._model, **options
+                conversation, self._model, sizes, **options
             )
             if prompt is not None:
                 return prompt
@@ -495,12 +512,12 @@ def _part(name: str) -> Any:
     return importlib.import_module(f"mlx_parallm.offline.{name}")
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+def _as_prompts(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]
+    return list(prompts)
 
 
 def _as_texts(texts: str | Sequence[str]) -> list[str]:

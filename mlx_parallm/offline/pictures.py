@@ -1,27 +1,37 @@
-"""Pictures in conversations of ``LLM.chat``."""
+"""Pictures in conversations of ``LLM.chat``, and in prompts of ``LLM.generate``."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from mlx_parallm.api.turns.pictures import Pictures, PictureSource, picture_part, picture_sources
+from mlx_parallm.api.turns.pictures import (
+    Pictures,
+    PictureSource,
+    picture_part,
+    picture_sources,
+    pixel_range_of,
+)
+from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.media.picture_file import file_bytes, is_url
+from mlx_parallm.pictures.processor import PIXELS_PARAM, PreparedPicture
 from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_list, is_mapping
+from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 
 # LIMITS: the program chooses its pictures itself, from any public host.
 LIMITS = MediaLimits(allowed_domains=("*",))
 # IMAGE, IMAGE_PIL, IMAGE_URL: the types of parts, which name the field that has the picture too.
 IMAGE, IMAGE_PIL, IMAGE_URL = "image", "image_pil", "image_url"
+# PROMPT_FIELDS: of a prompt in vLLM's form.
+TEXT, TOKEN_IDS, DATA = "prompt", "prompt_token_ids", "multi_modal_data"
+PROMPT_FIELDS = frozenset({TEXT, TOKEN_IDS, DATA, PIXELS_PARAM})
 
 
 def _has_pictures(conversation: Sequence[Mapping[str, Any]]) -> bool:
@@ -35,8 +45,56 @@ def _has_pictures(conversation: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
+def mapped_prompt(prompt: Mapping[str, Any], model: GenerationModel) -> PicturePrompt:
+    """Return a prompt in vLLM's form as tokens and inputs.
+
+    Args:
+        prompt: has "prompt" or "prompt_token_ids", and may have "multi_modal_data" with a picture,
+            or a list of them, under "image", and "mm_processor_kwargs".
+        model: reads it.
+
+    Raises:
+        InvalidRequestError: it has something else, or a picture cannot be read.
+    """
+    unknown = sorted(set(prompt) - PROMPT_FIELDS)
+    if unknown:
+        raise InvalidRequestError(f"A prompt has no {unknown[0]!r}.", param=unknown[0])
+    texts = [prompt[name] for name in (TEXT, TOKEN_IDS) if prompt.get(name) is not None]
+    if len(texts) != 1:
+        raise InvalidRequestError(f"A prompt needs {TEXT} or {TOKEN_IDS}.", param=TEXT)
+    sources = _data_sources(prompt.get(DATA))
+    shown = _prepared(sources, model, prompt.get(PIXELS_PARAM)) if sources else []
+    return read_prompt(texts[0], shown, model)
+
+
+def _data_sources(data: Any) -> list[PictureSource]:
+    """Return the pictures of vLLM's ``multi_modal_data``."""
+    if data is None:
+        return []
+    if not is_mapping(data) or set(data) - {IMAGE}:
+        raise InvalidRequestError(f"{DATA} may have {IMAGE!r} only.", param=DATA)
+    image: Any = data.get(IMAGE)
+    images: Sequence[Any] = image if is_sequence(image) else [] if image is None else [image]
+    return [_source(each, f"{DATA}.{IMAGE}[{place}]") for place, each in enumerate(images)]
+
+
+def _prepared(
+    sources: Sequence[PictureSource], model: GenerationModel, sizes: Mapping[str, Any] | None
+) -> list[PreparedPicture]:
+    """Return pictures as the model takes them."""
+    pixel_range = pixel_range_of(sizes)
+    # The caller may be in a loop of its own, such as a notebook's.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(
+            lambda: asyncio.run(Pictures(LIMITS).prepare(sources, model, pixel_range))
+        ).result()
+
+
 def prompt_with_pictures(
-    conversation: Sequence[Mapping[str, Any]], model: GenerationModel, **options: Any
+    conversation: Sequence[Mapping[str, Any]],
+    model: GenerationModel,
+    sizes: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> PicturePrompt | None:
     """Return a conversation as tokens and inputs; None if it has no pictures.
 
@@ -44,6 +102,7 @@ def prompt_with_pictures(
         conversation: parts of contents are texts, ``{"type": "image", "image": …}`` with bytes of a
             file, a path or a Pillow image, vLLM's ``image_pil``, or OpenAI's ``image_url``.
         model: reads it.
+        sizes: vLLM's ``mm_processor_kwargs``.
         options: of the chat template.
 
     Raises:
@@ -52,11 +111,7 @@ def prompt_with_pictures(
     if not _has_pictures(conversation):
         return None
     messages = [_message(message, number) for number, message in enumerate(conversation)]
-    # The caller may be in a loop of its own, such as a notebook's.
-    with ThreadPoolExecutor(1) as thread:
-        prepared = thread.submit(
-            lambda: asyncio.run(Pictures(LIMITS).prepare(picture_sources(messages), model))
-        ).result()
+    prepared = _prepared(picture_sources(messages), model, sizes)
     form = model.pictures
     assert form is not None, "a model without pictures has refused them"
     return picture_prompt(
@@ -87,28 +142,17 @@ def _part(part: Any, param: str) -> dict[str, Any]:
         if isinstance(url, str):
             return picture_part(PictureSource(param=param, url=url))
     if kind in (IMAGE, IMAGE_PIL):
-        data = _bytes_of(part.get(kind), param)
-        source = PictureSource(param=param, url=b64encode(data).decode(), is_base64=True)
-        return picture_part(source)
+        return picture_part(_source(part.get(kind), param))
     raise InvalidRequestError(
         f"{param} is neither a text nor a picture: its type is {str(kind)[:40]!r}.", param=param
     )
 
 
-def _bytes_of(image: Any, param: str) -> bytes:
-    """Return the file of a picture."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | Path):
-        try:
-            return Path(image).read_bytes()
-        except OSError as problem:
-            raise InvalidRequestError(f"{param} cannot be read: {problem}", param=param) from None
-    if callable(getattr(image, "save", None)):
-        content = io.BytesIO()
-        is_clear = "A" in image.getbands() or "transparency" in image.info
-        image.convert("RGBA" if is_clear else "RGB").save(content, "PNG")
-        return content.getvalue()
-    raise InvalidRequestError(
-        f"{param} has a {type(image).__name__}; give bytes, a path or a Pillow image.", param=param
-    )
+def _source(image: Any, param: str) -> PictureSource:
+    if is_url(image):
+        return PictureSource(param=param, url=image)
+    try:
+        data = file_bytes(image)
+    except ValueError as problem:
+        raise InvalidRequestError(f"{param} {problem}", param=param) from None
+    return PictureSource(param=param, url=b64encode(data).decode(), is_base64=True)

@@ -1,4 +1,4 @@
-"""Pictures in conversations of ``LLM.chat``."""
+"""Pictures in conversations of ``LLM.chat``, and in prompts of ``LLM.generate``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from mlx_parallm import LLM, SamplingParams
+from mlx_parallm.media.picture_file import picture_url
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.picture_folders import write_llava
 
@@ -70,3 +71,46 @@ def test_what_is_no_picture_is_refused_by_its_part(
     with pytest.raises(InvalidRequestError, match=message) as refusal:
         llm.chat(asked(part), GREEDY)
     assert refusal.value.param == "messages[0].content[0]"
+
+
+def test_prompts_in_the_form_of_vllm_take_pictures(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_bytes(png(1))
+    (chat,) = llm.chat(asked({"type": "image", "image": png(1)}), GREEDY)
+    text = "user: <image> w30 w31 assistant:"
+    ids = llm.tokenizer.encode(text)
+    outputs = llm.generate(
+        [
+            {"prompt": text, "multi_modal_data": {"image": picture(1)}},
+            {"prompt": text, "multi_modal_data": {"image": [str(path)]}},
+            {"prompt_token_ids": ids, "multi_modal_data": {"image": picture_url(png(1))}},
+            {"prompt_token_ids": list(chat.prompt_token_ids), "multi_modal_data": {"image": path}},
+            {"prompt": "w30 w31"},
+            "w30 w31",
+        ],
+        GREEDY,
+    )
+    for output in outputs[:4]:
+        assert output.prompt_token_ids == chat.prompt_token_ids
+        assert output.outputs[0].token_ids == chat.outputs[0].token_ids
+    assert outputs[4].outputs[0].token_ids == outputs[5].outputs[0].token_ids
+    (alone,) = llm.generate({"prompt": text, "multi_modal_data": {"image": picture(1)}}, GREEDY)
+    assert alone.outputs[0].token_ids == chat.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ({"prompt": "w30", "multi_modal_data": {"image": png(1)}}, "messages"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": [7]}}, "multi_modal_data.image[0]"),
+        ({"prompt": "w30", "multi_modal_data": {"video": b""}}, "multi_modal_data"),
+        ({"prompt": "w30", "prompt_token_ids": [4]}, "prompt"),
+        ({"prompt": "w30", "encoder_prompt": "w31"}, "encoder_prompt"),
+    ],
+)
+def test_prompts_that_cannot_be_read_name_their_part(
+    llm: LLM, prompt: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        llm.generate(prompt, GREEDY)
+    assert refusal.value.param == param
