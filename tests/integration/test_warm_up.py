@@ -121,9 +121,9 @@ def test_the_configuration_says_so(
         shapes.append((num_seqs, tokens))
         return WarmUp(runner, num_seqs=num_seqs, tokens=tokens, **others)
 
-    def choose(*args: Any, is_bounded: bool, chosen: str | None) -> BackendChoice:
+    def choose(*args: Any, is_bounded: bool, **others: Any) -> BackendChoice:
         bounded.append(is_bounded)
-        return choose_backend(*args, is_bounded=is_bounded, chosen=chosen)
+        return choose_backend(*args, is_bounded=is_bounded, **others)
 
     monkeypatch.setattr(build, "WarmUp", record)
     monkeypatch.setattr(build, "GenerationLoader", partial(GenerationLoader, choose))

@@ -31,6 +31,7 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation, quantisati
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.ranks import OTHER_RANK, Ranks, agreed
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def choose_backend(
     *,
     is_bounded: bool = False,
     chosen: str | None = None,
+    ranks: Ranks | None = None,
 ) -> BackendChoice:
     """Return the device's kernels if they are right at these shapes, or the reference backend.
 
@@ -89,6 +91,7 @@ def choose_backend(
             because stock attention on CUDA compiles each new shape.
         chosen: name of the backend that an equal device chose earlier; it is taken without a
             check. None to check.
+        ranks: the processes that must choose alike; None if there is this one alone.
 
     Raises:
         ConfigError: ``kv_cache_dtype`` is unknown, or this device does not have ``chosen``.
@@ -101,9 +104,10 @@ def choose_backend(
         return _chosen(chosen, kernels, cache.block_size, quantisation, shapes, heads)
     if kernels is not None:
         rejected, error = _judge(kernels, cache.block_size, shapes, heads)
-        if rejected is None:
+        if agreed(ranks, rejected is None):
             _prepare(kernels, shapes, heads)
             return BackendChoice(kernels, error)
+        rejected = rejected or OTHER_RANK
         logger.warning("attention kernels are not used: %s", rejected)
     error = attention_error(_reference(BLOCK_SIZE, quantisation))
     return BackendChoice(_reference(cache.block_size, quantisation), error, rejected)

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
@@ -19,13 +20,17 @@ logger = logging.getLogger(__name__)
 class ShapeTrials:
     """Tries a kernel once per shape, and logs why it is not used."""
 
-    def __init__(self, what: str, verdicts: dict[str, bool] | None = None) -> None:
+    def __init__(
+        self, what: str, verdicts: dict[str, bool] | None = None, ranks: Ranks | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             what: the kernel with its verb: "the kernel of experts is".
             verdicts: those of earlier trials, by kernel and shape; new ones are added.
+            ranks: the processes that must all find a kernel right; None if there is this one alone.
         """
+        self._ranks = ranks
         self._what = what
         self._agrees: dict[Hashable, bool] = {}
         self._verdicts = {} if verdicts is None else verdicts
@@ -36,7 +41,7 @@ class ShapeTrials:
             name = f"{self._what} used for {shape!r}"
             if name not in self._verdicts:
                 reason = why_not()
-                self._verdicts[name] = reason is None
+                self._verdicts[name] = agreed(self._ranks, reason is None)
                 if reason is not None:
                     logger.info("%s not used for %s: %s", self._what, shape, reason)
             self._agrees[shape] = self._verdicts[name]
@@ -51,13 +56,19 @@ class KernelTrials:
             model runs is tried then: its verdict depends on the device alone.
     """
 
-    def __init__(self, verdicts: Mapping[str, bool] | None = None) -> None:
-        """``verdicts`` are of another worker's load; their kernels are not tried again."""
+    def __init__(
+        self, verdicts: Mapping[str, bool] | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """``verdicts`` are of another worker's load; their kernels are not tried again.
+
+        ``ranks`` must all try the same kernels; one is used if all of them find it right.
+        """
         self.found = dict(verdicts or {})
+        self._ranks = ranks
 
     def of(self, what: str) -> ShapeTrials:
         """Return the trials of one kernel; see ``ShapeTrials``."""
-        return ShapeTrials(what, self.found)
+        return ShapeTrials(what, self.found, self._ranks)
 
 
 def why_off(error: Callable[[], float], limit: float) -> str | None:

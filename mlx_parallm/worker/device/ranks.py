@@ -26,6 +26,8 @@ BACKEND_VARIABLES = {
     "OMPI_COMM_WORLD_RANK": "mpi",
     "PMI_RANK": "mpi",
 }
+#: ``OTHER_RANK``: why a kernel is not used that is right on this rank.
+OTHER_RANK = "another rank does not find them right"
 # BROADCAST_BYTES: bytes of one broadcast; a larger one only takes more memory.
 BROADCAST_BYTES = 256 << 20
 
@@ -92,6 +94,11 @@ class Ranks:
                 words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8, size, start)
             parts.append(np.array(self.sum(mx.array(words))).tobytes()[:size])
         return b"".join(parts)
+
+
+def agreed(ranks: Ranks | None, verdict: bool) -> bool:
+    """Return True if all ranks pass True; without ranks, return this process's verdict."""
+    return verdict if ranks is None else ranks.agree(verdict)
 
 
 def join_ranks(backend: str | None = None) -> Ranks:

@@ -12,6 +12,7 @@ from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.memory import context_length, plan_kv, query_heads
@@ -61,6 +62,7 @@ class GenerationLoader:
         self,
         choose_attention: Callable[..., BackendChoice] = choose_backend,
         make_sessions: Callable[[StockModel], Sessions] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Prepare.
 
@@ -68,7 +70,10 @@ class GenerationLoader:
             choose_attention: has the parameters of ``choose_backend``.
             make_sessions: returns a place for the training sessions of a model; it raises
                 InvalidRequestError for one that cannot be trained. None: there are none.
+            ranks: the processes that compute the models together, each with its part; all must
+                execute the same ops. None if there is this one alone.
         """
+        self.ranks = ranks
         self.choose_attention = choose_attention
         self.make_sessions = make_sessions
 
@@ -107,7 +112,7 @@ class PendingGenerator:
         """
         spec: GenerationSpec = self._op.spec
         with load_failures(spec.path):
-            weights = _read(spec, self._op.plan, self._loader.choose_attention)
+            weights = _read(spec, self._op.plan, self._loader)
         self.model = GeneratorModel(weights, self._device, self._loader.make_sessions)
         return weights.plan
 
@@ -135,16 +140,16 @@ class _Weights:
 
 
 def _read(
-    spec: GenerationSpec, earlier: GenerationPlan | None, choose: Callable[..., BackendChoice]
+    spec: GenerationSpec, earlier: GenerationPlan | None, loader: GenerationLoader
 ) -> _Weights:
     """Load a model; the choices of an ``earlier`` load, maybe in another worker, are taken over."""
     chosen = None if earlier is None else earlier.choices
-    trials = KernelTrials(None if chosen is None else chosen.kernels)
-    rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes)
-    loaded = load_model(spec.config, spec.path, cast=rule, trials=trials)
+    trials = KernelTrials(None if chosen is None else chosen.kernels, loader.ranks)
+    rule = CastRule(None if chosen is None else chosen.is_cast, spec.free_bytes, loader.ranks)
+    loaded = load_model(spec.config, spec.path, cast=rule, trials=trials, ranks=loader.ranks)
     vocab_size = vocab_size_of(loaded)
     layouts = probe_layout(loaded.model)
-    attention = _attention(spec, loaded, layouts, chosen, choose)
+    attention = _attention(spec, loaded, layouts, chosen, loader)
     kv = _kv_plan(spec, loaded, layouts, attention.backend)
     choices = chosen or DecoderChoices(
         is_cast=loaded.is_cast, attention=attention.backend.name, kernels=dict(trials.found)
@@ -183,16 +188,18 @@ def _attention(
     loaded: LoadedModel,
     layouts: tuple[CacheLayout, ...],
     chosen: DecoderChoices | None,
-    choose: Callable[..., BackendChoice],
+    loader: GenerationLoader,
 ) -> BackendChoice:
     """Return the attention backend of a model; ``chosen`` are the choices of an earlier load."""
     cache, settings = spec.settings.cache, spec.settings.scheduler
-    return choose(
+    num_parts = 1 if loader.ranks is None else loader.ranks.size
+    return loader.choose_attention(
         replace(cache, kv_cache_dtype=spec.config.kv_cache_dtype or cache.kv_cache_dtype),
         kv_shapes(layouts),
-        query_heads(loaded.config),
+        query_heads(loaded.config) // num_parts,
         is_bounded=settings.max_decode_stall_ms is not None,
         chosen=None if chosen is None else chosen.attention,
+        ranks=loader.ranks,
     )
 
 
@@ -294,6 +301,7 @@ class GeneratorModel:
         assert weights is not None, "the model has a KV pool already"
         earlier, kv, draft = weights.earlier, weights.plan.kv, None
         if op.draft is not None:
+            _refuse_draft(weights.loaded)
             model: Any = self._device.take(op.draft)
             chosen = None if earlier is None else earlier.draft
             draft_weights: _Weights = model.take_weights()
@@ -320,6 +328,16 @@ class GeneratorModel:
             draft=None if draft is None else draft.choices,
             info=runner.info,
             prepares_shapes=runner.prepares_shapes,
+        )
+
+
+def _refuse_draft(loaded: LoadedModel) -> None:
+    """Raise ConfigError if a model over ranks is given a draft model."""
+    if loaded.sharding is not None:
+        size = loaded.sharding.ranks.size
+        raise ConfigError(
+            f"--speculative-config: a draft model cannot propose tokens to a model over {size} "
+            "ranks; n-grams can."
         )
 
 

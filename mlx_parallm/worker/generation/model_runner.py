@@ -34,7 +34,6 @@ from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.attention.two_way import TwoWayRows
-from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.draft_model import DraftModel
@@ -89,7 +88,6 @@ class ModelRunner:
         tracer: StepTracer | None = None,
         choices: DecoderChoices | None = None,
         takes_embeds: bool = False,
-        ranks: Ranks | None = None,
     ) -> None:
         """Choose how the model runs.
 
@@ -106,9 +104,9 @@ class ModelRunner:
             choices: the choices of an earlier load, which are taken over; None to make them.
             takes_embeds: True if prompts may bring rows that replace embeddings, if the model
                 allows it.
-            ranks: the ranks that compute the model together; None for one process.
         """
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+        ranks = None if loaded.sharding is None else loaded.sharding.ranks
         self._tracer = tracer or NoTracer()
         self._draft = draft
         self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
@@ -116,7 +114,7 @@ class ModelRunner:
         self._latest: ModelStep | None = None
         vocab_size = vocab_size_of(loaded)
         dtype = DTYPES.get(loaded.dtype, mx.float32)
-        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
+        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
         self._dtype = dtype
         #: The features of inputs besides tokens.
         self.features = InputFeatures()
@@ -138,13 +136,14 @@ class ModelRunner:
             block_size=plan.block_size,
             dtype=loaded.dtype,
             chosen=chosen.path,
+            ranks=ranks,
         )
         self._path = choice.path
         self._two_way = self._two_way_rows(loaded)
         #: True if the first step of each shape takes longer than others: see ``warm_up``.
         self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
-        change_kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel)
+        change_kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel, ranks)
         self._path.adapters.kernels = change_kernels
         #: All choices for this model, made here or taken over.
         self.choices = replace(
@@ -153,7 +152,7 @@ class ModelRunner:
             samples_by_kernel=kernels is not None,
             adapts_by_kernel=change_kernels is not None,
         )
-        layers = AdaptedLayers(loaded.model, products, self._path.adapters)
+        layers = AdaptedLayers(loaded.model, products, self._path.adapters, loaded.sharding)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
         #: The model as training sessions run it.

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.cache_layout import (
     CacheLayout,
     KVLayout,
@@ -76,7 +77,7 @@ class PathChoice:
     selector: RowSelector = field(default_factory=RowSelector)
 
 
-def choose_path(
+def choose_path(  # noqa: PLR0913 - settings, by name
     model: Any,
     layouts: tuple[CacheLayout, ...],
     backend: AttentionBackend,
@@ -86,6 +87,7 @@ def choose_path(
     block_size: int,
     dtype: str,
     chosen: str | None = None,
+    ranks: Ranks | None = None,
 ) -> PathChoice:
     """Return the first path that agrees with the stock model, from the fastest to the safest.
 
@@ -102,6 +104,8 @@ def choose_path(
         dtype: the model's dtype, which decides the tolerance.
         chosen: the name of an earlier choice on an equal device. That path is taken without a
             check, and computes exactly as the checked path does. None to choose.
+        ranks: the processes that compute the model together and must choose alike; None if there is
+            this one alone.
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
@@ -112,7 +116,7 @@ def choose_path(
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)
     blocks = max(num_blocks, needed)
-    candidates = _Candidates(model, layouts, vocab_size, block_size)
+    candidates = _Candidates(model, layouts, vocab_size, block_size, ranks)
     candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
     if chosen is not None:
         make = dict(candidates.in_order())[chosen]
@@ -124,7 +128,8 @@ def choose_path(
     texts = stock_texts(model, vocab_size, window)
     for name, make in candidates.in_order():
         path = make()
-        difference, error, agrees = check_path(path, texts, block_size, dtype)
+        difference, error, is_right = check_path(path, texts, block_size, dtype)
+        agrees = agreed(ranks, is_right)
         attempts.append(PathAttempt(name, difference, error, agrees))
         logger.info("path %s: difference %s, error %s", name, difference, error)
         if agrees and backend.quantisation is None:
@@ -202,11 +207,12 @@ class _Candidates:
         layouts: tuple[CacheLayout, ...],
         vocab_size: int,
         block_size: int,
+        ranks: Ranks | None,
     ) -> None:
         self._model = model
         self._layouts = layouts
         self._block_size = block_size
-        self.selector: RowSelector = install_row_selection(model, vocab_size)
+        self.selector: RowSelector = install_row_selection(model, vocab_size, ranks)
 
     def use(self, backend: AttentionBackend, num_blocks: int) -> None:
         """Make the next paths with new pools of this backend."""

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -57,16 +58,19 @@ class RowSelector:
         return hidden.reshape(-1, hidden.shape[-1])[self.rows][:, None]
 
 
-def install_row_selection(model: nn.Module, vocab_size: int) -> RowSelector:
+def install_row_selection(
+    model: nn.Module, vocab_size: int, ranks: Ranks | None = None
+) -> RowSelector:
     """Return a row selector for the model's head; it is inactive if no head could be found.
 
-    The model is run on two tokens to check that the selector works and changes nothing else.
+    The model is run on two tokens to check that the selector works and changes nothing else;
+    ``ranks`` that compute the model together must all find so.
     """
     selector = RowSelector()
     # The head is the last candidate: a layer before it may have as many rows by chance.
     for module, method in reversed(_head_candidates(model, vocab_size)):
         calls = WrappedCalls([module], partial(_selecting, method=method, selector=selector))
-        if _works(model, selector):
+        if agreed(ranks, _works(model, selector)):
             selector.active = True
             return selector
         calls.remove()

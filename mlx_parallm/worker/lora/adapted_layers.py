@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +24,14 @@ from mlx_parallm.worker.lora.adapted_modules import (
     plain_weight,
 )
 from mlx_parallm.worker.lora.context import AdapterContext
-from mlx_parallm.worker.lora.stack import STACKS, AdapterStack, dora_gain, factors_of
+from mlx_parallm.worker.lora.stack import (
+    STACKS,
+    AdapterStack,
+    dora_gain,
+    dora_norms,
+    factors_of,
+)
+from mlx_parallm.worker.sharding.sharding import Sharding
 from mlx_parallm.worker.weights.loader import DTYPES
 
 # TOWERS: parts of module paths by which checkpoints tell a tower from the text model.
@@ -44,14 +52,22 @@ class AdaptedLayers:
     A layer's class is replaced when the first adapter changes it; names of parameters stay.
     """
 
-    def __init__(self, model: nn.Module, dtype: mx.Dtype, context: AdapterContext) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: mx.Dtype,
+        context: AdapterContext,
+        sharding: Sharding | None = None,
+    ) -> None:
         """Begin without adapters.
 
         Args:
             model: the model whose layers adapters may change.
             dtype: the dtype of adapters' products, see ``product_dtype``.
             context: the context of the path that runs the model's forwards.
+            sharding: how the model was cut, if it is one rank's part; adapters are given whole.
         """
+        self._sharding = sharding
         self._context = context
         self._dtype = dtype
         self._modules = dict(model.named_modules())
@@ -105,11 +121,12 @@ class AdaptedLayers:
         pending = self._pending[slot]
         part = pending[:count]
         factors = factors_of([change for _, change in part], self._dtype)
+        gains = self._gains(dict(part))
         stacks = []
         for (path, change), own_factors in zip(part, factors, strict=True):
             self._adapt(path)
             stacks.append(self._context.stacks[path])
-            stacks[-1].put(slot, change, self._gain(path, change), own_factors)
+            stacks[-1].put(slot, change, gains.get(path), own_factors)
             if change.magnitude is not None:
                 self._doras.setdefault(slot, {})[path] = change
         mx.async_eval([stack.arrays() for stack in stacks])
@@ -141,7 +158,14 @@ class AdaptedLayers:
         }
         if len(changes) < len(adapter.modules):
             raise unfit_error("two of its modules change the same module of this model", param)
-        return changes, {path: self._stack(path, change, param) for path, change in changes.items()}
+        stacks = {path: self._stack(path, change, param) for path, change in changes.items()}
+        return {path: self._part(path, change) for path, change in changes.items()}, stacks
+
+    def _part(self, path: str, change: LowRank) -> LowRank:
+        """Return what a change does to this rank's part of the module."""
+        if self._sharding is None:
+            return change
+        return self._sharding.part_of_change(path, change, plain_shape(self._modules[path]))
 
     def drop(self, slot: int) -> None:
         """Remove the adapter from a slot, if it has one."""
@@ -155,16 +179,20 @@ class AdaptedLayers:
     def refresh(self) -> None:
         """Compute DoRA's gains anew after the model's weights were replaced."""
         for slot, changes in self._doras.items():
-            for path, change in changes.items():
-                gain = self._gain(path, change)
-                assert gain is not None, f"{path} is no DoRA"
+            for path, gain in self._gains(changes).items():
                 self._context.stacks[path].set_gain(slot, gain)
         mx.eval(self._context.arrays())
 
-    def _gain(self, path: str, change: LowRank) -> mx.array | None:
-        if change.magnitude is None:
-            return None
-        return dora_gain(plain_weight(self._modules[path]), change)
+    def _gains(self, changes: Mapping[str, LowRank]) -> dict[str, mx.array]:
+        """Return DoRA's gains of the changes that have one, by module path."""
+        doras = {path: change for path, change in changes.items() if change.magnitude is not None}
+        norms: Mapping[str, mx.array] = {
+            path: dora_norms(plain_weight(self._modules[path]), change)
+            for path, change in doras.items()
+        }
+        if self._sharding is not None:
+            norms = self._sharding.whole_norms(norms)
+        return {path: dora_gain(change, norms[path]) for path, change in doras.items()}
 
     def _clear(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
         """Remove a slot's changes of all modules but ``kept``; stacks without a change are freed.
@@ -198,10 +226,17 @@ class AdaptedLayers:
                     f"{path} is a {type(module).__name__}, which does not take an adapter", param
                 )
             stack = STACKS[kind](plain_shape(module), self._dtype)
-        reason = stack.why_unfit(change)
+        reason = self._whole_stack(path, stack).why_unfit(change)
         if reason is not None:
             raise unfit_error(f"{path}: {reason}", param)
         return stack
+
+    def _whole_stack(self, path: str, stack: AdapterStack) -> AdapterStack:
+        """Return a stack that whole adapters fit, if ``stack`` is of this rank's part."""
+        if self._sharding is None:
+            return stack
+        shape = self._sharding.whole_weight_shape(path, plain_shape(self._modules[path]))
+        return type(stack)(shape, self._dtype)
 
     def _adapt(self, path: str) -> None:
         """Wrap a module's calls, once. Experts are wrapped with the block that calls them."""
@@ -214,9 +249,15 @@ class AdaptedLayers:
         if is_expert:
             adapt_block(self._modules[wrapped_path], wrapped_path, self._context)
         elif kind_of(module) == "linear":
-            adapt_linear(module, path, self._context, self._group(path))
+            self._adapt_linear(module, path)
         else:
             adapt(module, path, self._context)
+
+    def _adapt_linear(self, module: nn.Module, path: str) -> None:
+        """Wrap a linear layer. If ranks add up its outputs, they add up the changed ones."""
+        sharding = self._sharding
+        with nullcontext() if sharding is None else sharding.beneath_sum(path):
+            adapt_linear(module, path, self._context, self._group(path))
 
     def _group(self, path: str) -> AdaptedGroup:
         """Return the group of a linear layer and its siblings, which models call on one input."""

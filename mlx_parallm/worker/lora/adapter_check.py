@@ -11,6 +11,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
 from mlx_parallm.worker.device.kernel_trial import largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport, device_language
+from mlx_parallm.worker.device.ranks import OTHER_RANK, Ranks, agreed
 from mlx_parallm.worker.layers.row_layers import Columns
 from mlx_parallm.worker.lora.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels
 from mlx_parallm.worker.lora.stack import LinearStack
@@ -35,12 +36,13 @@ def adapter_report() -> KernelReport:
 
 
 def choose_change_kernels(
-    dtype: mx.Dtype, chosen: bool | None = None
+    dtype: mx.Dtype, chosen: bool | None = None, ranks: Ranks | None = None
 ) -> tuple[ChangeKernels | None, str | None]:
     """Return the default device's kernels if they are right, else None and why they are not used.
 
     There is no reason if the device has no kernels or ``chosen`` is False. ``chosen`` is the
-    choice of an earlier load on an equal device; None to check the kernels.
+    choice of an earlier load on an equal device; None to check the kernels. ``ranks`` are the
+    processes that must choose alike; None if there is this one alone.
     """
     language = device_language()
     if language is None or chosen is False:
@@ -50,7 +52,8 @@ def choose_change_kernels(
         kernels.begin(dtype)
         return kernels, None
     reason = why_not(kernels, dtype)
-    if reason is not None:
+    if not agreed(ranks, reason is None):
+        reason = reason or OTHER_RANK
         logger.warning("adapter kernels are not used: %s", reason)
         return None, reason
     return kernels, None

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.arrays import all_to_mlx
+from mlx_parallm.adapters.arrays import all_to_mlx, to_mlx
 from mlx_parallm.adapters.weights import Kind, LowRank
 from mlx_parallm.worker.lora.rows import AdapterRows, FrequentAdapters
 
@@ -370,21 +370,27 @@ def factors_of(changes: Sequence[LowRank], dtype: mx.Dtype) -> list[tuple[mx.arr
     return list(zip(firsts, seconds, strict=True))
 
 
-def dora_gain(weight: mx.array, change: LowRank) -> mx.array | None:
-    """Return the factor by which DoRA multiplies each row of the changed weight, float32.
-
-    Return None for a LoRA.
+def dora_norms(weight: mx.array, change: LowRank) -> mx.array:
+    """Return the norm of each row of a changed weight, float32.
 
     Args:
         weight: the module's weight, unpacked, ``[out, in]`` or ``[vocab, dims]``.
         change: the change of the weight.
     """
-    if change.magnitude is None:
-        return None
-    a, b, magnitude = all_to_mlx([*change.tensors()], mx.float32)
+    a, b = all_to_mlx([change.a, change.b], mx.float32)
     delta = change.scale * ((b @ a).T if change.kind == "embedding" else b @ a)
-    norm = mx.linalg.norm(weight.astype(mx.float32) + delta, axis=1)
-    return magnitude / norm
+    return mx.linalg.norm(weight.astype(mx.float32) + delta, axis=1)
+
+
+def dora_gain(change: LowRank, norms: mx.array) -> mx.array:
+    """Return the factor by which DoRA multiplies each row of the changed weight, float32.
+
+    Args:
+        change: the change of the weight, with a magnitude.
+        norms: the result of ``dora_norms`` for the whole weight.
+    """
+    assert change.magnitude is not None, "a LoRA has no gain"
+    return to_mlx(change.magnitude).astype(mx.float32) / norms
 
 
 def _longer(array: mx.array, axis: int, more: int) -> mx.array:

@@ -12,6 +12,7 @@ import numpy as np
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.device.kernels import KernelReport, device_language
+from mlx_parallm.worker.device.ranks import OTHER_RANK, Ranks, agreed
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels, why_unsupported
 from mlx_parallm.worker.sampling.keys import random_keys
@@ -49,7 +50,7 @@ def sampling_report() -> KernelReport:
 
 
 def choose_sampling(
-    vocab: int, dtype: mx.Dtype, chosen: bool | None = None
+    vocab: int, dtype: mx.Dtype, chosen: bool | None = None, ranks: Ranks | None = None
 ) -> tuple[SamplingKernels | None, str | None]:
     """Return the device's kernels if they agree with stock operations; else None and the reason.
 
@@ -60,6 +61,7 @@ def choose_sampling(
         dtype: dtype of the model's logits. Float32 is checked as well, because masks and penalties
             change logits in it.
         chosen: whether an earlier choice on an equal device took the kernels; None to check them.
+        ranks: the processes that must choose alike; None if there is this one alone.
     """
     kernels = device_kernels()
     if kernels is None or chosen is False:
@@ -68,7 +70,8 @@ def choose_sampling(
     kernels.begin(vocab, dtypes)
     for logits_dtype in dtypes:
         reason = None if chosen else why_not(kernels, vocab, logits_dtype)
-        if reason is not None:
+        if not chosen and not agreed(ranks, reason is None):
+            reason = reason or OTHER_RANK
             logger.warning("sampling kernels are not used: %s", reason)
             return None, reason
         kernels.trust(vocab, logits_dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +17,12 @@ from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
 from mlx_parallm.worker.layers.expert_layers import use_expert_layers
@@ -29,6 +31,8 @@ from mlx_parallm.worker.layers.row_kernel import RowKernel
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
 from mlx_parallm.worker.layers.state_layers import use_state_layers
+from mlx_parallm.worker.sharding.check import check_shardable
+from mlx_parallm.worker.sharding.sharding import Sharding, cut_model
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +48,21 @@ class CastRule:
     Attributes:
         is_cast: the decision of another worker or an earlier load; None to decide.
         free_bytes: memory that is free; None if unknown.
+        ranks: the processes that decide alike, of which each has its part; None for this one alone.
     """
 
     is_cast: bool | None = None
     free_bytes: int | None = None
+    ranks: Ranks | None = None
 
     def applies(self, needed: int) -> bool:
         """True if weights are cast that would take ``needed`` bytes."""
         if self.is_cast is not None:
             return self.is_cast
+        size = 1 if self.ranks is None else self.ranks.size
+        return agreed(self.ranks, self._fits(needed // size))
+
+    def _fits(self, needed: int) -> bool:
         if backend_name() != "cpu":
             return False
         if self.free_bytes is not None and needed > self.free_bytes // 2:
@@ -79,6 +89,7 @@ class LoadedModel:
         weight_bytes: size of the parameters.
         source: how it was loaded.
         is_cast: True if ``dtype="auto"`` became float32, see ``load_model``.
+        sharding: how it was cut, if it is one rank's part of a model; None if it is whole.
     """
 
     model: Any
@@ -88,6 +99,7 @@ class LoadedModel:
     weight_bytes: int
     source: ModelConfig = field(default_factory=ModelConfig)
     is_cast: bool = False
+    sharding: Sharding | None = None
 
 
 def load_model(
@@ -96,6 +108,7 @@ def load_model(
     *,
     cast: CastRule = DECIDE,
     trials: KernelTrials | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a folder in mlx_lm's or Hugging Face's form.
 
@@ -107,14 +120,17 @@ def load_model(
         path: the folder.
         cast: decides that.
         trials: of the kernels of its layers; None for new ones.
+        ranks: the processes that compute it together, of which each reads its part; all must call
+            alike. None to read the whole model.
 
     Raises:
-        ConfigError: an unknown dtype.
+        ConfigError: an unknown dtype, or a model that these ranks cannot compute together.
         ModelLoadError: the architecture is unknown, or weights are missing, NaN or infinite.
     """
     check_dtype(config.dtype)
     with load_failures(path):
-        model, model_config, is_cast = _read(config, path, cast)
+        model, model_config, is_cast = _read(config, path, cast, ranks)
+        sharding = None if ranks is None else cut_model(model, ranks)
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaLanguage()), trials)
             use_expert_layers(model, ExpertKernel(CudaLanguage()), trials)
@@ -123,7 +139,11 @@ def load_model(
         run_uncompiled(model)
         model.eval()
         evaluate_weights(parameters_of(model), path, scale_modes(model))
-    return loaded_model(model, model_config, path, config, is_cast=is_cast)
+        if sharding is not None:
+            # Last, when layers have the classes that kernels give them.
+            sharding.add_up()
+    loaded = loaded_model(model, model_config, path, config, is_cast=is_cast)
+    return replace(loaded, sharding=sharding)
 
 
 def check_dtype(dtype: str) -> None:
@@ -146,14 +166,16 @@ def loaded_model(
     )
 
 
-def load_parameters(config: ModelConfig, path: Path, *, is_cast: bool) -> dict[str, mx.array]:
-    """Return the parameters of a folder as ``load_model`` had them, by name, not evaluated.
+def load_parameters(
+    config: ModelConfig, path: Path, *, is_cast: bool, ranks: Ranks | None = None
+) -> dict[str, mx.array]:
+    """Return the whole parameters of a folder as ``load_model`` had them, by name, not evaluated.
 
     Raises:
         ModelLoadError: the architecture is unknown, or weights are missing.
     """
     with load_failures(path):
-        model, _, _ = _read(config, path, CastRule(is_cast=is_cast))
+        model, _, _ = _read(config, path, CastRule(is_cast=is_cast), ranks)
     return parameters_of(model)
 
 
@@ -162,13 +184,19 @@ def parameters_of(model: Any) -> dict[str, mx.array]:
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
 
 
-def _read(config: ModelConfig, path: Path, cast: CastRule) -> tuple[Any, dict[str, Any], bool]:
+def _read(
+    config: ModelConfig, path: Path, cast: CastRule, ranks: Ranks | None
+) -> tuple[Any, dict[str, Any], bool]:
+    """Return a whole model, its config.json, and whether it was cast; its arrays are lazy."""
     model, model_config = mlx_lm_utils.load_model(
         path,
         lazy=True,
-        get_model_classes=_readable_classes,
+        get_model_classes=_readable_classes if ranks is None else _text_classes,
         trust_remote_code=config.trust_remote_code,
     )
+    if ranks is not None:
+        check_shardable(model, model_config, path, ranks.size)
+        _warn_of_tower(model_config, path)
     # Before they are multiplied into weights, where the CPU has these: so the name is the file's.
     scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
     own = parameters_of(model)
@@ -186,6 +214,23 @@ def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
     if "rope_parameters" not in getattr(args, "__dataclass_fields__", {}):
         config |= rope_fields(config)
     return model, args
+
+
+def _text_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """Return the classes of a config without its tower, which ranks cannot compute together."""
+    kept = {name: value for name, value in config.items() if name != "vision_config"}
+    model, args = _readable_classes(kept)
+    config |= kept
+    return model, args
+
+
+def _warn_of_tower(config: dict[str, Any], path: Path) -> None:
+    if family_of(config) is not None:
+        logger.warning(
+            "%s is read as a text model: the picture tower of %s is not served over ranks",
+            path,
+            config["model_type"],
+        )
 
 
 def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:

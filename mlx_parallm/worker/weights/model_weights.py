@@ -33,6 +33,7 @@ class ModelWeights:
     def __init__(self, loaded: LoadedModel) -> None:
         self.path = loaded.path
         self._model = loaded.model
+        self._sharding = loaded.sharding
         self._config = loaded.source
         self._is_cast = loaded.is_cast
         self._is_away = False
@@ -46,7 +47,8 @@ class ModelWeights:
                 finite.
         """
         try:
-            arrays = load_parameters(self._config, path, is_cast=self._is_cast)
+            ranks = None if self._sharding is None else self._sharding.ranks
+            arrays = load_parameters(self._config, path, is_cast=self._is_cast, ranks=ranks)
         except ModelLoadError as problem:
             raise InvalidRequestError(str(problem), param=PARAM) from None
         current = parameters_of(self._model)
@@ -122,10 +124,14 @@ class ModelWeights:
         return False
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each weight's dtype, shape and numbers, in hex by name."""
+        """SHA-256 of each weight's dtype, shape and numbers, in hex by name.
+
+        They are of whole weights; if ranks have parts of these, all must call.
+        """
         sums = {}
         for name, array in parameters_of(self._model).items():
-            tensor = to_host(array)
+            whole = array if self._sharding is None else self._sharding.whole(name, array)
+            tensor = to_host(whole)
             total = hashlib.sha256(f"{tensor.dtype}{tensor.shape}\0".encode())
             total.update(tensor.stored()[0])
             sums[name] = total.hexdigest()
@@ -161,13 +167,17 @@ class ModelWeights:
         return named | ({f"{path}.biases": biases[0]} if biases else {})
 
     def _fitting(self, arrays: Arrays, current: Arrays) -> dict[str, mx.array]:
-        """Return the arrays in the dtypes that the model has; refuse other shapes."""
-        wrong = [name for name, value in arrays.items() if value.shape != current[name].shape]
+        """Return the arrays in the dtypes that the model has; refuse other shapes.
+
+        If ranks have parts of the model, arrays are whole, and this rank's parts are returned.
+        """
+        shapes = {name: self._whole_shape(name, current[name]) for name in arrays}
+        wrong = [name for name, value in arrays.items() if value.shape != shapes[name]]
         if wrong:
             first = min(wrong)
             raise InvalidRequestError(
                 f"{first} is {list(arrays[first].shape)}, and the model's is "
-                f"{list(current[first].shape)} ({len(wrong)} tensors have other shapes).",
+                f"{list(shapes[first])} ({len(wrong)} tensors have other shapes).",
                 param=PARAM,
             )
         kinds = {
@@ -177,7 +187,13 @@ class ModelWeights:
             != mx.issubdtype(current[name].dtype, mx.floating)
         }
         _refuse("have another kind of numbers", kinds)
-        return {name: value.astype(current[name].dtype) for name, value in arrays.items()}
+        fitting = {name: value.astype(current[name].dtype) for name, value in arrays.items()}
+        return fitting if self._sharding is None else self._sharding.parts(fitting)
+
+    def _whole_shape(self, name: str, array: mx.array) -> tuple[int, ...]:
+        if self._sharding is None:
+            return array.shape
+        return self._sharding.whole_shape(name, array.shape)
 
 
 def has_own_memory() -> bool:

@@ -20,6 +20,7 @@ from mlx_parallm.worker.lora.stack import (
     ExpertStack,
     LinearStack,
     dora_gain,
+    dora_norms,
     expert_slots,
 )
 from tests.host_tensors import host
@@ -52,6 +53,10 @@ def trained(cls: Any, base: Any, rank: int, scale: float) -> Any:
     return made
 
 
+def gain_of(weight: mx.array, change: LowRank) -> mx.array | None:
+    return None if change.magnitude is None else dora_gain(change, dora_norms(weight, change))
+
+
 def of(slots: list[int]) -> AdapterRows:
     return AdapterRows(mx.array(slots))
 
@@ -72,7 +77,7 @@ def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: in
         layer = trained(DoRALinear if is_dora else LoRALinear, base, rank, scale)
         change = low_rank(layer)
         assert stack.why_unfit(change) is None
-        stack.put(slot, change, dora_gain(plain, change))
+        stack.put(slot, change, gain_of(plain, change))
         fused[slot] = layer.fuse(dequantize=True)
     rows = [3, 0, 1, 2, 5, 1, 7]
     x = mx.random.normal((len(rows), length, inner))
@@ -96,7 +101,7 @@ def test_adapters_of_many_rows_are_those_of_each(few: list[int], bias: bool) -> 
     stack = LinearStack((OUT, IN), mx.float32)
     for slot, (rank, scale, is_dora) in ADAPTERS.items():
         change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
-        stack.put(slot, change, dora_gain(base.weight, change))
+        stack.put(slot, change, gain_of(base.weight, change))
     slots = np.array([1] * MANY_ROWS + few, np.int32)
     slots = slots[np.random.default_rng(0).permutation(len(slots))]
     together = AdapterRows.of_step(slots)
@@ -160,7 +165,7 @@ def test_a_dropped_slot_is_the_base_and_others_stay() -> None:
     stack = LinearStack((OUT, IN), mx.float32)
     for slot, (rank, scale, is_dora) in ADAPTERS.items():
         change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
-        stack.put(slot, change, dora_gain(base.weight, change))
+        stack.put(slot, change, gain_of(base.weight, change))
     x = mx.random.normal((3, 1, IN))
     before = stack(x, base(x), of([1, 3, 5]))
     stack.drop(3)

@@ -1,0 +1,63 @@
+"""Checks that a model can be cut into the parts of several ranks, before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.models.load_failures import reason
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.sharding.stock_shard import Rank, copy_structure, run_shard
+
+#: ``COUNTS``: fields of config.json that messages give.
+COUNTS = ("num_attention_heads", "num_key_value_heads")
+
+
+def check_shardable(model: Any, config: Mapping[str, Any], path: Path, size: int) -> None:
+    """Raise ConfigError unless ``size`` ranks can compute a model together.
+
+    Args:
+        model: the model, whose weights may be lazy; they are neither computed nor changed.
+        config: its config.json.
+        path: its folder, for the message.
+        size: the number of ranks.
+    """
+    if not hasattr(model, "shard"):
+        name = config.get("model_type")
+        raise ConfigError(
+            f"{path} cannot be computed by {size} ranks: mlx_lm's {name} has no method shard."
+        )
+    copy = copy_structure(model)
+    before = dict(_counts(copy))
+    try:
+        run_shard(copy, Rank(0, size))
+    except MODEL_ERRORS as cause:
+        raise _indivisible(config, path, size, reason(cause)) from cause
+    for place, after in _counts(copy):
+        count = before.get(place, after)
+        if after != count and not _is_share(count, after, size):
+            why = f"{size} does not divide its {place[1]} of {count}"
+            raise _indivisible(config, path, size, why)
+
+
+def _counts(model: Any) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the whole numbers among the attributes of modules, by path and name."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield (path, name), value
+
+
+def _is_share(count: int, share: int, size: int) -> bool:
+    """True if ``share`` is a rank's of ``count``; several ranks may have the same one."""
+    return share * size == count or (share == 1 and size % count == 0)
+
+
+def _indivisible(config: Mapping[str, Any], path: Path, size: int, why: str) -> ConfigError:
+    text = config.get("text_config") or {}
+    counts = {field: config.get(field, text.get(field)) for field in COUNTS}
+    known = (f"{field} {count}" for field, count in counts.items() if count is not None)
+    facts = ", ".join([str(config.get("model_type")), *known])
+    return ConfigError(f"{path} ({facts}) cannot be computed by {size} ranks: {why}.")

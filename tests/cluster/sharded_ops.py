@@ -1,0 +1,181 @@
+"""Runs the same ops in every rank of a model, or in one process, and keeps their results.
+
+``python -m tests.cluster.sharded_ops OUTPUT SCENARIO=FOLDER...`` runs the scenarios and pickles
+their results into ``OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampleSpec, ScheduledBatch, ScheduledSequence, StepOutput
+from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
+from mlx_parallm.worker.device.ranks import Ranks, is_launched, join_ranks
+from mlx_parallm.worker.generation.loading import GenerationLoader
+from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    Allocate,
+    Checksums,
+    CommitWeights,
+    DropTensors,
+    Load,
+    PrepareWeights,
+    Sleep,
+    Step,
+    Unload,
+    Wake,
+    tensor_ops,
+)
+from mlx_parallm.worker.worker import Worker
+
+MODEL, HANDLE = "model", "tensors"
+BLOCK_SIZE, NUM_BLOCKS = 8, 32
+NUM_SEQUENCES, PROMPT, DECODE = 5, 11, 2
+GREEDY = SamplingParams(temperature=0.0, logprobs=8)
+
+
+class Run:
+    """A worker with one model, and the results of what it was asked.
+
+    Attributes:
+        results: by name.
+    """
+
+    def __init__(self, ranks: Ranks | None, folder: Path) -> None:
+        self.folder = folder
+        self.results: dict[str, Any] = {}
+        self._worker = Worker()
+        self._worker.install(GenerationSpec, GenerationLoader(ranks=ranks))
+        self._num_steps = 0
+        spec = GenerationSpec(
+            config=ModelConfig(path=str(folder), dtype="auto"),
+            path=folder,
+            settings=EngineConfig(
+                cache=CacheConfig(block_size=BLOCK_SIZE),
+                scheduler=SchedulerConfig(max_num_seqs=NUM_SEQUENCES),
+            ),
+            free_bytes=0 if "packed" in folder.name else None,
+        )
+        self.plan = self._worker.execute(Load(model=MODEL, spec=spec))
+        self.plan = self._worker.execute(Allocate(model=MODEL, num_blocks=NUM_BLOCKS))
+        self.results["path"] = self.plan.info.path
+
+    def add(self, content: str, adapter: AdapterWeights) -> None:
+        """Add an adapter, whose content id is given."""
+        layout, tensors = split_adapter(adapter)
+        self._put(tensors)
+        op = AddAdapter(model=MODEL, content=content, layout=layout, handle=HANDLE)
+        self._worker.execute(op)
+        self._worker.execute(DropTensors(model=MODEL, handle=HANDLE))
+
+    def decode(self, name: str, *adapters: str) -> None:
+        """Run prompts and some tokens after them; the first adapters are those of the sequences."""
+        outputs: list[StepOutput] = []
+        slots = dict(enumerate(adapters, 1))
+        for batch in self._batches(slots):
+            outputs.append(self._worker.execute(Step(model=MODEL, batch=batch)))
+        self.results[name] = outputs
+
+    def prepare(
+        self, name: str, tensors: dict[str, HostTensor] | None, folder: Path | None = None
+    ) -> None:
+        """Prepare weights, and commit them if they are not refused."""
+        if tensors is not None:
+            self._put(tensors)
+        handle = None if tensors is None else HANDLE
+        refusal = self._worker.execute(PrepareWeights(model=MODEL, folder=folder, handle=handle))
+        self._worker.execute(DropTensors(model=MODEL, handle=HANDLE))
+        if refusal is None:
+            self._worker.execute(CommitWeights(model=MODEL))
+        self.results[name] = refusal
+
+    def sleep(self, level: int) -> None:
+        """Free the model's memory, and restore it."""
+        self._worker.execute(Sleep(model=MODEL, level=level))
+        for tag in (WEIGHTS, KV_CACHE):
+            self._worker.execute(Wake(model=MODEL, tag=tag))
+
+    def checksums(self, name: str) -> None:
+        """Keep the digests of the weights."""
+        self.results[name] = self._worker.execute(Checksums(model=MODEL))
+
+    def close(self) -> None:
+        """Free the model."""
+        self._worker.execute(Unload(model=MODEL))
+
+    def _put(self, tensors: dict[str, HostTensor]) -> None:
+        for op in tensor_ops(MODEL, HANDLE, tensors):
+            self._worker.execute(op)
+
+    def _batches(self, slots: dict[int, str]) -> Iterator[ScheduledBatch]:
+        source = np.random.default_rng(1)
+        texts = source.integers(0, 90, (NUM_SEQUENCES, PROMPT + DECODE)).tolist()
+        first = 0
+        for count in (7, PROMPT - 7, *[1] * DECODE):
+            rows = [
+                self._row(row, text, first, count, slots if row + 1 in slots else {})
+                for row, text in enumerate(texts)
+            ]
+            self._num_steps += 1
+            yield ScheduledBatch(step_id=self._num_steps, sequences=tuple(rows), adapters=slots)
+            first += count
+
+    @staticmethod
+    def _row(
+        row: int, text: list[int], first: int, count: int, slots: dict[int, str]
+    ) -> ScheduledSequence:
+        end = first + count
+        spec = SampleSpec(params=GREEDY, seed=row, position=end, prompt_ids=(), output_ids=())
+        blocks = range(row * 4, row * 4 + -(-end // BLOCK_SIZE))
+        return ScheduledSequence(
+            seq_id=row,
+            slot=row,
+            start=first,
+            token_ids=tuple(text[first:end]),
+            block_table=tuple(blocks),
+            adapter_slot=row + 1 if slots else 0,
+            sample=spec,
+        )
+
+
+def base(run: Run) -> None:
+    """Run the model alone."""
+    run.decode("base")
+    run.checksums("digests")
+
+
+SCENARIOS: dict[str, Callable[[Run], None]] = {"base": base}
+
+
+def run_all(ranks: Ranks | None, scenarios: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the results of scenarios, each ``NAME=FOLDER``, by name."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, _, folder in (scenario.partition("=") for scenario in scenarios):
+        run = Run(ranks, Path(folder))
+        SCENARIOS[name](run)
+        run.close()
+        results[name] = run.results
+    return results
+
+
+def main() -> None:
+    """Run this rank's part."""
+    output, *scenarios = sys.argv[1:]
+    ranks = join_ranks() if is_launched() else None
+    results = run_all(ranks, scenarios)
+    Path(output).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
