@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,48 @@ def test_the_log_gives_the_same_bits_at_every_step(session: Worker) -> None:
     for count, digest in zip((2, 4, 6), adapters, strict=True):
         op = Materialise(model=MODEL, session=SESSION, steps=steps[:count])
         assert session.execute(op).digest == digest
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 16, 17, 33])
+def test_a_replay_has_stages_between_which_streams_have_their_turn(
+    session: Worker, num_steps: int
+) -> None:
+    steps = [Step(seed, [1e-3 * seed]) for seed in range(num_steps)]
+    expected = session.execute(Materialise(model=MODEL, session=SESSION, steps=steps)).digest
+    before = session.execute(Materialise(model=MODEL, session=SESSION)).digest
+    apply = session.begin(ApplySteps(model=MODEL, session=SESSION, steps=steps))
+    num_stages = apply.num_stages
+    assert num_stages == max(1, math.ceil(num_steps / 16))
+    for left in range(num_stages - 1, 0, -1):
+        apply.advance()
+        assert apply.num_stages == left
+        # A replay that is given up midway has changed nothing.
+        assert session.execute(Materialise(model=MODEL, session=SESSION)).digest == before
+    apply.wait()
+    assert session.execute(Materialise(model=MODEL, session=SESSION)).digest == expected
+
+
+def test_texts_that_are_not_kept_have_a_stage_each(session: Worker) -> None:
+    rows = tuple(range(len(INPUTS)))
+    segments = (Segment(0, 1, rows), Segment(0, -1, rows))
+    op = PairForward(
+        model=MODEL,
+        session=SESSION,
+        inputs=INPUTS,
+        segments=segments,
+        seed=1,
+        num_directions=1,
+        epsilon=1e-2,
+    )
+    job = session.begin(op)
+    stages: list[int] = []
+    while job.num_stages > 1:
+        stages.append(job.num_stages)
+        job.advance()
+    assert stages == [5, 4, 3, 2], "the last layer and the head are the last stage"
+    first, again = job.wait(), session.execute(op)
+    assert all(map(np.array_equal, first.results, again.results))
+    assert (first.hits, again.hits) == (0, len(INPUTS))
 
 
 def test_what_was_trained_can_be_served(session: Worker) -> None:

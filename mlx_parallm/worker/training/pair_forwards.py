@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.layer_entry import LayerEntry
@@ -20,26 +23,47 @@ from mlx_parallm.worker.training.trained_model import TrainedModel
 
 
 class PairJob:
-    """A forward of perturbed copies, and what was found for it. Implements ``Pending``."""
+    """A forward of perturbed copies, and what was found for it. Implements ``Pending``.
+
+    First each text whose states were not kept has a stage.
+    """
 
     def __init__(
-        self, job: StagedJob, lookups: int = 0, hits: int = 0, frozen_tokens: int = 0
+        self,
+        build: Callable[[], StagedJob],
+        missing: Sequence[Callable[[], None]] = (),
+        counts: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
-        """See ``PairResult`` for the counts."""
-        self._job = job
-        self._counts = lookups, hits, frozen_tokens
+        """Prepare.
+
+        Args:
+            build: returns the forward, once all that was missing is computed.
+            missing: computes what is missing, one text each.
+            counts: the last fields of ``PairResult``.
+        """
+        self._build = build
+        self._missing = list(missing)
+        self._job = None if self._missing else build()
+        self._counts = counts
 
     @property
     def num_stages(self) -> int:
         """See ``Pending``."""
-        return self._job.num_stages
+        return len(self._missing) + 1 if self._job is None else self._job.num_stages
 
     def advance(self) -> None:
         """See ``Pending``."""
-        self._job.advance()
+        if self._job is not None:
+            self._job.advance()
+            return
+        self._missing.pop(0)()
+        if not self._missing:
+            self._job = self._build()
 
     def wait(self) -> PairResult:
         """See ``Pending``."""
+        while self._job is None:
+            self.advance()
         return PairResult(self._job.wait(), *self._counts)
 
 
@@ -88,7 +112,8 @@ class PairForwards:
         A model may pass more from layer to layer than hidden states.
         """
         stacks = self._trainable.stacks(self._trainable.theta[None])
-        if self.pool is not None and not all(self._is_exact(item, stacks) for item in samples):
+        alone = [_one_text(item) for item in samples]
+        if self.pool is not None and not all(self._is_exact(item, stacks) for item in alone):
             self.pool = None
 
     def begin(
@@ -99,7 +124,7 @@ class PairForwards:
         *,
         keeps: bool = True,
     ) -> PairJob:
-        """Return the forward of all segments, of which only the frozen layers are computed.
+        """Return the forward of all segments, of which nothing is computed yet.
 
         Its results are those of the heads for each row, in the order of the segments.
 
@@ -112,19 +137,27 @@ class PairForwards:
         rows = [inputs[index] for segment in segments for index in segment]
         stacks = self._trainable.stacks(copies)
         heads = self._trainable.heads(copies)
-        if self.pool is None:
-            return PairJob(self._model.changed_job(rows, stacks, heads=heads))
+        pool = self.pool
+        if pool is None:
+            return PairJob(lambda: self._model.changed_job(rows, stacks, heads=heads))
         texts = [self._model.texts(item) for item in inputs]
         every = [text for own in texts for text in own]
         keys = [self._key(text) for text in every]
-        missing = self.pool.missing(keys)
         by_key = dict(zip(keys, every, strict=True))
-        computed = {key: self._computed(by_key[key]) for key in missing}
-        hidden = self.pool.gather(keys, computed, self._model.length(every), keeps=keeps)
-        with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
-            job = self._model.changed_job(rows, stacks, self.first_layer, heads)
+        missing = pool.missing(keys)
+        computed: dict[Hashable, mx.array] = {}
+
+        def compute(key: Hashable) -> None:
+            computed[key] = self._computed(by_key[key])
+
+        def build() -> StagedJob:
+            hidden = pool.gather(keys, computed, self._model.length(every), keeps=keeps)
+            with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
+                return self._model.changed_job(rows, stacks, self.first_layer, heads)
+
         frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
-        return PairJob(job, len(keys), len(keys) - len(missing), frozen_tokens)
+        counts = len(keys), len(keys) - len(missing), frozen_tokens
+        return PairJob(build, [partial(compute, key) for key in missing], counts)
 
     def _is_exact(self, item: TrainingInput, stacks: Mapping[str, SegmentStack]) -> bool:
         """True if a result is the same with states that were computed before."""
@@ -152,6 +185,16 @@ class PairForwards:
         if isinstance(text, BranchedText):
             return (self.first_layer, text)
         return (self.first_layer, text.token_ids, text.second_at, text.num_unattended)
+
+
+def _one_text(item: TrainingInput) -> TrainingInput:
+    """Return an input with one row, so that states of one text have the same shapes as its own.
+
+    The bits of a product depend on its number of rows with some libraries.
+    """
+    if isinstance(item, PoolingInput) or item.is_shared or item.shares:
+        return item
+    return replace(item, choices=item.choices[:1])
 
 
 def _rows(texts: Sequence[Sequence[Any]], segments: Sequence[Sequence[int]]) -> list[int]:

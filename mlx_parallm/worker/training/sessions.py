@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -58,6 +59,9 @@ TrainingOp = (
 # padded to the longest, takes less time than two forwards of 0.6 times its tokens.
 CPU_FORWARDS = ForwardSize(max_tokens=4096, cost=48)
 GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
+# NUMBERS_OF_STAGE: random numbers that a stage of a replay draws, about; a CPU takes 10 to 20 ms.
+# LEAST_NUMBERS: numbers that take as long as the calls of a step's operations.
+NUMBERS_OF_STAGE, LEAST_NUMBERS = 1 << 20, 1 << 16
 
 
 class _Session:
@@ -98,18 +102,56 @@ class _Session:
         along = directions(op.seed, op.num_directions, theta.size, self.distribution)
         return mx.stack([_copy(theta, along, segment, op.epsilon) for segment in op.segments])
 
-    def perturbed(self, theta: mx.array, perturbation: Perturbation) -> mx.array:
-        """Return parameters as the forwards of a step have them, float32 ``[P]``."""
-        count = perturbation.num_directions
-        along = directions(perturbation.seed, count, theta.size, self.distribution)
-        return _copy(theta, along, perturbation, perturbation.epsilon)
+    def set_parameters(self, theta: mx.array) -> None:
+        """Train these parameters from now on."""
+        self.trainable.theta = theta
 
-    def after(self, theta: mx.array, steps: Sequence[Step]) -> mx.array:
-        """Return parameters after steps."""
-        for step in steps:
-            theta = stepped(theta, step, self.distribution)
-            mx.eval(theta)
-        return theta
+    def weights(self, theta: mx.array, perturbation: Perturbation | None) -> AdapterWeights:
+        """Return the adapter with these parameters, perturbed as in the forwards of a step."""
+        if perturbation is not None:
+            count = perturbation.num_directions
+            along = directions(perturbation.seed, count, theta.size, self.distribution)
+            theta = _copy(theta, along, perturbation, perturbation.epsilon)
+        return self.trainable.weights(theta)
+
+
+class _Replay:
+    """Parameters after steps, some of which are applied in each stage. Implements ``Pending``.
+
+    A log may have 100,000 steps, and streams must not wait for all of them.
+    """
+
+    def __init__(
+        self, session: _Session, begin: mx.array, steps: Sequence[Step], end: Callable[[Any], Any]
+    ) -> None:
+        """Prepare.
+
+        Args:
+            session: whose steps they are.
+            begin: the parameters before them, float32 ``[P]``.
+            steps: in their order.
+            end: returns the result for the parameters after them.
+        """
+        self._theta, self._steps, self._end = begin, steps, end
+        self._distribution = session.distribution
+        self._num_applied = 0
+        self._per_stage = max(1, NUMBERS_OF_STAGE // max(begin.size, LEAST_NUMBERS))
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, math.ceil((len(self._steps) - self._num_applied) / self._per_stage))
+
+    def advance(self) -> None:
+        begin = self._num_applied
+        for step in self._steps[begin : begin + self._per_stage]:
+            self._theta = stepped(self._theta, step, self._distribution)
+            mx.eval(self._theta)
+            self._num_applied += 1
+
+    def wait(self) -> Any:
+        while self._num_applied < len(self._steps):
+            self.advance()
+        return self._end(self._theta)
 
 
 class _Opening:
@@ -157,11 +199,13 @@ class TrainingSessions:
                 return session.forwards.begin(op.inputs, rows, session.copies(op), keeps=op.keeps)
             case ApplySteps():
                 session = self._session(op.session)
-                trainable = session.trainable
-                trainable.theta = session.after(trainable.theta, op.steps)
-                return Done(None)
+                return _Replay(session, session.trainable.theta, op.steps, session.set_parameters)
             case Materialise():
-                return Done(self._materialised(self._session(op.session), op))
+                session = self._session(op.session)
+                trainable = session.trainable
+                begin = trainable.theta if op.steps is None else trainable.start
+                end = partial(session.weights, perturbation=op.perturbation)
+                return _Replay(session, begin, op.steps or (), end)
             case CloseTraining():
                 self._sessions.pop(op.session, None)
                 if not self._sessions:
@@ -194,16 +238,6 @@ class TrainingSessions:
         self._sessions.clear()
         self.pool.clear()
         self._digest = None
-
-    @staticmethod
-    def _materialised(session: _Session, op: Materialise) -> AdapterWeights:
-        trainable = session.trainable
-        theta = trainable.theta
-        if op.steps is not None:
-            theta = session.after(trainable.start, op.steps)
-        if op.perturbation is not None:
-            theta = session.perturbed(theta, op.perturbation)
-        return trainable.weights(theta)
 
 
 def trained_layers(model: TrainedModel, spec: TrainableSpec) -> list[TrainedLayer]:
