@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
+from mlx_parallm.bench.pictures import MAX_SIDE, PictureSize
 from mlx_parallm.bench.workload import Lengths
 
 
@@ -58,6 +59,16 @@ def lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(
             f"must be N, uniform:LOW,HIGH or lognormal:MEDIAN,P99 of whole numbers from 1, "
             f"not {text!r}"
+        ) from None
+
+
+def picture_size(text: str) -> PictureSize:
+    """Return the size of pictures; see ``PictureSize.parse``."""
+    try:
+        return PictureSize.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be WIDTHxHEIGHT, each from 1 to {MAX_SIDE}, not {text!r}"
         ) from None
 
 

@@ -130,6 +130,7 @@ class StreamEvents:
         details: Mapping[str, Any] = usage.get("prompt_tokens_details") or {}
         self._record.prompt_tokens = usage.get("prompt_tokens", 0)
         self._record.cached_tokens = details.get("cached_tokens") or 0
+        self._record.image_tokens = details.get("image_tokens") or 0
         self._record.output_tokens = usage.get("completion_tokens", 0)
         new = self._record.output_tokens - self._counted
         self._counted = self._record.output_tokens

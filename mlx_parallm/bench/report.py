@@ -28,7 +28,7 @@ def format_table(summary: Summary) -> str:
     lines = [
         f"requests      {summary.num_requests} ({summary.num_failed} failed)"
         f" in {summary.duration_s:.2f} s",
-        f"prompt tokens {summary.prompt_tokens} ({summary.cached_tokens} cached)",
+        f"prompt tokens {summary.prompt_tokens} ({_prompt_parts(summary)})",
         f"output tokens {summary.output_tokens}",
         f"throughput    {summary.output_tokens_per_s:.1f} output tokens/s,"
         f" {summary.requests_per_s:.2f} requests/s",
@@ -38,6 +38,11 @@ def format_table(summary: Summary) -> str:
     return "\n".join(
         [*lines, *(_row(label, getattr(summary, name)) for name, label in SPREADS.items())]
     )
+
+
+def _prompt_parts(summary: Summary) -> str:
+    cached = f"{summary.cached_tokens} cached"
+    return f"{cached}, {summary.image_tokens} of pictures" if summary.image_tokens else cached
 
 
 def _row(label: str, spread: Spread) -> str:
@@ -104,6 +109,7 @@ def _request_json(record: RequestRecord, begin: float) -> dict[str, Any]:
         "chunk_gaps_ms": [round(1000 * gap, 3) for gap in chunk_gaps_s(times)],
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
+        "image_tokens": record.image_tokens,
         "output_tokens": record.output_tokens,
         "finish_reason": record.finish_reason,
         "status": record.status,

@@ -18,6 +18,7 @@ from mlx_parallm.bench.arguments import (
     not_negative,
     not_negative_number,
     output_file,
+    picture_size,
     positive,
     positive_number,
 )
@@ -31,6 +32,7 @@ from mlx_parallm.bench.engine_shares import (
 )
 from mlx_parallm.bench.http_stream import ResponseError, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
+from mlx_parallm.bench.pictures import DEFAULT_SIZE
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 from mlx_parallm.bench.report import (
     format_errors,
@@ -89,6 +91,26 @@ def _add_workload_arguments(group: FlagGroup) -> None:
         type=not_negative,
         default=0,
         help="words (or ids, with --token-ids) that all prompts begin with",
+    )
+    group.add_argument(
+        "--images",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="random pictures in each request, with --endpoint chat",
+    )
+    group.add_argument(
+        "--image-size",
+        type=picture_size,
+        default=str(DEFAULT_SIZE),
+        metavar="WIDTHxHEIGHT",
+        help="of these pictures (default: %(default)s)",
+    )
+    group.add_argument(
+        "--distinct-images",
+        type=positive,
+        metavar="N",
+        help="pictures in all, which requests take in turn (default: every picture is new)",
     )
     group.add_argument("--temperature", type=not_negative_number, default=0.0)
     group.add_argument(
@@ -209,6 +231,9 @@ def make_workload(
         words=make_lexicon(LEXICON_SIZE, LEXICON_SEED),
         token_ids=range(args.token_ids) if args.token_ids else None,
         shared_prefix_length=args.shared_prefix_tokens,
+        num_images=args.images,
+        image_size=args.image_size,
+        num_distinct_images=args.distinct_images,
         temperature=args.temperature,
         seed_requests=args.seed_requests,
         seed=args.seed - 1 if is_warmup else args.seed,

@@ -66,6 +66,7 @@ class Summary:
     num_failed: int
     prompt_tokens: int
     cached_tokens: int
+    image_tokens: int
     output_tokens: int
     output_tokens_per_s: float
     requests_per_s: float
@@ -123,6 +124,7 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
         num_failed=len(records) - len(answered),
         prompt_tokens=sum(record.prompt_tokens for record in answered),
         cached_tokens=sum(record.cached_tokens for record in answered),
+        image_tokens=sum(record.image_tokens for record in answered),
         output_tokens=output_tokens,
         output_tokens_per_s=output_tokens / duration_s if duration_s else 0.0,
         requests_per_s=len(answered) / duration_s if duration_s else 0.0,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mlx_parallm.bench.pictures import DEFAULT_SIZE, PictureSize, random_picture_url
 from mlx_parallm.bench.record import PlannedRequest
 
 Endpoint = Literal["chat", "completions"]
@@ -83,6 +85,10 @@ class Workload:
         token_ids: the range of ids in prompts; completions only.
         shared_prefix_length: number of words or ids with which every prompt begins.
         seed_requests: give request i the seed ``seed + i``.
+        num_images: random pictures of each request, before its text; chat only.
+        image_size: their width and height.
+        num_distinct_images: how many pictures there are in all, which requests take in turn; None:
+            every picture is shown once.
         rate: mean arrivals per second of a Poisson process; None is a closed loop.
         extra: further fields of every body, such as ``{"ignore_eos": True}``.
     """
@@ -98,6 +104,9 @@ class Workload:
     temperature: float = 0.0
     seed_requests: bool = False
     seed: int = 0
+    num_images: int = 0
+    image_size: PictureSize = DEFAULT_SIZE
+    num_distinct_images: int | None = None
     rate: float | None = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -106,11 +115,14 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
     """Return the workload's requests in the order they are sent.
 
     Raises:
-        ValueError: the chat endpoint was combined with token ids.
+        ValueError: the chat endpoint was combined with token ids, or another one with pictures.
     """
     if workload.token_ids is not None and workload.endpoint == "chat":
         raise ValueError("chat takes text, not token ids")
+    if workload.num_images and workload.endpoint != "chat":
+        raise ValueError("pictures need the endpoint chat")
     source = random.Random(workload.seed)
+    images = _images(workload)
     prefix = _draw_units(workload, workload.shared_prefix_length, source)
     arrival_s = 0.0
     requests: list[PlannedRequest] = []
@@ -121,7 +133,7 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
             PlannedRequest(
                 index=index,
                 route=ROUTES[workload.endpoint],
-                body=_body(workload, index, units, max_tokens),
+                body=_body(workload, index, units, max_tokens, images),
                 max_tokens=max_tokens,
                 arrival_s=arrival_s,
             )
@@ -134,7 +146,30 @@ def _draw_units(workload: Workload, length: int, source: random.Random) -> list[
     return source.choices(workload.token_ids or workload.words, k=length)
 
 
-def _body(workload: Workload, index: int, units: list[Any], max_tokens: int) -> dict[str, Any]:
+def _images(workload: Workload) -> Iterator[str]:
+    """Yield the URL of each picture, without end."""
+    # A seed of their own keeps the texts equal with and without pictures.
+    source = random.Random(f"pictures {workload.seed}")
+    if workload.num_distinct_images is not None:
+        kept = [
+            random_picture_url(source, workload.image_size)
+            for _ in range(workload.num_distinct_images)
+        ]
+        yield from itertools.cycle(kept)
+    while True:
+        yield random_picture_url(source, workload.image_size)
+
+
+def _content(prompt: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
+    if not images:
+        return prompt
+    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [*pictures, {"type": "text", "text": prompt}]
+
+
+def _body(
+    workload: Workload, index: int, units: list[Any], max_tokens: int, images: Iterator[str]
+) -> dict[str, Any]:
     body: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": workload.temperature,
@@ -147,7 +182,8 @@ def _body(workload: Workload, index: int, units: list[Any], max_tokens: int) -> 
         body["seed"] = workload.seed + index
     prompt = units if workload.token_ids is not None else " ".join(units)
     if workload.endpoint == "chat":
-        body["messages"] = [{"role": "user", "content": prompt}]
+        content = _content(str(prompt), list(itertools.islice(images, workload.num_images)))
+        body["messages"] = [{"role": "user", "content": content}]
     else:
         body["prompt"] = prompt
     return body | workload.extra

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -37,6 +38,7 @@ PACKAGES = (
     "tokenizers",
     "huggingface-hub",
     "numpy",
+    "pillow",
     "fastapi",
     "starlette",
     "uvicorn",
@@ -80,7 +82,7 @@ class Diagnosis:
 
     ``quantised_kv`` is keyed by the KV cache's dtype, ``kv`` by the model's name. ``kv_problem`` is
     the error if the models could not be loaded with these settings. ``compiler`` is None unless the
-    device is an NVIDIA GPU.
+    device is an NVIDIA GPU. ``pictures`` says by format why its files are not read; None: they are.
     """
 
     device: DeviceReport
@@ -94,6 +96,7 @@ class Diagnosis:
     compiler: CompilerReport | None
     system: str
     versions: dict[str, str]
+    pictures: dict[str, str | None]
     advice: tuple[str, ...]
     kv: dict[str, KVFit]
     kv_problem: str | None = None
@@ -146,6 +149,7 @@ def diagnose(config: EngineConfig) -> Diagnosis:
         compiler=compiler_report(),
         system=platform.platform(),
         versions=versions(),
+        pictures=picture_formats(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
         kv=kv,
         kv_problem=kv_problem,
@@ -162,6 +166,16 @@ def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
     except (ParallmError, ImportError) as problem:
         return {}, str(problem)
     return {share.name: KVFit.of(share) for share in shares}, None
+
+
+def picture_formats() -> dict[str, str | None]:
+    """Return by format why its pictures are not read; None: they are."""
+    try:
+        # The import is here, so that the rest of the report works even if Pillow is broken.
+        from mlx_parallm.media.check import format_problems  # noqa: PLC0415
+    except ImportError as problem:
+        return {"pillow": str(problem)}
+    return format_problems()
 
 
 def versions() -> dict[str, str]:
@@ -222,6 +236,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *_compiler_rows(diagnosis.compiler),
         *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
+        ("pictures", _readable(diagnosis.pictures)),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
@@ -237,8 +252,15 @@ def render(diagnosis: Diagnosis) -> list[str]:
     for name, report in {**attention, **reports}.items():
         if report.rejected is not None:
             lines += ["", f"{name}: kernels of this device are not used: {report.rejected}"]
+    for name, problem in diagnosis.pictures.items():
+        if problem is not None:
+            lines += ["", f"pictures: {name} is not read: {problem}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
     return lines
+
+
+def _readable(pictures: Mapping[str, str | None]) -> str:
+    return ", ".join(name for name, problem in pictures.items() if problem is None) or "none"
 
 
 def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:

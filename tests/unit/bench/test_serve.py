@@ -52,7 +52,9 @@ def serving(status=200, models=({"id": "tiny"},), num_engines=0):
             self.end_headers()
             for text in ("a ", "b"):
                 self._event({"choices": [{"index": 0, "text": text}]})
-            self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+            details = {"image_tokens": 2} if "image_url" in str(bodies[-1]) else {}
+            usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": details}
+            self._event({"choices": [], "usage": usage})
             self.wfile.write(b"data: [DONE]\n\n")
 
         def _event(self, content):
@@ -96,6 +98,22 @@ def test_the_engine_of_a_header_has_all_tokens(tmp_path, capsys):
     assert "engine 1      12 output tokens (100%)" in printed
     engines = json.loads(output.read_text())["engines"]
     assert [engine["output_tokens"] for engine in engines] == [0, 12]
+
+
+def test_requests_have_the_pictures_of_the_flags(tmp_path, capsys):
+    output = tmp_path / "run.json"
+    flags = ["--num-requests", "4", "--num-warmups", "1", "--ramp-s", "0", "--endpoint", "chat"]
+    flags += ["--images", "2", "--image-size", "40x30", "--distinct-images", "3"]
+    with serving() as (url, bodies):
+        assert run(parse("--base-url", url, *flags, "--output", str(output))) == 0
+    contents = [body["messages"][0]["content"] for body in bodies]
+    assert [[part["type"] for part in content] for content in contents] == [
+        ["image_url", "image_url", "text"]
+    ] * 5
+    assert "12 (0 cached, 8 of pictures)" in capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert content["summary"]["image_tokens"] == 8
+    assert content["settings"]["image_size"] == "40x30"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +163,7 @@ def test_a_server_that_is_not_there_is_a_configuration_error():
     [
         ("--base-url", "localhost"),
         ("--model", "m", "--endpoint", "chat", "--token-ids", "9"),
+        ("--model", "m", "--images", "1"),
     ],
 )
 def test_flags_that_make_no_sense_are_configuration_errors(flags):
@@ -158,6 +177,7 @@ def test_flags_that_make_no_sense_are_configuration_errors(flags):
         (("--concurrency", "0"), "--concurrency: must be at least 1, not '0'"),
         (("--num-requests", "x"), "--num-requests: must be a whole number, not 'x'"),
         (("--num-warmups", "-1"), "--num-warmups: must be at least 0, not '-1'"),
+        (("--image-size", "640"), "--image-size: must be WIDTHxHEIGHT, each from 1 to 16384"),
         (("--rate", "0"), "--rate: must be above 0, not '0'"),
         (("--timeout-s", "nan"), "--timeout-s: must be a number, not 'nan'"),
         (("--header", "X-data-parallel-rank"), "must be NAME=VALUE, not 'X-data-parallel-rank'"),

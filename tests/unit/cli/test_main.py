@@ -19,6 +19,7 @@ from mlx_parallm.cli.main import COMMANDS, main
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.cli.serve import is_exposed
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.media import check, decode
 from mlx_parallm.worker.device.properties import DeviceReport, find_blas
 from tests.server_process import user_environment
 
@@ -174,6 +175,18 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert report["sampling"]["rejected"] is None
     assert report["versions"]["mlx_parallm"] == __version__
+    assert "pillow" in report["versions"]
+    assert report["pictures"] == dict.fromkeys(("png", "jpeg", "webp", "gif", "bmp"))
+
+
+def test_doctor_says_why_a_format_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take WebP's decoder from Pillow, as in a build without its library."""
+    decoders = {**check.DECODERS}
+    del decoders["webp"]
+    monkeypatch.setattr(decode, "DECODERS", decoders)
+    problems = check.format_problems()
+    assert problems.pop("webp") == "KeyError: 'webp'"
+    assert set(problems.values()) == {None}
 
 
 def test_doctor_says_what_fits_into_kv(capsys: pytest.CaptureFixture[str]) -> None:
