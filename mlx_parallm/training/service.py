@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch_jobs import disk
@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 ID_PREFIX = "mezo_"
 # RETRY_S: seconds until a run goes on after the engine was paused or has died.
 RETRY_S = 0.5
+# MAX_ABORTED: how often a step in the background that was aborted is tried.
+MAX_ABORTED = 20
 # ASLEEP: why a session was paused that goes on once the server is awake.
 ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
@@ -57,6 +59,8 @@ TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
 
 # ENDING: these pause a session until somebody resumes it.
 ENDING = (ConflictError, ModelNotFoundError, StorageError)
+
+T = TypeVar("T")
 
 #: Has the ops of a request run, and returns the result of each.
 Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
@@ -287,7 +291,9 @@ class TrainingService:
         session = self.get(session_id)
         if session.state.status is not Status.PAUSED or session.state.reason == ASLEEP:
             session.save(status=Status.PAUSED, reason=None)
-        await session.settle()
+        # A step of judged samples is no request of the session while the copies generate.
+        async with session.exchange:
+            await session.settle()
         return session
 
     def resume(self, session_id: str) -> Session:
@@ -472,7 +478,7 @@ class TrainingService:
             try:
                 seed = session.seed(changes)
                 judged = [self._rewards(session.config, name, batch, seed) for name in names]
-                rewards = await asyncio.gather(*judged)
+                rewards = await _all_or_none(judged)
             finally:
                 await self._copies.drop(names)
             losses = StepLosses.of([[-reward for reward in each] for each in rewards])
@@ -498,12 +504,17 @@ class TrainingService:
     async def _run(self, session: Session, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.gather(before, return_exceptions=True)
+        num_aborted = 0
         while session.state.status is Status.RUNNING and session.num_steps < session.state.until:
             try:
                 await self._step(session)
+                num_aborted = 0
             except ShuttingDownError:
                 return
-            except TEMPORARY:
+            except TEMPORARY as problem:
+                num_aborted += isinstance(problem, RequestAbortedError)
+                if num_aborted == MAX_ABORTED:
+                    session.pause(f"The step was tried {num_aborted} times: {problem}")
                 await asyncio.sleep(RETRY_S)
             except ParallmError as problem:
                 logger.warning("paused the session %s: %s", session.config.id, problem)
@@ -543,6 +554,17 @@ class TrainingService:
 
     def _session(self, files: SessionFiles) -> Session:
         return Session(files, self._send, self._limits.cache_bytes)
+
+
+async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Return the results of work that is done at once; if a part fails, end the others."""
+    parts = [asyncio.ensure_future(part) for part in work]
+    try:
+        return await asyncio.gather(*parts)
+    finally:
+        for part in parts:
+            part.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
 
 
 def _full(max_bytes: int) -> ConflictError:

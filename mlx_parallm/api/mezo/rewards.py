@@ -6,7 +6,7 @@ continuous batch, and verifiers and reward models are asked as they are for clie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from starlette.types import ASGIApp
@@ -16,24 +16,33 @@ from mlx_parallm.api.mezo.prompts import encoded_prompt
 from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
 from mlx_parallm.api.rl.rollout.routes import routes as rollouts
 from mlx_parallm.api.rl.rollout.verifier import check_url
-from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.types.errors import (
     ConflictError,
+    EngineDeadError,
     InvalidRequestError,
     OverloadedError,
     ParallmError,
+    PausedError,
     RequestAbortedError,
 )
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.training import ChoiceInput
 
-# TEMPORARY: statuses of answers after which the same rollout may succeed: the copy is not there
-# yet on an engine that was started anew, the queue is full, or the engines are starting.
-TEMPORARY = (404, 429, 503)
+# TEMPORARY: codes of errors after which the same rollout may succeed.
+TEMPORARY: Mapping[str, Callable[[str], ParallmError]] = {
+    "rate_limit_exceeded": OverloadedError,
+    "model_loading": OverloadedError,
+    "paused": lambda _: PausedError(),
+    "engine_dead": EngineDeadError,
+    "request_aborted": RequestAbortedError,
+    "out_of_memory": RequestAbortedError,
+}
+# NOT_FOUND: the copy is not there yet on an engine that was started anew, if ``model`` names it.
+NOT_FOUND = "model_not_found"
 ABORTED = "abort"
 
 
@@ -51,15 +60,17 @@ class RolloutRewards:
         """Return the mean reward of the samples of each example.
 
         Raises:
-            ConflictError: a sample got no reward.
-            RequestAbortedError: samples were aborted; OverloadedError: the queue was full.
+            ConflictError: a sample got no reward, or the rollout failed and would again.
+            OverloadedError, PausedError, EngineDeadError, RequestAbortedError: it may succeed
+                later.
         """
         objective = Reward.model_validate(config.objective)
         answer = await self._send(
             config.id, self._path, _body(objective, name, examples, seed), f"{name}-rollout"
         )
         if answer.status_code != 200:
-            raise _problem(answer)
+            error = answer.body.get("error") if is_object(answer.body) else None
+            raise _problem(error, f"The rollout was answered {answer.status_code}")
         body = cast("dict[str, Any]", answer.body)
         return [_mean(group["samples"], objective, group["error"]) for group in body["groups"]]
 
@@ -86,24 +97,23 @@ def _body(objective: Reward, name: str, examples: Sequence[Example], seed: int) 
     }
 
 
-def _problem(answer: LineResponse) -> ParallmError:
-    error = answer.body.get("error") if is_object(answer.body) else None
-    why = error.get("message") if is_object(error) else None
-    text = f"The rollout was answered {answer.status_code}: {why}"
-    if answer.status_code == 429:
-        return OverloadedError(text)
-    if is_object(error) and error.get("param") == "reward_model" and answer.status_code == 404:
-        return ConflictError(text)
-    return (RequestAbortedError if answer.status_code in TEMPORARY else ConflictError)(text)
+def _problem(error: Any, what: str) -> ParallmError:
+    """Return what to raise for the error object of a rollout, or of one of its prompts."""
+    fields: Mapping[str, Any] = error if is_object(error) else {}
+    text, code = f"{what}: {fields.get('message')}", fields.get("code")
+    if code == NOT_FOUND and fields.get("param") == "model":
+        return RequestAbortedError(text)
+    return TEMPORARY.get(str(code), ConflictError)(text)
 
 
 def _mean(
     samples: Sequence[Mapping[str, Any]], objective: Reward, error: Mapping[str, Any] | None
 ) -> float:
     """Return the mean reward of a group."""
-    if error is not None or any(sample["finish_reason"] == ABORTED for sample in samples):
-        why = "" if error is None else f": {error.get('message')}"
-        raise RequestAbortedError(f"Samples were aborted{why}")
+    if error is not None:
+        raise _problem(error, "The samples of a prompt failed")
+    if any(sample["finish_reason"] == ABORTED for sample in samples):
+        raise RequestAbortedError("Samples were aborted.")
     key = "reward_error" if objective.verifier is None else "verifier_error"
     for sample in samples:
         if sample["reward"] is None:

@@ -18,7 +18,12 @@ from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
 from mlx_parallm.training.requests import TrainingRequest
-from mlx_parallm.training.service import ASLEEP, SessionLimits, TrainingService
+from mlx_parallm.training.service import (
+    ASLEEP,
+    MAX_ABORTED,
+    SessionLimits,
+    TrainingService,
+)
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
 from mlx_parallm.types.errors import (
@@ -29,6 +34,7 @@ from mlx_parallm.types.errors import (
     ModelNotFoundError,
     NotFoundError,
     PausedError,
+    RequestAbortedError,
     SessionLostError,
     StorageError,
     StorageInUseError,
@@ -860,3 +866,86 @@ async def test_a_damaged_session_stops_no_other(opened: Open, tmp_path: Path, na
     assert [each.config.id for each in again.all()] == [session.config.id]
     assert again.get(session.config.id).num_steps == 1
     assert (tmp_path / "sessions" / damaged.config.id / name).exists()
+
+
+Judged = Callable[..., TrainingService]
+
+
+@pytest.fixture
+async def judged(tmp_path: Path, train: WorkerTrain) -> AsyncIterator[Judged]:
+    """Open sessions whose copies are served by ``FakeAdapters``, and judged by a function."""
+    services: list[TrainingService] = []
+
+    def open_service(rewards: Any) -> TrainingService:
+        service = TrainingService(
+            tmp_path / "sessions", train, adapters=FakeAdapters(), rewards=rewards
+        )
+        services.append(service)
+        service.start()
+        return service
+
+    yield open_service
+    for service in services:
+        await service.stop()
+
+
+async def test_a_run_whose_samples_are_always_aborted_is_paused(
+    judged: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.training.service.RETRY_S", 0.0)
+    outcomes = iter([*[PausedError()] * 30, None, *[RequestAbortedError("gone")] * 30])
+
+    async def abort(_: Any, name: str, examples: Sequence[Any], seed: int) -> list[float]:
+        outcome = None if name.endswith("-") else next(outcomes)
+        if outcome is not None:
+            raise outcome
+        return [1.0] * len(examples)
+
+    service = judged(abort)
+    session = await begin(service, measure=Measure.REWARD)
+    service.run(session.config.id, 10)
+    async for _ in service.follow(session.config.id, 0):
+        pass
+    assert session.state.status is Status.PAUSED
+    assert session.state.reason == f"The step was tried {MAX_ABORTED} times: gone"
+    assert session.num_steps == 1, "a pause of the server may take long"
+
+
+async def test_a_pause_returns_once_a_judged_step_was_made(judged: Judged) -> None:
+    asked_for, judge = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: Any, name: str, examples: Sequence[Any], seed: int) -> list[float]:
+        asked_for.set()
+        await judge.wait()
+        return [float(name.endswith("+"))] * len(examples)
+
+    service = judged(wait)
+    session = await begin(service, measure=Measure.REWARD)
+    service.run(session.config.id, 10)
+    await asked_for.wait()
+    pause = asyncio.ensure_future(service.pause(session.config.id))
+    await asyncio.sleep(0)
+    assert not pause.done()
+    judge.set()
+    await pause
+    assert (session.num_steps, session.state.status) == (1, Status.PAUSED)
+
+
+async def test_a_rollout_that_fails_ends_those_of_the_other_copies(judged: Judged) -> None:
+    ended: list[str] = []
+
+    async def fail_one(_: Any, name: str, examples: Sequence[Any], seed: int) -> list[float]:
+        if name.endswith("-"):
+            raise ConflictError("no reward")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+        return []
+
+    service = judged(fail_one)
+    session = await begin(service, measure=Measure.REWARD)
+    with pytest.raises(ConflictError, match="no reward"):
+        await service.step(session.config.id, 1, None)
+    assert [name[-1] for name in ended] == ["+"]
+    assert session.state.reason == "no reward"

@@ -8,9 +8,20 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from mlx_parallm.api.http.errors import failure_of
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.training.records import Example
-from mlx_parallm.types.errors import ConflictError, OverloadedError, RequestAbortedError
+from mlx_parallm.types.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    OverloadedError,
+    PausedError,
+    RequestAbortedError,
+    StepError,
+)
 from mlx_parallm.types.training import ChoiceInput
 from tests.unit.training.worker_sessions import config_of
 
@@ -19,28 +30,39 @@ PROMPTS = [Example(ChoiceInput((1, 2), ((3,),)), 0)]
 
 
 @pytest.mark.parametrize(
-    ("status", "param", "expected"),
+    ("failure", "param", "expected"),
     [
         # The copy is not served by an engine that was started anew.
-        (404, "model", RequestAbortedError),
-        (503, None, RequestAbortedError),
-        (429, None, OverloadedError),
+        (ModelNotFoundError("x"), "model", RequestAbortedError),
+        (RequestAbortedError("x"), None, RequestAbortedError),
+        (EngineDeadError("x"), None, EngineDeadError),
+        (PausedError(), None, PausedError),
+        (OverloadedError("x"), None, OverloadedError),
+        (ModelLoadingError("x"), None, OverloadedError),
         # A step of the engine failed, and would again.
-        (500, None, ConflictError),
+        (StepError("x"), None, ConflictError),
         # The reward model was unloaded, or the verifier is not allowed any more.
-        (404, "reward_model", ConflictError),
-        (400, "reward_model", ConflictError),
-        (400, "verifier", ConflictError),
+        (ModelNotFoundError("x"), "reward_model", ConflictError),
+        (InvalidRequestError("x", param="reward_model"), "reward_model", ConflictError),
+        (InvalidRequestError("x", param="verifier"), "verifier", ConflictError),
     ],
 )
+@pytest.mark.parametrize("of_prompt", [False, True])
 async def test_steps_are_tried_again_after_what_is_temporary(
-    status: int, param: str | None, expected: type[Exception]
+    failure: Any, param: str | None, expected: type[Exception], of_prompt: bool
 ) -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        body: dict[str, Any] = {"error": {"message": "no", "param": param}}
-        await JSONResponse(body, status)(scope, receive, send)
+    """Check errors of a whole rollout, and of one of its prompts."""
+    view = failure_of(failure)
+    error = {"message": "no", "param": param, "code": view.code}
 
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        groups = [{"samples": [], "error": error}]
+        answer = JSONResponse({"groups": groups}) if of_prompt else whole
+        await answer(scope, receive, send)
+
+    whole = JSONResponse({"error": error}, view.http)
     rewards = RolloutRewards(app)
     config = config_of(objective=OBJECTIVE)("mezo_1", 0)
-    with pytest.raises(expected, match=f"{status}: no"):
+    with pytest.raises(expected) as caught:
         await rewards(config, "mezo-1-1-0+", PROMPTS, 7)
+    assert "no" in str(caught.value) or expected is PausedError
