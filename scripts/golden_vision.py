@@ -39,6 +39,8 @@ from tests.golden_weights import golden_weight
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "vision"
 NEW_TOKENS = 32
+# UNUSED: what image processors return that models do not take.
+UNUSED = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 
 
 def main() -> None:
@@ -99,9 +101,15 @@ def _prompt(case: VisionCase, model: Any, processor: Any, number: int) -> dict[s
         ids += random.randint(len(SPECIALS), VOCAB, size=2 + place).tolist()
         made.append(dict(arrays))
     arguments = _arguments(made, ids, family.feature_token)
+    inputs: dict[str, Any] = {}
+    text_model = getattr(model.model, "language_model", None) or model.model.text_model
+    hook = text_model.register_forward_pre_hook(
+        lambda _module, _args, named: inputs.update(named), with_kwargs=True
+    )
     with torch.no_grad():
         features = _features(model, arguments)
         logits = model(**arguments).logits[0, -1]
+        hook.remove()
         tokens = model.generate(
             **arguments, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=VOCAB
         )
@@ -109,6 +117,8 @@ def _prompt(case: VisionCase, model: Any, processor: Any, number: int) -> dict[s
         "sizes": case.sizes[number],
         "ids": ids,
         "features": features,
+        "embeddings": _embeddings(inputs["inputs_embeds"][0], ids, family.feature_token),
+        "positions": _positions(inputs.get("position_ids")),
         "logits": numbers([logits])[0],
         "tokens": tokens[0, len(ids) :].tolist(),
     }
@@ -135,10 +145,10 @@ def _arguments(made: list[dict[str, Any]], ids: list[int], feature_token: str) -
     }
     for name in made[0] if made else ():
         arrays = [np.asarray(each[name]) for each in made]
-        if name not in ("rows", "cols", "num_crops", "num_patches"):
+        if name not in UNUSED:
             arguments[name] = torch.from_numpy(_together(arrays))
     is_feature = [token_id == SPECIALS.index(feature_token) for token_id in ids]
-    if "image_grid_thw" in arguments:
+    if "image_grid_thw" in arguments or "image_position_ids" in arguments:
         arguments["mm_token_type_ids"] = torch.tensor([is_feature]).int()
     if feature_token == "<image_soft_token>" and made:
         arguments["token_type_ids"] = torch.tensor([is_feature]).int()
@@ -162,9 +172,27 @@ def _together(arrays: list[np.ndarray]) -> np.ndarray:
     )
 
 
+def _embeddings(rows: Any, ids: list[int], feature_token: str) -> dict[str, Any]:
+    """Return what the text model reads at some places: the first, and those around pictures."""
+    is_feature = [token_id == SPECIALS.index(feature_token) for token_id in ids]
+    if not any(is_feature):
+        return {"places": [0], "rows": numbers([rows[[0]]])[0]}
+    first, after = is_feature.index(True), len(ids) - is_feature[::-1].index(True)
+    places = [0, first - 1, first, after - 1, after]
+    return {"places": places, "rows": numbers([rows[places]])[0]}
+
+
+def _positions(position_ids: Any) -> list[list[int]] | None:
+    """Return the ids of each axis; None if there is one axis, whose ids are places."""
+    if position_ids is None or position_ids.ndim < 3:
+        return None
+    return position_ids[-3:, 0].tolist()
+
+
 def _features(model: Any, arguments: dict[str, Any]) -> list[Any]:
     """Return some rows of the features of all pictures of a prompt."""
     names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
+    names = (*names, "image_position_ids")
     pixels = {name: arguments[name] for name in names if name in arguments}
     if not pixels:
         return []

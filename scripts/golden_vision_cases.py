@@ -15,6 +15,7 @@ SPECIALS = (
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]", "[IMG_BREAK]"),
     *("[IMG_END]", "<fake_token_around_image>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+    *("<|image>", "<|image|>", "<image|>", "<img>", "<IMG_CONTEXT>", "</img>"),
 )
 #: ``SHOWN_ROWS``: rows of a prompt's features that are kept.
 SHOWN_ROWS = (0, 1, -1)
@@ -269,8 +270,8 @@ GEMMA3 = VisionCase(
             "head_dim": 16,
             "query_pre_attn_scalar": 16,
             "sliding_window": 20,
-            "sliding_window_pattern": 3,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window_pattern": 2,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
             "hidden_activation": "gelu_pytorch_tanh",
@@ -455,4 +456,177 @@ LLAVA_NEXT = VisionCase(
     sizes=(((40, 50),), ((20, 60), (50, 40)), ()),
 )
 
-CASES = (LLAVA, QWEN2_VL, QWEN2_5_VL, *QWEN3_CASES, PIXTRAL, MISTRAL3, GEMMA3, IDEFICS3, LLAVA_NEXT)
+# Layers of both kinds, the last of each kind sharing the keys of the one before it.
+GEMMA4_TEXT: dict[str, Any] = {
+    **TEXT,
+    "model_type": "gemma4_text",
+    "pad_token_id": 0,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+    "use_double_wide_mlp": False,
+    "num_kv_shared_layers": 0,
+    "tie_word_embeddings": True,
+    "vocab_size_per_layer_input": VOCAB,
+}
+GEMMA4_VISION: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 256,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}
+# Pictures of at most 70 tokens: no smaller number is allowed.
+GEMMA4 = VisionCase(
+    name="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    config={
+        "model_type": "gemma4",
+        "image_token_id": SPECIALS.index("<|image|>"),
+        "boi_token_id": SPECIALS.index("<|image>"),
+        "eoi_token_id": SPECIALS.index("<image|>"),
+        "video_token_id": VOCAB + 1,
+        "audio_token_id": VOCAB + 2,
+        "audio_config": None,
+        "vocab_size": VOCAB,
+        "text_config": {
+            **GEMMA4_TEXT,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {**GEMMA4_VISION, "standardize": True},
+    },
+    processor={
+        "image_processor_type": "Gemma4ImageProcessor",
+        "patch_size": 4,
+        "max_soft_tokens": 70,
+        "pooling_kernel_size": 3,
+    },
+    sizes=(((40, 50),), ((30, 10), (20, 70)), ()),
+)
+GEMMA4_MOE = VisionCase(
+    name="gemma4_moe",
+    architecture="Gemma4ForConditionalGeneration",
+    config={
+        **GEMMA4.config,
+        "text_config": {
+            **GEMMA4.config["text_config"],
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+        },
+    },
+    processor=GEMMA4.processor,
+    sizes=GEMMA4.sizes,
+)
+# The small models: embeddings for each layer, shared keys, clipped layers, causal pictures.
+GEMMA4_SMALL = VisionCase(
+    name="gemma4_small",
+    architecture="Gemma4ForConditionalGeneration",
+    config={
+        **GEMMA4.config,
+        "text_config": {
+            **GEMMA4_TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": [
+                *("sliding_attention", "full_attention"),
+                *("sliding_attention", "full_attention"),
+            ],
+            "hidden_size_per_layer_input": 4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        "vision_config": {**GEMMA4_VISION, "use_clipped_linears": True},
+    },
+    processor=GEMMA4.processor,
+    sizes=GEMMA4.sizes,
+)
+
+INTERNVL = VisionCase(
+    name="internvl",
+    architecture="InternVLForConditionalGeneration",
+    config={
+        "model_type": "internvl",
+        "image_token_id": SPECIALS.index("<IMG_CONTEXT>"),
+        "image_seq_length": 4,
+        "downsample_ratio": 0.5,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "qwen2", "rope_theta": 1e4},
+        "vision_config": {
+            "model_type": "internvl_vision",
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "attention_bias": True,
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+        },
+    },
+    processor={
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 32, "width": 32},
+        "crop_to_patches": False,
+        "min_patches": 1,
+        "max_patches": 6,
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    },
+    sizes=(((40, 50),), ((20, 70), (64, 32)), ()),
+)
+# The tower of the larger models, and the text model of InternVL 3.5.
+INTERNVL_LARGE = VisionCase(
+    name="internvl_large",
+    architecture="InternVLForConditionalGeneration",
+    config={
+        **INTERNVL.config,
+        "text_config": {**TEXT, "model_type": "qwen3", "rope_theta": 1e4, "head_dim": 16},
+        "vision_config": {
+            **INTERNVL.config["vision_config"],
+            "attention_bias": False,
+            "norm_type": "rms_norm",
+            "use_qk_norm": True,
+        },
+    },
+    processor=INTERNVL.processor,
+    sizes=INTERNVL.sizes,
+)
+
+LATER_CASES = (GEMMA4, GEMMA4_MOE, GEMMA4_SMALL, INTERNVL, INTERNVL_LARGE)
+CASES = (
+    LLAVA,
+    QWEN2_VL,
+    QWEN2_5_VL,
+    *QWEN3_CASES,
+    PIXTRAL,
+    MISTRAL3,
+    GEMMA3,
+    IDEFICS3,
+    LLAVA_NEXT,
+    *LATER_CASES,
+)

@@ -7,13 +7,15 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import gpt2, idefics3, llava_next, opt
+from mlx_parallm.models import gpt2, idefics3, internvl, llava_next, opt
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
 
 #: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
 OWN_DECODERS: dict[str, ModuleType] = {
     "idefics3": idefics3,
+    "internvl": internvl,
+    "internvl_chat": internvl,
     "llava_next": llava_next,
     "opt": opt,
     "smolvlm": idefics3,

@@ -14,6 +14,10 @@ import numpy as np
 
 from mlx_parallm.models.vision.anyres import tile_grid
 
+# IMAGENET_MEAN, IMAGENET_STD: of the colours of pictures, by which InternVL's are normalised.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
 #: ``Arrays``: what an image processor makes of one picture, by transformers' names.
 Arrays = Mapping[str, np.ndarray]
 
@@ -37,6 +41,7 @@ class PictureFamily(Protocol):
         placeholder: what chat templates write for a picture.
         feature_token: the token in whose place features stand.
         options: arguments of the image processor.
+        processor: class and settings of the image processor, if the folder does not have them.
         may_cut: False if the rows of a picture attend to later ones, and so run in one step.
         num_added_layers: text layers that add further rows of the tower to a picture's.
         counts_pixels: True if the image processor resizes to a number of pixels.
@@ -54,6 +59,11 @@ class PictureFamily(Protocol):
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """See the class."""
+        ...
+
+    @property
+    def processor(self) -> Mapping[str, Any]:
         """See the class."""
         ...
 
@@ -92,6 +102,11 @@ class _Usual:
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {}
+
+    @property
+    def processor(self) -> Mapping[str, Any]:
         """See ``PictureFamily``."""
         return {}
 
@@ -271,6 +286,72 @@ class Gemma3Family(_Usual):
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Family(_Usual):
+    """Gemma 4: a run between marks, whose length follows from the picture's size.
+
+    Attributes:
+        sees_both_ways: True if some layers let rows of a picture attend to later ones.
+    """
+
+    sees_both_ways: bool
+
+    placeholder = "<|image|>"
+    feature_token = "<|image|>"
+
+    @property
+    def may_cut(self) -> bool:
+        """See ``PictureFamily``."""
+        return not self.sees_both_ways
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        num_tokens = int(arrays["num_soft_tokens_per_image"][0])
+        return WrittenPicture(f"<|image>{self.feature_token}<image|>", (num_tokens,))
+
+
+@dataclass(frozen=True, slots=True)
+class InternVLFamily(_Usual):
+    """InternVL 3: one run between marks, of tiles and then of the whole picture.
+
+    Attributes:
+        num_tokens: features of a tile.
+        placeholder: what chat templates write for a picture.
+        tiles: in the authors' own folders, pixels of a tile's side, and least and most tiles.
+    """
+
+    num_tokens: int
+    placeholder: str = "<IMG_CONTEXT>"
+    tiles: tuple[int, int, int] | None = None
+
+    feature_token = "<IMG_CONTEXT>"
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``."""
+        return {"crop_to_patches": True}
+
+    @property
+    def processor(self) -> Mapping[str, Any]:
+        """See ``PictureFamily``; the authors cut tiles by code of their own."""
+        if self.tiles is None:
+            return {}
+        side, least, most = self.tiles
+        return {
+            "image_processor_type": "GotOcr2ImageProcessorPil",
+            "size": {"height": side, "width": side},
+            "min_patches": least,
+            "max_patches": most,
+            "image_mean": IMAGENET_MEAN,
+            "image_std": IMAGENET_STD,
+        }
+
+    def written(self, arrays: Arrays) -> WrittenPicture:
+        """See ``PictureFamily``."""
+        num_tiles = int(arrays["num_patches"][0])
+        return WrittenPicture(f"<img>{self.feature_token}</img>", (self.num_tokens * num_tiles,))
+
+
+@dataclass(frozen=True, slots=True)
 class PixtralFamily(_Usual):
     """Pixtral and Mistral 3: a run for each row of patches, each with a mark behind it.
 
@@ -334,6 +415,35 @@ def _gemma3(config: Mapping[str, Any]) -> PictureFamily:
     return Gemma3Family(int(config.get("mm_tokens_per_image", 256)))
 
 
+def _gemma4(config: Mapping[str, Any]) -> PictureFamily:
+    text = config.get("text_config", {})
+    return Gemma4Family(text.get("use_bidirectional_attention") == "vision")
+
+
+def _internvl(config: Mapping[str, Any]) -> InternVLFamily:
+    return InternVLFamily(_tile_tokens(config, _tile_side(config)))
+
+
+def _internvl_chat(config: Mapping[str, Any]) -> PictureFamily:
+    """Return the family of the authors' own folders."""
+    side = int(config.get("force_image_size") or _tile_side(config))
+    is_cut = config.get("dynamic_image_size", True)
+    least = int(config.get("min_dynamic_patch", 1)) if is_cut else 1
+    most = int(config.get("max_dynamic_patch", 12)) if is_cut else 1
+    return InternVLFamily(_tile_tokens(config, side), "<image>", (side, least, most))
+
+
+def _tile_side(config: Mapping[str, Any]) -> int:
+    size = config["vision_config"].get("image_size", 448)
+    return int(size[0] if isinstance(size, list) else size)
+
+
+def _tile_tokens(config: Mapping[str, Any], side: int) -> int:
+    patch = config["vision_config"].get("patch_size", 14)
+    patches = side // int(patch[0] if isinstance(patch, list) else patch)
+    return patches**2 // round(1 / config.get("downsample_ratio", 0.5)) ** 2
+
+
 def _pixtral(config: Mapping[str, Any]) -> PictureFamily:
     patch_size = int(config["vision_config"].get("patch_size", 16))
     return PixtralFamily(patch_size * int(config.get("spatial_merge_size", 1)))
@@ -348,7 +458,10 @@ def _mistral_or_llava(config: Mapping[str, Any]) -> PictureFamily:
 #: ``FAMILIES``: makes a family from ``config.json``, by its ``model_type``.
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], PictureFamily]] = {
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
     "idefics3": _idefics3,
+    "internvl": _internvl,
+    "internvl_chat": _internvl_chat,
     "llava": _mistral_or_llava,
     "llava_next": _llava_next,
     "mistral3": _pixtral,

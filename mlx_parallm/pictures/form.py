@@ -80,7 +80,7 @@ def picture_form(
         template_needs_parts=not _shows(tokenizer, PROBE_TEXT, PROBE_TEXT)
         and _shows(tokenizer, [{"type": "text", "text": PROBE_TEXT}], PROBE_TEXT),
         row_bytes=row_bytes * (1 + family.num_added_layers),
-        fingerprint=sha256(settings).hexdigest(),
+        fingerprint=sha256(settings + repr(sorted(family.processor.items())).encode()).hexdigest(),
     )
 
 

@@ -138,8 +138,12 @@ class PictureProcessor:
     @functools.cached_property
     def _loaded(self) -> Any:
         # transformers takes 40 MB, so a process imports it with the first picture.
+        import transformers  # noqa: PLC0415
         from transformers import AutoImageProcessor  # noqa: PLC0415
 
+        settings = dict(self._form.family.processor)
+        if settings:
+            return getattr(transformers, settings.pop("image_processor_type"))(**settings)
         return AutoImageProcessor.from_pretrained(
             self._form.folder, backend="pil", local_files_only=True
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,11 +15,13 @@ import pytest
 
 from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
+from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import TOKEN_IDS, InputKind
 from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.attention.two_way import TwoWaySpan
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.input_rows import InputFeatures
 from mlx_parallm.worker.generation.memory import plan_kv
@@ -66,6 +69,13 @@ def runner_of(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
     return ModelRunner(loaded, layouts, plan, NUM_BLOCKS, attention)
 
 
+def longest_uncut(name: str) -> int:
+    """Return the rows of the longest picture of a golden model that one step must hold."""
+    count = len(golden_of(name)["prompts"])
+    sources = [each for number in range(count) for each in pictures_of(name).inputs(number)]
+    return max((len(each.span or ()) for each in sources if not each.may_cut), default=0)
+
+
 class PictureSession(Session):
     """A session of a golden model."""
 
@@ -77,6 +87,7 @@ class PictureSession(Session):
         num_blocks: int = NUM_BLOCKS,
         budget: int = 24,
     ) -> None:
+        budget = max(budget, longest_uncut(name))
         super().__init__(runner_of(name, backend), num_blocks=num_blocks, budget=budget)
         self.pictures = self.runner = InputRunner(runner_of(name, backend))
         self.name = name
@@ -170,8 +181,12 @@ def test_a_picture_is_computed_once_and_its_blocks_are_reused() -> None:
 
 @pytest.mark.parametrize("name", vision_names())
 def test_preempted_prompts_compute_their_pictures_again(name: str) -> None:
-    session = PictureSession(name, AheadAttention, num_blocks=24, budget=64)
-    count = len(golden_of(name)["prompts"])
+    prompts = golden_of(name)["prompts"]
+    # Room for the longest prompt with its completion, and for little more.
+    longest = max(len(prompt["ids"]) + len(prompt["tokens"]) for prompt in prompts)
+    num_blocks = max(24, longest // BLOCK_SIZE + 2)
+    session = PictureSession(name, AheadAttention, num_blocks=num_blocks, budget=64)
+    count = len(prompts)
     for number in range(count):
         session.add_prompt(f"{number}", number)
     session.finish()
@@ -211,6 +226,15 @@ def causal_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InputFeatures, "two_way_spans", lambda *_: [])
 
 
+def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchanged(self: InputFeatures, sequences: Sequence[ScheduledSequence]) -> list[TwoWaySpan]:
+        return [replace(span, two_way=others[span.two_way]) for span in spans(self, sequences)]
+
+    spans = InputFeatures.two_way_spans
+    others = dict(zip(TwoWay, reversed(TwoWay), strict=True))
+    monkeypatch.setattr(InputFeatures, "two_way_spans", exchanged)
+
+
 def cut_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptInputs, "cut", lambda self, start, stop: stop)
 
@@ -221,7 +245,11 @@ def no_deepstack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "mutation"),
-    [("gemma3", mutation) for mutation in (causal_spans, cut_spans)]
+    [
+        (name, mutation)
+        for name in ("gemma3", "gemma4", "gemma4_moe")
+        for mutation in (causal_spans, cut_spans, other_layers)
+    ]
     + [(name, mutation) for name in vision_names() for mutation in (no_features, other_pictures)]
     + [
         (name, mutation)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 #: ``Arrays``: what transformers' image processor makes of one picture, by its names.
 Arrays = Mapping[str, mx.array]
+
+
+class TwoWay(Enum):
+    """Where the rows of a picture attend to later ones of the same picture."""
+
+    #: In all layers. In those with a window a row sees the whole picture too.
+    ALL_LAYERS = "all layers"
+    #: In layers with a window, which bounds what a row sees before itself.
+    SLIDING_LAYERS = "sliding layers"
 
 
 class Features(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Features, TwoWay
 from mlx_parallm.models.vision.siglip import SiglipTransformer
 
 # SIGLIP: what transformers' SiglipVisionConfig has where a config is silent.
@@ -81,5 +81,5 @@ GEMMA = TowerFamily(
         "vision_tower.": "vision_tower.",
         "multi_modal_projector.": "multi_modal_projector.",
     },
-    sees_both_ways=True,
+    two_way=lambda config: TwoWay.ALL_LAYERS,
 )

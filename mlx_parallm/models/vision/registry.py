@@ -7,7 +7,9 @@ from typing import Any
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.gemma import GEMMA
+from mlx_parallm.models.vision.gemma4 import GEMMA4
 from mlx_parallm.models.vision.idefics3 import IDEFICS3
+from mlx_parallm.models.vision.internvl import INTERNVL
 from mlx_parallm.models.vision.llava import LLAVA
 from mlx_parallm.models.vision.llava_next import LLAVA_NEXT
 from mlx_parallm.models.vision.pixtral import PIXTRAL
@@ -17,7 +19,10 @@ from mlx_parallm.models.vision.qwen3 import QWEN3
 #: ``TOWERS``: the families of each ``model_type``; the first that knows a config has its tower.
 TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "gemma3": (GEMMA,),
+    "gemma4": (GEMMA4,),
     "idefics3": (IDEFICS3,),
+    "internvl": (INTERNVL,),
+    "internvl_chat": (INTERNVL,),
     "llava": (LLAVA, PIXTRAL),
     "llava_next": (LLAVA_NEXT,),
     "mistral3": (PIXTRAL,),

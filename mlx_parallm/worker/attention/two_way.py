@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerPool
 from mlx_parallm.worker.attention.dense import dense_attention
 
@@ -29,6 +30,7 @@ class TwoWaySpan:
         position: of the first one.
         start: position of the first row of the whole span, of which earlier rows may be computed.
         blocks: the KV blocks of all positions up to the last one's.
+        two_way: in which layers they see later ones.
     """
 
     row: int
@@ -36,6 +38,11 @@ class TwoWaySpan:
     position: int
     start: int
     blocks: tuple[int, ...]
+    two_way: TwoWay = TwoWay.ALL_LAYERS
+
+    def applies(self, window: int | None) -> bool:
+        """True if the rows see later ones in layers with this window."""
+        return self.two_way is TwoWay.ALL_LAYERS or window is not None
 
     def mask(self, window: int | None, num_keys: int) -> np.ndarray:
         """Return which keys the rows see, bool ``[num_rows, num_keys]``."""
@@ -43,7 +50,10 @@ class TwoWaySpan:
         keys = np.arange(num_keys)
         seen = np.broadcast_to(keys < self.position + self.num_rows, (self.num_rows, num_keys))
         if window is not None:
-            seen = seen & ((keys > rows - window) | (keys >= self.start))
+            is_near = keys > rows - window
+            if self.two_way is TwoWay.ALL_LAYERS:
+                is_near = is_near | (keys >= self.start)
+            seen = seen & is_near
         return seen
 
 
@@ -78,6 +88,8 @@ class TwoWayRows:
         The arguments are those of ``AttentionBackend.attend``, and its result.
         """
         for span in self._spans:
+            if not span.applies(window):
+                continue
             rows = slice(span.row, span.row + span.num_rows)
             keys, values = backend.gather(pool, mx.array([list(span.blocks)], mx.int32))
             own = dense_attention(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.two_way import TwoWaySpan
@@ -43,13 +44,27 @@ class EmbeddingSeam:
     Attributes:
         width: the number of numbers in a row.
         first_id: the first id that the embedding table does not have.
+        needs_tokens: True if the model looks ids up in further tables, so that rows alone do not
+            say what a position means. Features of pictures count as padding there.
     """
 
-    def __init__(self, table: Any, width: int) -> None:
-        """``table`` is the model's ``nn.Embedding`` or ``nn.QuantizedEmbedding``."""
+    def __init__(
+        self, table: Any, width: int, *, others: Sequence[Any] = (), padding_id: int = 0
+    ) -> None:
+        """Prepare.
+
+        Args:
+            table: the model's ``nn.Embedding`` or ``nn.QuantizedEmbedding``.
+            width: see the class.
+            others: further tables that the model looks ids up in.
+            padding_id: the id that these are asked for in place of a row's.
+        """
         self._table = table
+        self._others = others
+        self._padding_id = padding_id
         self.width = width
         self.first_id = int(table.weight.shape[0])
+        self.needs_tokens = bool(others)
 
     def rows(self, token_ids: mx.array) -> mx.array:
         """Return the embeddings of token ids, ``[ids, width]``."""
@@ -72,8 +87,24 @@ class EmbeddingSeam:
 
             return {"__call__": replaced}
 
-        with WrappedCalls([self._table], wrap):
+        with WrappedCalls([self._table], wrap), self.padded_from(first_id):
             yield placed
+
+    @contextmanager
+    def padded_from(self, first_id: int) -> Iterator[None]:
+        """Let the other tables take ids from ``first_id`` on as padding, for a while."""
+        padding_id = self._padding_id
+
+        def wrap(original: Any) -> Methods:
+            def padded(self: Any, token_ids: mx.array) -> mx.array:
+                return original.__call__(
+                    self, mx.where(token_ids >= first_id, padding_id, token_ids)
+                )
+
+            return {"__call__": padded}
+
+        with WrappedCalls(self._others, wrap):
+            yield
 
     def place(self, token_ids: mx.array, sequences: Sequence[ScheduledSequence]) -> mx.array:
         """Return the step's ids, int32 ``[T]``, with the ids of input rows put in.
@@ -98,7 +129,7 @@ class InputFeatures:
         self._rows: dict[int, mx.array] = {}
         self._layers: dict[int, mx.array] = {}
         self._positions: dict[int, np.ndarray] = {}
-        self._two_way: set[int] = set()
+        self._two_way: dict[int, TwoWay] = {}
 
     def put(
         self,
@@ -107,7 +138,7 @@ class InputFeatures:
         positions: np.ndarray | None = None,
         *,
         layers: mx.array | None = None,
-        sees_both_ways: bool = False,
+        two_way: TwoWay | None = None,
     ) -> None:
         """Keep an input's features.
 
@@ -116,7 +147,7 @@ class InputFeatures:
             rows: ``[rows, width]``.
             positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
             layers: what the first text layers add to these rows, ``[layers, rows, width]``.
-            sees_both_ways: True if the rows attend to each other.
+            two_way: where the rows attend to later ones; None if nowhere.
         """
         self.drop([slot])
         self._rows[slot] = rows
@@ -124,8 +155,8 @@ class InputFeatures:
             self._layers[slot] = layers
         if positions is not None:
             self._positions[slot] = positions
-        if sees_both_ways:
-            self._two_way.add(slot)
+        if two_way is not None:
+            self._two_way[slot] = two_way
 
     def positions(self, rows: InputRows) -> np.ndarray | None:
         """Return the position ids of some rows, ``[rows, axes]``; None if they are places."""
@@ -146,6 +177,7 @@ class InputFeatures:
                         position=position,
                         start=position - rows.first_row,
                         blocks=sequence.block_table,
+                        two_way=self._two_way[rows.slot],
                     )
                     spans.append(span)
             first += len(sequence.token_ids)
@@ -157,7 +189,7 @@ class InputFeatures:
             self._rows.pop(slot, None)
             self._layers.pop(slot, None)
             self._positions.pop(slot, None)
-            self._two_way.discard(slot)
+            self._two_way.pop(slot, None)
 
     def clear(self) -> None:
         """Drop all features."""
@@ -195,19 +227,47 @@ class InputFeatures:
         return mx.concatenate(parts, axis=1)
 
 
-def find_embedding(model: nn.Module, vocab_size: int, dtype: mx.Dtype) -> EmbeddingSeam | None:
+class PictureTokens(NamedTuple):
+    """The token ids of pictures in the text model of a tower.
+
+    Attributes:
+        width: the text model's own width.
+        padding_id: the id that further tables are asked for in place of a row's.
+    """
+
+    width: int
+    padding_id: int
+
+
+def find_embedding(
+    model: nn.Module, vocab_size: int, dtype: mx.Dtype, pictures: PictureTokens | None = None
+) -> EmbeddingSeam | None:
     """Return the seam of the model's token embedding; None if rows cannot replace tokens.
 
     Each table is tried: two tokens must give the same logits by their ids and by their embeddings.
-    They do not in models that look ids up in further tables, as Gemma 3n does in each layer.
+    They do not in models that look ids up in further tables, as Gemma 3n and small models of
+    Gemma 4 do in each layer.
+
+    Args:
+        model: the model.
+        vocab_size: rows of its token embedding.
+        dtype: of the model.
+        pictures: of a model with a tower; others take no rows if they have further tables.
     """
-    for table in embedding_tables(model, vocab_size):
+    tables = embedding_tables(model, vocab_size)
+    for table in tables:
+        others = [other for other in tables if other is not table]
         tokens = mx.array([[1, 2]])
         try:
             rows = table(tokens)[0]
-            seam = EmbeddingSeam(table, int(rows.shape[-1]))
-            if _replaces(model, seam, rows.astype(dtype), tokens):
-                return seam
+            width = int(rows.shape[-1])
+            seams = [EmbeddingSeam(table, width)]
+            if pictures is not None and others and width == pictures.width:
+                padded = EmbeddingSeam(table, width, others=others, padding_id=pictures.padding_id)
+                seams.append(padded)
+            for seam in seams:
+                if _replaces(model, seam, rows.astype(dtype), tokens):
+                    return seam
         except MODEL_ERRORS:
             continue
     return None
@@ -215,7 +275,8 @@ def find_embedding(model: nn.Module, vocab_size: int, dtype: mx.Dtype) -> Embedd
 
 def _replaces(model: Any, seam: EmbeddingSeam, rows: mx.array, tokens: mx.array) -> bool:
     """True if the tokens' own rows give their logits, and swapped rows give other logits."""
-    expected = model(tokens)
+    with seam.padded_from(0):
+        expected = model(tokens)
     ids = mx.arange(tokens.size).reshape(tokens.shape) + seam.first_id
 
     def is_expected(features: mx.array) -> bool:

@@ -38,7 +38,7 @@ from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
-from mlx_parallm.worker.generation.input_rows import InputFeatures, find_embedding
+from mlx_parallm.worker.generation.input_rows import InputFeatures, PictureTokens, find_embedding
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
@@ -122,7 +122,7 @@ class ModelRunner:
         self._rotary = None if self._tower is None else find_rotary(loaded.model, loaded.config)
         self._deepstack = DeepstackSeam(loaded.model.layers)
         self._embedding = (
-            find_embedding(loaded.model, vocab_size, dtype)
+            find_embedding(loaded.model, vocab_size, dtype, self._picture_tokens(loaded))
             if takes_embeds or self._tower is not None
             else None
         )
@@ -167,13 +167,21 @@ class ModelRunner:
         self._info = self._with_inputs(info, takes_embeds=takes_embeds)
         self._ranks = ranks and RankTokens(ranks, runs_ahead=info.runs_ahead)
 
+    def _picture_tokens(self, loaded: LoadedModel) -> PictureTokens | None:
+        """Return what the text model reads in place of a picture's ids; None without a tower."""
+        if self._tower is None:
+            return None
+        text = loaded.config.get("text_config") or loaded.config
+        return PictureTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))
+
     def _two_way_rows(self, loaded: LoadedModel) -> TwoWayRows | None:
         """Return the seam of rows that see later ones; None if the model's pictures are causal.
 
         A model whose path has no such seam takes no pictures.
         """
         family = None if self._tower is None else family_of(loaded.config)
-        if family is None or not family.sees_both_ways:
+        self._picture_two_way = None if family is None else family.two_way(loaded.config)
+        if self._picture_two_way is None:
             return None
         if isinstance(self._path, PackedPath):
             return self._path.two_way
@@ -215,7 +223,10 @@ class ModelRunner:
         """Return the facts with the inputs besides tokens that the model takes."""
         if self._embedding is None:
             return info
-        kinds = {InputKind.PROMPT_EMBEDS: takes_embeds, InputKind.PICTURE: self._tower}
+        kinds = {
+            InputKind.PROMPT_EMBEDS: takes_embeds and not self._embedding.needs_tokens,
+            InputKind.PICTURE: self._tower,
+        }
         return replace(
             info,
             input_width=self._embedding.width,
@@ -305,9 +316,9 @@ class ModelRunner:
         ids = tensors.get(POSITIONS)
         positions = None if ids is None else np.array(ids.array)
         layers = mx.stack(list(made.layers)) if made.layers else None
-        both = kind is InputKind.PICTURE and self._two_way is not None
+        two_way = self._picture_two_way if kind is InputKind.PICTURE else None
         rows = made.rows.astype(self._dtype)
-        self.features.put(slot, rows, positions, layers=layers, sees_both_ways=both)
+        self.features.put(slot, rows, positions, layers=layers, two_way=two_way)
 
     def _logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]

@@ -1,0 +1,270 @@
+"""The tower of Gemma 4: patches of pictures of any shape, squares of them averaged to one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
+from mlx_parallm.models.vision.features import Arrays, Features, TwoWay
+from mlx_parallm.models.vision.rotary import turned
+
+# LIMITS: the names of clipped layers' bounds.
+LIMITS = ("input_min", "input_max", "output_min", "output_max")
+# LARGEST: what takes the place of infinite bounds; weights must be finite.
+LARGEST = 3e38
+# PADDING: the position of patches that the image processor adds.
+PADDING = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4VisionConfig:
+    """The fields of ``vision_config``, by transformers' names."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 16
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 12
+    head_dim: int = 64
+    hidden_activation: str = "gelu_pytorch_tanh"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 100.0
+    pooling_kernel_size: int = 3
+    patch_size: int = 16
+    position_embedding_size: int = 10240
+    use_clipped_linears: bool = False
+    standardize: bool = False
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Self:
+        """Return the fields that a config has."""
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in config.items() if name in names}
+        rope = config.get("rope_parameters") or {}
+        return cls(**{**own, **{name: rope[name] for name in rope if name == "rope_theta"}})
+
+
+class ClippedLinear(nn.Module):
+    """A linear layer whose inputs and outputs may be clipped to bounds of the checkpoint."""
+
+    def __init__(self, inputs: int, outputs: int, *, is_clipped: bool) -> None:
+        super().__init__()
+        self._is_clipped = is_clipped
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+        if is_clipped:
+            for name in LIMITS:
+                setattr(self, name, mx.array(0.0))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., inputs]``."""
+        if not self._is_clipped:
+            return self.linear(x)
+        x = self.linear(mx.clip(x, self.input_min, self.input_max))
+        return mx.clip(x, self.output_min, self.output_max)
+
+
+class Gemma4Attention(nn.Module):
+    """Attention of all patches of a picture, turned by their columns and rows."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        self._eps = config.rms_norm_eps
+        self._head_dim = size = config.head_dim
+        width, clipped = config.hidden_size, config.use_clipped_linears
+        num_heads, num_kv = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = ClippedLinear(width, num_heads * size, is_clipped=clipped)
+        self.k_proj = ClippedLinear(width, num_kv * size, is_clipped=clipped)
+        self.v_proj = ClippedLinear(width, num_kv * size, is_clipped=clipped)
+        self.o_proj = ClippedLinear(num_heads * size, width, is_clipped=clipped)
+        self.q_norm = nn.RMSNorm(size, eps=self._eps)
+        self.k_norm = nn.RMSNorm(size, eps=self._eps)
+
+    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+        """Return the output for ``[patches, size]``; the angles are by column and by row."""
+        length = x.shape[0]
+        q, k, v = (
+            layer(x).reshape(length, -1, self._head_dim)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = _turned(self.q_norm(q), turns), _turned(self.k_norm(k), turns)
+        v = mx.fast.rms_norm(v, None, self._eps)
+        heads = [each.transpose(1, 0, 2)[None] for each in (q, k, v)]
+        out = mx.fast.scaled_dot_product_attention(*heads, scale=1.0)[0]
+        return self.o_proj(out.transpose(1, 0, 2).reshape(length, -1))
+
+
+def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+    """Return ``[patches, heads, size]`` with one half of each head turned by each of the angles."""
+    halves = zip(mx.split(x, 2, axis=-1), turns, strict=True)
+    return mx.concatenate([turned(half, angles) for half, angles in halves], axis=-1)
+
+
+class Gemma4MLP(nn.Module):
+    """The feed-forward part of a layer."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        clipped = config.use_clipped_linears
+        self.gate_proj = ClippedLinear(width, inner, is_clipped=clipped)
+        self.up_proj = ClippedLinear(width, inner, is_clipped=clipped)
+        self.down_proj = ClippedLinear(inner, width, is_clipped=clipped)
+        self._activation = ACTIVATIONS[config.hidden_activation]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return the output for ``[..., size]``."""
+        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Gemma4Layer(nn.Module):
+    """A layer, normed before and after each part."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Gemma4Attention(config)
+        self.mlp = Gemma4MLP(config)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
+
+    def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
+        """Return the hidden states after this layer."""
+        attended = self.self_attn(self.input_layernorm(x), turns)
+        x = x + self.post_attention_layernorm(attended)
+        inner = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(inner)
+
+
+class Gemma4Patches(nn.Module):
+    """Patches as embeddings, with one position each for column and row."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.input_proj = nn.Linear(3 * config.patch_size**2, size, bias=False)
+        self.position_embedding_table = mx.zeros((2, config.position_embedding_size, size))
+
+    def __call__(self, pixels: mx.array, places: mx.array) -> mx.array:
+        """Return ``[patches, size]`` of pixels ``[patches, 3 * side²]`` from 0 to 1."""
+        dtype = self.position_embedding_table.dtype
+        x = self.input_proj((2 * (pixels - 0.5)).astype(dtype))
+        columns, rows = self.position_embedding_table
+        return x + columns[places[:, 0]] + rows[places[:, 1]]
+
+
+class Gemma4Layers(nn.Module):
+    """The layers."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        self.layers = [Gemma4Layer(config) for _ in range(config.num_hidden_layers)]
+
+
+class Gemma4Transformer(nn.Module):
+    """The tower without a projector."""
+
+    def __init__(self, config: Gemma4VisionConfig) -> None:
+        super().__init__()
+        self._config = config
+        self.patch_embedder = Gemma4Patches(config)
+        self.encoder = Gemma4Layers(config)
+        if config.standardize:
+            self.std_bias = mx.zeros((config.hidden_size,))
+            self.std_scale = mx.ones((config.hidden_size,))
+
+    def __call__(self, pixels: mx.array, places: np.ndarray) -> mx.array:
+        """Return rows ``[squares, size]``.
+
+        Args:
+            pixels: ``[patches, 3 * side²]``, row by row.
+            places: column and row of each patch, ``[patches, 2]``.
+        """
+        turns = self._turns(places)
+        x = self.patch_embedder(pixels, mx.array(places))
+        for layer in self.encoder.layers:
+            x = layer(x, turns)
+        columns, rows = (places.max(axis=0) + 1).tolist()
+        side = self._config.pooling_kernel_size
+        squares = x.astype(mx.float32).reshape(rows // side, side, columns // side, side, -1)
+        pooled = squares.mean(axis=(1, 3)).reshape(-1, x.shape[-1]) * x.shape[-1] ** 0.5
+        if self._config.standardize:
+            bias, scale = (each.astype(mx.float32) for each in (self.std_bias, self.std_scale))
+            pooled = (pooled - bias) * scale
+        return pooled.astype(x.dtype)
+
+    def _turns(self, places: np.ndarray) -> tuple[mx.array, mx.array]:
+        """Return the angles ``[patches, size / 4]`` by column, and those by row."""
+        half = self._config.head_dim // 2
+        exponents = np.arange(0, half, 2, dtype=np.float32) / half
+        frequencies = np.float32(self._config.rope_theta) ** -exponents
+        angles = places.astype(np.float32)[:, :, None] * frequencies
+        return mx.array(angles[:, 0]), mx.array(angles[:, 1])
+
+
+class Gemma4Projector(nn.Module):
+    """Norms rows and projects them to the text model's width."""
+
+    def __init__(self, width: int, text_width: int, eps: float) -> None:
+        super().__init__()
+        self._eps = eps
+        self.embedding_projection = nn.Linear(width, text_width, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return rows ``[rows, text width]``."""
+        return self.embedding_projection(mx.fast.rms_norm(x, None, self._eps))
+
+
+class Gemma4Tower(nn.Module):
+    """The tower and the projector. Implements ``Tower``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """``config`` is the checkpoint's ``config.json``."""
+        super().__init__()
+        vision = Gemma4VisionConfig.of(config["vision_config"])
+        text_width = config["text_config"]["hidden_size"]
+        self.vision_tower = Gemma4Transformer(vision)
+        self.embed_vision = Gemma4Projector(vision.hidden_size, text_width, vision.rms_norm_eps)
+        # mlx_lm multiplies embeddings, and rows in their place, by this number.
+        self._scale = text_width**0.5
+
+    def __call__(self, arrays: Arrays) -> Features:
+        """See ``Tower``."""
+        places = np.array(arrays["image_position_ids"])[0].astype(np.int32)
+        places = places[(places != PADDING).all(axis=-1)]
+        rows = self.vision_tower(arrays["pixel_values"][0, : len(places)], places)
+        return Features(self.embed_vision(rows), scale=self._scale)
+
+
+def two_way_of(config: Mapping[str, Any]) -> TwoWay | None:
+    """Return which layers read a picture both ways: none in the smaller models."""
+    setting = config.get("text_config", {}).get("use_bidirectional_attention")
+    return TwoWay.SLIDING_LAYERS if setting == "vision" else None
+
+
+def _with_finite_limits(name: str, weight: mx.array) -> dict[str, mx.array]:
+    """Return a weight by its name; bounds that clip nothing are large instead of infinite."""
+    if name.endswith(LIMITS):
+        return {name: mx.clip(weight, -LARGEST, LARGEST)}
+    return in_order(name, weight)
+
+
+#: ``GEMMA4``: Gemma 4.
+GEMMA4 = TowerFamily(
+    Gemma4Tower,
+    {"vision_tower.": "vision_tower.", "embed_vision.": "embed_vision."},
+    lambda config: (
+        config["vision_config"].get("model_type", "gemma4_vision") == "gemma4_vision"
+        and config.get("text_config", {}).get("use_bidirectional_attention") in (None, "vision")
+    ),
+    two_way=two_way_of,
+    converted=_with_finite_limits,
+)
