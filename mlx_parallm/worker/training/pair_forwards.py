@@ -25,7 +25,7 @@ from mlx_parallm.worker.training.trained_model import TrainedModel
 class PairJob:
     """A forward of perturbed copies, and what was found for it. Implements ``Pending``.
 
-    First each text whose states were not kept has a stage.
+    Each text whose states were not kept has a stage, before those of the layers.
     """
 
     def __init__(
