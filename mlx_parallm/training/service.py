@@ -126,6 +126,8 @@ class TrainingService:
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._metrics = SessionMetrics()
+        # Held while a session is written, so that limits count it.
+        self._creation = asyncio.Lock()
 
     def start(self) -> None:
         """Open the folder, and go on with the runs of an earlier process."""
@@ -166,12 +168,8 @@ class TrainingService:
             StorageError: the data folder does not work.
         """
         self._open_folder()
-        data = encoded(examples)
-        self._check_new(len(data))
-        config = make(self._ids.make(ID_PREFIX), int(time.time()))
-        folder = self._folder / config.id
-        files = SessionFiles.create(folder, config, SessionState(), data, start)
-        session = self._sessions[config.id] = self._session(files)
+        session = await self._created(make, examples, start)
+        config, files = session.config, session.files
         try:
             await session.open()
         except BaseException:
@@ -183,6 +181,25 @@ class TrainingService:
                 files.delete()
             raise
         logger.info("began the training session %s of %s", config.id, config.model)
+        return session
+
+    async def _created(
+        self,
+        make: Callable[[str, int], SessionConfig],
+        examples: Sequence[Example],
+        start: StartParameters | None,
+    ) -> Session:
+        """Return a session whose files are written, by a thread: data may be large."""
+        async with self._creation:
+            data = await asyncio.to_thread(encoded, examples)
+            self._check_new(len(data))
+            config = make(self._ids.make(ID_PREFIX), int(time.time()))
+            folder = self._folder / config.id
+            files = await asyncio.to_thread(
+                SessionFiles.create, folder, config, SessionState(), data, start
+            )
+            session = await asyncio.to_thread(self._session, files)
+            self._sessions[config.id] = session
         return session
 
     def all(self) -> Sequence[Session]:
@@ -317,7 +334,9 @@ class TrainingService:
         """See ``Watcher``: sessions that the sleep has paused go on."""
         for session in self._sessions.values():
             if session.state.reason == ASLEEP:
-                self.resume(session.config.id)
+                # The server wakes up even if the disk refuses to note that.
+                with readable(session.config.id):
+                    self.resume(session.config.id)
 
     def on_weights(self, model: str) -> None:
         """See ``Watcher``: sessions of a model with other weights are paused."""
@@ -524,7 +543,7 @@ class TrainingService:
                 logger.exception("the session %s failed", session.config.id)
                 session.pause(f"{type(problem).__name__}: {problem}")
         if session.state.status is Status.RUNNING:
-            session.save(status=Status.READY)
+            session.set_status(Status.READY)
 
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
         request_id = f"{session}-{next(self._numbers)}"

@@ -149,15 +149,16 @@ class Session:
         self._notify()
 
     def pause(self, reason: str) -> None:
-        """Make no more steps, and say why.
+        """Make no more steps, and say why; see ``set_status``."""
+        self.set_status(Status.PAUSED, reason)
 
-        It holds even if the disk refuses the new state: this is called for such a disk too.
-        """
+    def set_status(self, status: Status, reason: str | None = None) -> None:
+        """Change the status, even if the disk refuses it: this is called for such a disk too."""
         try:
-            self.save(status=Status.PAUSED, reason=reason)
+            self.save(status=status, reason=reason)
         except StorageError as problem:
-            logger.warning("the pause of %s is not saved: %s", self.config.id, problem)
-            self.state = replace(self.state, status=Status.PAUSED, reason=reason)
+            logger.warning("that %s is %s is not saved: %s", self.config.id, status, problem)
+            self.state = replace(self.state, status=status, reason=reason)
             self._notify()
 
     async def open(self) -> TrainableInfo:

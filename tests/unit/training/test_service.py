@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -949,3 +950,64 @@ async def test_a_rollout_that_fails_ends_those_of_the_other_copies(judged: Judge
         await service.step(session.config.id, 1, None)
     assert [name[-1] for name in ended] == ["+"]
     assert session.state.reason == "no reward"
+
+
+async def test_a_run_ends_although_the_disk_refuses_its_state(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    session = await begin(service)
+    service.run(session.config.id, 3)
+
+    def full(*_: Any) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(SessionFiles, "save_state", full)
+    steps = [record.step async for record in service.follow(session.config.id, 0)]
+    assert (steps, session.state.status) == ([1, 2, 3], Status.READY)
+
+
+async def test_a_server_wakes_up_although_the_disk_refuses_states(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = opened()
+    sessions = [await begin(service) for _ in range(2)]
+    service.on_sleep()
+    save = SessionFiles.save_state
+
+    def refuse_one(files: SessionFiles, state: Any) -> None:
+        if files.config.id == sessions[0].config.id:
+            raise StorageError("full")
+        save(files, state)
+
+    monkeypatch.setattr(SessionFiles, "save_state", refuse_one)
+    service.on_wake()
+    assert [each.state.status for each in sessions] == [Status.PAUSED, Status.READY]
+    assert sessions[0].state.reason == ASLEEP
+
+
+async def test_sessions_that_are_created_at_once_are_bounded(opened: Open) -> None:
+    service = opened(SessionLimits(max_sessions=2))
+    made = await asyncio.gather(*(begin(service) for _ in range(5)), return_exceptions=True)
+    assert sum(isinstance(each, ConflictError) for each in made) == 3
+    assert len(service.all()) == 2
+
+
+async def test_data_are_written_and_read_by_threads(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop, which sends the tokens of all streams, must not wait for large data."""
+    threads: list[threading.Thread] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread())
+            return original(*args)
+
+        return call
+
+    monkeypatch.setattr("mlx_parallm.training.service.encoded", noting(encoded))
+    monkeypatch.setattr(SessionFiles, "examples", noting(SessionFiles.examples))
+    await begin(opened())
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
