@@ -22,6 +22,7 @@ DENSE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_key_value_heads": 4,
     "hidden_size": 64,
+    "intermediate_size": 128,
     "vocab_size": 96,
     "tie_word_embeddings": False,
 }
@@ -38,10 +39,15 @@ THIRDS: dict[str, Any] = {**DENSE, "num_attention_heads": 6, "num_key_value_head
 GROUP_SIZE = 32
 
 
-def write_model(folder: Path, config: dict[str, Any], *, bits: int | None = None) -> Path:
+def write_model(
+    folder: Path, config: dict[str, Any], *, bits: int | None = None, seed: int = 0
+) -> Path:
     """Write a model with random float32 weights, or quantised ones, as mlx_lm does."""
     folder.mkdir(parents=True)
     model = build(config)
+    if seed:
+        source = mx.random.key(seed)
+        model.apply(lambda array: array + 0.02 * mx.random.normal(array.shape, key=source))
     if bits is not None:
         nn.quantize(model, group_size=GROUP_SIZE, bits=bits)
         config = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
@@ -54,15 +60,23 @@ def write_model(folder: Path, config: dict[str, Any], *, bits: int | None = None
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the unpacked weights of a folder's layers, by path."""
     arrays: Any = mx.load(str(folder / "model.safetensors"))
-    return {
-        name.removesuffix(".weight"): array.shape
-        for name, array in arrays.items()
-        if name.endswith(".weight") and array.ndim > 1
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, array in arrays.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "weight" and array.ndim > 1:
+            scales = arrays.get(f"{path}.scales")
+            inner = array.shape[-1] if scales is None else scales.shape[-1] * GROUP_SIZE
+            shapes[path] = (*array.shape[:-1], inner)
+    return shapes
 
 
-def make_adapter(folder: Path, seed: int, rank: int, *, is_dora: bool = False) -> AdapterWeights:
-    """Return an adapter of all layers of a model, its embedding and its head."""
+def make_adapter(
+    folder: Path, seed: int, rank: int, *, is_dora: bool = False, share: int = 1
+) -> AdapterWeights:
+    """Return an adapter of all layers of a model, its embedding and its head.
+
+    With ``share``, it has as many outputs as a layer has that is cut into so many parts.
+    """
     source = np.random.default_rng(seed)
     modules: dict[str, LowRank] = {}
 
@@ -73,6 +87,7 @@ def make_adapter(folder: Path, seed: int, rank: int, *, is_dora: bool = False) -
         if "norm" in path or path.endswith(".gate"):
             continue
         *outer, out, inner = shape
+        out //= share
         kind: Kind = "experts" if outer else "linear"
         a, b = factor(*outer, rank, inner), factor(*outer, out, rank)
         if "embed_tokens" in path:

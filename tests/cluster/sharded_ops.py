@@ -17,6 +17,7 @@ import numpy as np
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec, ScheduledBatch, ScheduledSequence, StepOutput
 from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
@@ -38,7 +39,10 @@ from mlx_parallm.worker.ops import (
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
+from tests.cluster.sharded_models import make_adapter, shapes_of
 
+#: QUERIES is cut along its outputs, of which each of two ranks has half.
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
 MODEL, HANDLE = "model", "tensors"
 BLOCK_SIZE, NUM_BLOCKS = 8, 32
 NUM_SEQUENCES, PROMPT, DECODE = 5, 11, 2
@@ -100,6 +104,28 @@ class Run:
             self._worker.execute(CommitWeights(model=MODEL))
         self.results[name] = refusal
 
+    def some_tensors(self, seed: int) -> dict[str, HostTensor]:
+        """Return new weights of layers that are cut in either way, and of two that are not."""
+        shapes, source = shapes_of(self.folder), np.random.default_rng(seed)
+        layer = "model.layers.1"
+        names = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+        paths = [f"{layer}.{name}" for name in names] + ["model.embed_tokens", "lm_head"]
+        if f"{layer}.mlp.switch_mlp.down_proj" in shapes:
+            paths[2] = f"{layer}.mlp.switch_mlp.down_proj"
+        return {
+            f"{path}.weight": HostTensor(
+                (0.1 * source.standard_normal(shapes[path])).astype(np.float32)
+            )
+            for path in paths
+        }
+
+    def fail(self, name: str, work: Callable[[], None]) -> None:
+        """Keep the error that this raises."""
+        try:
+            work()
+        except ParallmError as error:
+            self.results[name] = str(error)
+
     def sleep(self, level: int) -> None:
         """Free the model's memory, and restore it."""
         self._worker.execute(Sleep(model=MODEL, level=level))
@@ -155,7 +181,46 @@ def base(run: Run) -> None:
     run.checksums("digests")
 
 
-SCENARIOS: dict[str, Callable[[Run], None]] = {"base": base}
+def adapters(run: Run) -> None:
+    """Run adapters of all layers beside each other, replace one, and change weights below them."""
+    ranks = {"lora 4": (4, False), "dora 8": (8, True), "lora 64": (64, False), "dora 3": (3, True)}
+    for seed, (content, (rank, is_dora)) in enumerate(ranks.items()):
+        run.add(content, make_adapter(run.folder, seed, rank, is_dora=is_dora))
+    run.decode("adapters", *ranks)
+    run.add("dora 16", make_adapter(run.folder, 9, 16, is_dora=True))
+    run.decode("replaced", "lora 4", "dora 16", "lora 64", "dora 3")
+    run.prepare("update", run.some_tensors(seed=5))
+    run.decode("beneath", "lora 4", "dora 16", "lora 64", "dora 3")
+    run.sleep(2)
+    run.decode("awake", "dora 8", "lora 4")
+    run.fail("unfit", lambda: run.add("unfit", make_adapter(run.folder, 1, 4, share=2)))
+
+
+def updates(run: Run) -> None:
+    """Replace weights by tensors and by a folder, refuse some, sleep and wake."""
+    run.checksums("digests before")
+    run.prepare("tensors", run.some_tensors(seed=3))
+    run.decode("after tensors")
+    run.checksums("digests after tensors")
+    run.prepare("wrong shape", {QUERIES: HostTensor(np.zeros((32, 64), np.float32))})
+    run.prepare("unknown", {"nothing.weight": HostTensor(np.zeros(3, np.float32))})
+    broken = np.zeros((64, 64), np.float32)
+    broken[-1, -1] = np.nan
+    run.prepare("not finite", {QUERIES: HostTensor(broken)})
+    for level in (1, 2):
+        run.sleep(level)
+        run.decode(f"after sleep {level}")
+        run.checksums(f"digests after sleep {level}")
+    run.prepare("folder", None, run.folder.with_name(f"{run.folder.name}-other"))
+    run.decode("after folder")
+    run.checksums("digests after folder")
+    run.sleep(2)
+    run.checksums("digests after all")
+
+
+SCENARIOS: dict[str, Callable[[Run], None]] = {
+    scenario.__name__: scenario for scenario in (base, adapters, updates)
+}
 
 
 def run_all(ranks: Ranks | None, scenarios: list[str]) -> dict[str, dict[str, Any]]:
