@@ -80,11 +80,11 @@ def _kept(
     model: nn.Module, shapes: dict[str, tuple[int, ...]], axis: int, rank: Rank
 ) -> dict[str, NDArray[np.floating]]:
     """Return the indices of one axis that a rank keeps, by the name of the parameter."""
-    copy = copy_structure(model)
+    marked = copy_structure(model)
     markers = {name: _marker(shape, axis) for name, shape in shapes.items()}
-    copy.update(tree_unflatten(list(markers.items())))
-    run_shard(copy, rank)
-    after = flat_parameters(copy)
+    marked.update(tree_unflatten(list(markers.items())))
+    run_shard(marked, rank)
+    after = flat_parameters(marked)
     if markers.keys() - after.keys():
         raise ConfigError(f"mlx_lm's shard renames {min(markers.keys() - after.keys())}.")
     lines = {

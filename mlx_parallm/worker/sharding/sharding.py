@@ -17,7 +17,7 @@ from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.sharding.cuts import Cut, host_part, scaled
 from mlx_parallm.worker.sharding.learned_cuts import Learned, flat_parameters, learn_cuts
-from mlx_parallm.worker.sharding.stock_shard import run_shard
+from mlx_parallm.worker.sharding.stock_shard import copy_structure, run_shard
 
 
 class Sharding:
@@ -155,7 +155,7 @@ def cut_model(model: Any, ranks: Ranks) -> Sharding:
     Names of parameters and classes of layers stay.
     """
     learned = learn_cuts(model, ranks.size)
-    whole = flat_parameters(model)
+    whole = flat_parameters(copy_structure(model))
     run_shard(model, ranks.group)
     sharding = Sharding(model, ranks, learned)
     # The model may hold the whole parameters no longer when the first one is evaluated.

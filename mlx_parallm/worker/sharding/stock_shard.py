@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,15 +74,20 @@ def run_shard(model: Any, group: Any) -> Record:
 
 
 def copy_structure(value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a module and of all modules in it; arrays and other values are shared."""
+    """Return a copy of a module and of all modules in it; the numbers of arrays are shared.
+
+    Arrays are other objects, because some models divide a bias in place.
+    """
     copies = {} if copies is None else copies
     if isinstance(value, nn.Module):
         if id(value) not in copies:
-            copy = copies[id(value)] = type(value).__new__(type(value))
-            vars(copy).update(vars(value))
+            module = copies[id(value)] = type(value).__new__(type(value))
+            vars(module).update(vars(value))
             for name, item in value.items():
-                dict.__setitem__(copy, name, copy_structure(item, copies))
+                dict.__setitem__(module, name, copy_structure(item, copies))
         return copies[id(value)]
+    if isinstance(value, mx.array):
+        return copy(value)
     if isinstance(value, dict):
         return {name: copy_structure(item, copies) for name, item in value.items()}
     if isinstance(value, list | tuple):
