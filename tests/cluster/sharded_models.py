@@ -35,7 +35,13 @@ EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [0],
 }
 #: Three ranks share its heads.
-THIRDS: dict[str, Any] = {**DENSE, "num_attention_heads": 6, "num_key_value_heads": 3}
+THIRDS: dict[str, Any] = {
+    **DENSE,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
 GROUP_SIZE = 32
 
 

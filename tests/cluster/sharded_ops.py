@@ -1,7 +1,7 @@
 """Runs the same ops in every rank of a model, or in one process, and keeps their results.
 
 ``python -m tests.cluster.sharded_ops OUTPUT SCENARIO=FOLDER...`` runs the scenarios and pickles
-their results into ``OUTPUT``.
+their results into ``OUTPUT``, by the folder's name.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class Run:
         layout, tensors = split_adapter(adapter)
         self._put(tensors)
         op = AddAdapter(model=MODEL, content=content, layout=layout, handle=HANDLE)
-        self._worker.execute(op)
-        self._worker.execute(DropTensors(model=MODEL, handle=HANDLE))
+        try:
+            self._worker.execute(op)
+        finally:
+            self._worker.execute(DropTensors(model=MODEL, handle=HANDLE))
 
     def decode(self, name: str, *adapters: str) -> None:
         """Run prompts and some tokens after them; the first adapters are those of the sequences."""
@@ -218,19 +220,26 @@ def updates(run: Run) -> None:
     run.checksums("digests after all")
 
 
+def everything(run: Run) -> None:
+    """Run all scenarios on one load of the model."""
+    base(run)
+    adapters(run)
+    updates(run)
+
+
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (base, adapters, updates)
+    scenario.__name__: scenario for scenario in (base, adapters, everything)
 }
 
 
 def run_all(ranks: Ranks | None, scenarios: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the results of scenarios, each ``NAME=FOLDER``, by name."""
+    """Return the results of scenarios, each ``NAME=FOLDER``, by the folder's name."""
     results: dict[str, dict[str, Any]] = {}
     for name, _, folder in (scenario.partition("=") for scenario in scenarios):
         run = Run(ranks, Path(folder))
         SCENARIOS[name](run)
         run.close()
-        results[name] = run.results
+        results[run.folder.name] = run.results
     return results
 
 

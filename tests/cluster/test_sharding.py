@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,40 +17,105 @@ from tests.cluster.sharded_ops import run_all
 MODULE = "tests.cluster.sharded_ops"
 #: TOLERANCE of log-probabilities: sums over ranks add in another order.
 TOLERANCE = 1e-4
+MODELS = ("dense", "experts", "packed")
 
 Results = dict[str, dict[str, Any]]
 
 
+class Compared(NamedTuple):
+    """The results of the same ops.
+
+    Attributes:
+        alone: those of one process.
+        ranks: those of each rank.
+    """
+
+    alone: Results
+    ranks: list[Results]
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Results]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """Return the results of one process and of two ranks."""
     folder = tmp_path_factory.mktemp("pair")
-    return _both(2, folder, [f"base={write_model(folder / 'dense', sharded_models.DENSE)}"])
+    for name, config, bits in (
+        ("dense", sharded_models.DENSE, None),
+        ("experts", sharded_models.EXPERTS, None),
+        ("packed", sharded_models.DENSE, 4),
+    ):
+        write_model(folder / name, config, bits=bits)
+        write_model(folder / f"{name}-other", config, bits=bits, seed=4)
+    return _compare(2, folder, *(f"everything={folder / name}" for name in MODELS))
 
 
-def _both(size: int, folder: Path, scenarios: list[str]) -> tuple[Results, list[Results]]:
-    return run_all(None, scenarios), run_ranks(size, folder, [MODULE, *scenarios])
+def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
+    return Compared(run_all(None, list(scenarios)), run_ranks(size, folder, [MODULE, *scenarios]))
 
 
-def test_two_ranks_give_the_tokens_of_one_process(pair: tuple[Results, list[Results]]) -> None:
-    alone, (first, _) = pair
-    assert first["base"]["path"] == alone["base"]["path"] == "packed"
-    _assert_alike(first["base"]["base"], alone["base"]["base"])
+@pytest.mark.parametrize("model", MODELS)
+def test_exact_tokens_are_those_of_one_process(pair: Compared, model: str) -> None:
+    wanted, actual = pair.alone[model], pair.ranks[0][model]
+    assert actual["path"] == wanted["path"] == "packed"
+    steps = [name for name, value in wanted.items() if isinstance(value, list)]
+    assert len(steps) == 9
+    for name in steps:
+        _assert_alike(actual[name], wanted[name])
 
 
-def test_digests_of_parts_are_those_of_whole_weights(pair: tuple[Results, list[Results]]) -> None:
-    alone, ranks = pair
-    assert len(alone["base"]["digests"]) > 20
-    for rank in ranks:
-        assert rank["base"]["digests"] == alone["base"]["digests"]
+@pytest.mark.parametrize("model", MODELS)
+def test_digests_of_parts_are_those_of_whole_weights(pair: Compared, model: str) -> None:
+    wanted = _digests(pair.alone[model])
+    first, before, after, *_, folder, last = wanted.values()
+    assert len(first) > 20
+    assert first == before != after != folder == last
+    for rank in pair.ranks:
+        assert _digests(rank[model]) == wanted
 
 
-def test_three_ranks_share_three_heads(tmp_path: Path) -> None:
-    scenario = f"base={write_model(tmp_path / 'thirds', sharded_models.THIRDS)}"
-    alone, (first, *others) = _both(3, tmp_path, [scenario])
-    _assert_alike(first["base"]["base"], alone["base"]["base"])
-    for rank in others:
-        assert rank["base"]["digests"] == alone["base"]["digests"]
+def _digests(results: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {name: value for name, value in results.items() if name.startswith("digests")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_updates_are_refused_as_by_one_process(pair: Compared, model: str) -> None:
+    wanted = pair.alone[model]
+    for results in (wanted, *(rank[model] for rank in pair.ranks)):
+        assert results["tensors"] is results["folder"] is results["update"] is None
+        for name in ("wrong shape", "unknown", "not finite"):
+            assert results[name] == wanted[name] is not None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_of_one_part_do_not_fit_the_whole_model(pair: Compared, model: str) -> None:
+    wanted = pair.alone[model]["unfit"]
+    assert "does not fit" in wanted
+    for rank in pair.ranks:
+        assert rank[model]["unfit"] == wanted
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_change_what_the_model_answers(pair: Compared, model: str) -> None:
+    results = pair.ranks[0][model]
+    names = ("base", "adapters", "replaced", "beneath", "after tensors", "after folder")
+    answers = [[token.logprob for token in results[name][-1].tokens] for name in names]
+    for answer, other in itertools.combinations(answers, 2):
+        assert answer != other
+
+
+@pytest.mark.parametrize(
+    ("size", "scenario", "config"),
+    [(3, "adapters", sharded_models.THIRDS), (4, "base", sharded_models.DENSE)],
+)
+def test_exact_tokens_of_more_ranks(
+    tmp_path: Path, size: int, scenario: str, config: dict[str, Any]
+) -> None:
+    model = write_model(tmp_path / "model", config)
+    alone, ranks = _compare(size, tmp_path, f"{scenario}={model}")
+    for name, wanted in alone["model"].items():
+        if isinstance(wanted, list):
+            _assert_alike(ranks[0]["model"][name], wanted)
+        else:
+            assert [rank["model"][name] for rank in ranks] == [wanted] * size
 
 
 def _assert_alike(actual: list[StepOutput], expected: list[StepOutput]) -> None:
