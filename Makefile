@@ -50,8 +50,10 @@ WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
 
+# Without a choice of models, the demonstration models that chat and that see are served.
+DEMOS := $(if $(ARGS)$(MLX_PARALLM_MODEL)$(MLX_PARALLM_CONFIG),,mlx-parallm-demo demo:see)
 serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --port …")
-	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(ARGS)
+	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(DEMOS) $(ARGS)
 
 # Files are shared out whole, since the tests of one share its servers. The many processes that
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.

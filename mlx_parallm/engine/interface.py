@@ -297,6 +297,11 @@ class ServedModel(Protocol):
         return ()
 
     @property
+    def input_modalities(self) -> Sequence[str]:
+        """Return the kinds of input that requests may have: text, image."""
+        return ("text",)
+
+    @property
     def max_len(self) -> int | None:
         """The most tokens of a request; None if it reads no tokens."""
         return None if self.info is None else self.info.max_model_len

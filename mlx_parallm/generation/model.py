@@ -201,6 +201,11 @@ class GenerationModel(ServedModel):
     reads_tools = True
 
     @property
+    def input_modalities(self) -> Sequence[str]:
+        """See ``ServedModel``."""
+        return ("text",) if self.pictures is None else ("text", "image")
+
+    @property
     def max_model_len(self) -> int:
         """Return the most tokens of a prompt and its completion."""
         return self.info.max_model_len

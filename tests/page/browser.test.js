@@ -11,17 +11,23 @@ import { answered, enterKey, KEY, openPage, say, startBrowser, startServer } fro
 const NAMES = ["first-model", "second-model"];
 const PHONE = { viewport: { width: 390, height: 844 } };
 let server;
+// seeing: a server of a model that takes pictures beside one that does not.
+let seeing;
 let browser;
 
 before(async () => {
   const names = NAMES.flatMap((name) => ["--served-model-name", name]);
-  server = await startServer("--api-key", KEY, "--max-model-len", "2048", ...names);
+  [server, seeing] = await Promise.all([
+    startServer("--api-key", KEY, "--max-model-len", "2048", ...names),
+    startServer("--max-model-len", "1024", "--model", "mlx-parallm-demo", "demo:see"),
+  ]);
   browser = await startBrowser();
 });
 
 after(async () => {
   await browser?.close();
   await server?.stop();
+  await seeing?.stop();
 });
 
 /**
@@ -533,7 +539,41 @@ test("a server that has gone is told", { timeout: 60_000 }, async () => {
 const DOT =
   "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg==";
 
-pageTest("pictures are added by button, drop and paste, removed, sent and shown", async (page) => {
+/** A test with a page of `seeing`. */
+function seeingTest(name, run) {
+  test(name, { timeout: 90_000 }, async () => {
+    const { page, faults } = await openPage(browser, seeing.url);
+    await page.locator("option", { hasText: "demo:see" }).first().waitFor({ state: "attached" });
+    await run(page);
+    assert.deepEqual(faults, []);
+    await page.context().close();
+  });
+}
+
+pageTest("pictures are not offered where no model takes them", async (page) => {
+  assert.equal(await page.getByRole("button", { name: "Picture", exact: true }).isVisible(), false);
+  assert.equal(await page.getByRole("button", { name: "Look at a drawing" }).isVisible(), false);
+  const file = { name: "dot.png", mimeType: "image/png", buffer: Buffer.from(DOT, "base64") };
+  await page.locator("[data-part=picture-files]").setInputFiles([file]);
+  await page.getByText("No model of this server takes pictures.").waitFor();
+  assert.equal(await page.locator(".thumbnail").count(), 0);
+});
+
+seeingTest("a drawing is answered by the model that takes pictures, which is chosen for it", async (page) => {
+  assert.equal(await setting(page, "Model").inputValue(), "mlx-parallm-demo");
+  await page.getByRole("button", { name: "Look at a drawing" }).click();
+  assert.equal(await setting(page, "Model").inputValue(), "demo:see");
+  await setting(page, "Model").selectOption("mlx-parallm-demo");
+  await page.getByRole("button", { name: "Send" }).click();
+  await page.getByText("mlx-parallm-demo does not take pictures.").waitFor();
+  await setting(page, "Model").selectOption("demo:see");
+  await say(page, "How many circles are there?");
+  await lastAnswer(page).getByText("2", { exact: true }).waitFor();
+  await say(page, "Where is the green square?");
+  await lastAnswer(page).getByText("bottom", { exact: true }).waitFor();
+});
+
+seeingTest("pictures are added by button, drop and paste, removed, sent and shown", async (page) => {
   const sent = [];
   await page.route("**/v1/chat/completions", (route) => {
     sent.push(route.request().postDataJSON());

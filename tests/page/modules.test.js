@@ -12,7 +12,7 @@ const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
 const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
-const { generates } = await import(at("models.js"));
+const { generates, sees } = await import(at("models.js"));
 const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sessions.js"));
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
@@ -304,6 +304,11 @@ test("a message with pictures has parts, and one without is its text", () => {
   assert.deepEqual(partsOf(content), { text: "What is it?", urls: ["data:a", "data:b"] });
   assert.deepEqual(partsOf(contentOf("", ["data:a"])), { text: "", urls: ["data:a"] });
   assert.deepEqual(partsOf("Hi"), { text: "Hi", urls: [] });
+});
+
+test("a model says whether it takes pictures", () => {
+  assert.ok(sees({ input_modalities: ["text", "image"] }));
+  for (const model of [{ input_modalities: ["text"] }, { input_modalities: null }]) assert.ok(!sees(model));
 });
 
 test("only files that the server reads are pictures", () => {

@@ -25,6 +25,7 @@ def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
         "max_model_len": None if model is None else model.max_len,
         "permission": [],
         "tasks": None if model is None else list(model.tasks),
+        "input_modalities": None if model is None else list(model.input_modalities),
         "parent": status.parent,
         "status": status.state,
         "progress": round(status.progress, 3),

@@ -126,7 +126,7 @@ class App {
       throw error;
     }
     this.sessions.askAgain();
-    this.playground.offer(this.models.filter(generates).map((model) => model.id));
+    this.playground.offer(this.models.filter(generates));
     showModels(document.getElementById("models"), this.models, this.reading);
   }
 

@@ -25,7 +25,7 @@ const PERSON = {
 const PLAIN = { tools: "", tool_choice: "auto", format: "text", logprobs: false, thinking: "" };
 const text = (value) => JSON.stringify(value, null, 2);
 
-/** What each is called, says and sets. */
+/** What each is called, says and sets; one that `isDrawn` brings a picture. */
 export const EXAMPLES = [
   { name: "Think in steps", prompt: "What is 347 + 586?", settings: PLAIN },
   {
@@ -43,4 +43,5 @@ export const EXAMPLES = [
     prompt: "Extract the name, age and city as JSON: Maria is 34 years old and lives in Lisbon.",
     settings: { ...PLAIN, format: "json_schema", schema: text(PERSON) },
   },
+  { name: "Look at a drawing", prompt: "How many circles are there?", settings: PLAIN, isDrawn: true },
 ];

@@ -27,6 +27,11 @@ export function generates(model) {
   return model.tasks?.includes("generate") ?? false;
 }
 
+/** Whether a model of /v1/models takes pictures. */
+export function sees(model) {
+  return model.input_modalities?.includes("image") ?? false;
+}
+
 /** Show models of /v1/models, with what a Reading of the metrics says of their KV pools. */
 export function showModels(table, models, reading) {
   const pools = new Map(

@@ -25,11 +25,32 @@ export function isPicture({ type }) {
   return TYPES.includes(type);
 }
 
-/** The pictures that wait beside the field. `onProblem` is told of files that are no pictures. */
+/** The URL of a drawing of two circles and a square. */
+export function drawing() {
+  const canvas = el("canvas", { width: 256, height: 256 });
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "#f5f5f5";
+  pen.fillRect(0, 0, 256, 256);
+  for (const [colour, x, y] of [["red", 42, 42], ["blue", 212, 128]]) {
+    pen.fillStyle = colour;
+    pen.beginPath();
+    pen.arc(x, y, 34, 0, 2 * Math.PI);
+    pen.fill();
+  }
+  pen.fillStyle = "green";
+  pen.fillRect(98, 178, 60, 60);
+  return canvas.toDataURL("image/png");
+}
+
+/**
+ * The pictures that wait beside the field. `onProblem` is told of files that are no pictures, and
+ * `onAdd` says whether pictures are taken.
+ */
 export class Pictures {
-  constructor({ root, onProblem }) {
+  constructor({ root, onProblem, onAdd }) {
     this.urls = [];
     this.onProblem = onProblem;
+    this.onAdd = onAdd;
     this.list = part(root, "pictures");
     this.input = el("input", { type: "file", accept: TYPES.join(","), multiple: true, hidden: true });
     this.input.ariaLabel = "Picture files";
@@ -73,7 +94,9 @@ export class Pictures {
   async add(files) {
     const other = files.find((file) => !isPicture(file));
     this.onProblem(other ? `${other.name} is not a PNG, JPEG, WebP, GIF or BMP picture.` : "");
-    const urls = await Promise.all(files.filter(isPicture).map(readUrl));
+    const pictures = files.filter(isPicture);
+    if (pictures.length === 0 || !this.onAdd()) return;
+    const urls = await Promise.all(pictures.map(readUrl));
     this.set([...this.urls, ...urls]);
   }
 

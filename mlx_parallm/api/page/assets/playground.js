@@ -3,8 +3,9 @@
 import { el, part } from "./dom.js";
 import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
+import { sees } from "./models.js";
 import { Pane } from "./pane.js";
-import { contentOf, Pictures } from "./pictures.js";
+import { contentOf, drawing, Pictures } from "./pictures.js";
 import { SettingsError } from "./settings.js";
 
 // Of these numbers the lesser, and of the others the greater, is marked in a comparison.
@@ -23,7 +24,10 @@ export class Playground {
     this.problem = part(root, "problem");
     this.examples = part(root, "examples");
     this.compareButton = part(root, "compare");
-    this.pictures = new Pictures({ root, onProblem: (text) => (this.problem.textContent = text) });
+    this.pictureButton = part(root, "add-picture");
+    this.seeing = new Set();
+    const onProblem = (text) => (this.problem.textContent = text);
+    this.pictures = new Pictures({ root, onProblem, onAdd: () => this.#chooseSeeing() });
     const options = { template, api, card, announce, onChange: (error) => this.#onChange(error) };
     this.all = ["A", "B"].map((name) => new Pane({ ...options, name }));
     this.panes = this.all.slice(0, 1);
@@ -53,9 +57,11 @@ export class Playground {
     this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
-      return el("button", { type: "button", class: "chip", title: example.prompt, onclick }, example.name);
+      const attributes = { type: "button", class: "chip", title: example.prompt, onclick };
+      return el("button", { ...attributes, "data-drawing": example.isDrawn }, example.name);
     });
     this.examples.append(...buttons);
+    this.#showSeeing();
   }
 
   get hasFocus() {
@@ -93,18 +99,44 @@ export class Playground {
   }
 
   /** Offer models; a second pane begins with the second model, if there is one. */
-  offer(ids) {
+  offer(models) {
+    const ids = models.map((model) => model.id);
+    this.seeing = new Set(models.filter(sees).map((model) => model.id));
+    this.#showSeeing();
     this.all.forEach((pane, i) => {
       pane.settings.offer(ids, ids[Math.min(i, ids.length - 1)]);
       pane.showSettings();
     });
   }
 
-  #take({ prompt, settings }) {
+  /** Offer what needs a model that takes pictures only where there is one. */
+  #showSeeing() {
+    const isBlind = this.seeing.size === 0;
+    const drawn = this.examples.querySelectorAll("[data-drawing]");
+    for (const button of [this.pictureButton, ...drawn]) button.hidden = isBlind;
+  }
+
+  /** Choose a model that takes pictures in every pane; false if there is none. */
+  #chooseSeeing() {
+    const [first] = this.seeing;
+    if (first === undefined) {
+      this.problem.textContent = "No model of this server takes pictures.";
+      return false;
+    }
+    for (const pane of this.panes) {
+      if (this.seeing.has(pane.settings.model)) continue;
+      pane.settings.set({ model: first });
+      pane.showSettings();
+    }
+    return true;
+  }
+
+  #take({ prompt, settings, isDrawn }) {
     for (const pane of this.panes) {
       pane.settings.set(settings);
       pane.showSettings();
     }
+    if (isDrawn && this.#chooseSeeing()) this.pictures.set([drawing()]);
     this.field.value = prompt;
     this.field.focus();
   }
@@ -132,7 +164,10 @@ export class Playground {
     const { urls } = this.pictures;
     if ((!text && urls.length === 0) || this.#isBusy()) return;
     try {
-      for (const pane of this.panes) pane.settings.body();
+      for (const pane of this.panes) {
+        pane.settings.body();
+        if (urls.length > 0) pane.settings.checkSees(this.seeing);
+      }
       for (const pane of this.panes) pane.send(contentOf(text, urls));
       this.field.value = "";
       this.pictures.set([]);

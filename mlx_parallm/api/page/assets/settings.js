@@ -63,6 +63,12 @@ export class Settings {
     model.setCustomValidity(ids.length > 0 ? "" : "No model of this server generates text.");
   }
 
+  /** Throws SettingsError, and marks the field, unless the model is one of those that take pictures. */
+  checkSees(seeing) {
+    if (seeing.has(this.model)) return;
+    throw this.#bad(this.fields.model, `${this.model} does not take pictures.`);
+  }
+
   /**
    * The request but its messages. Empty fields are left out: the server's defaults hold.
    * Throws SettingsError, and marks the field.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -24,6 +25,7 @@ INFO = PoolingInfo(
     tasks=("classify", "embed"),
 )
 TOKENIZER: Any = None
+PICTURES: Any = object()
 MODEL = PoolingModel(
     names=("one",),
     root="r",
@@ -49,8 +51,17 @@ async def test_a_model_that_generates_says_so() -> None:
         single = (await client.get("/v1/models/alias")).json()
     assert [card["tasks"] for card in cards] == [["generate"]] * len(cards)
     assert single["tasks"] == ["generate"]
+    assert single["input_modalities"] == ["text"]
+
+
+def test_a_model_with_a_tower_takes_images() -> None:
+    model = replace(FakeEngine().models()[0], pictures=PICTURES)
+    assert model.input_modalities == ("text", "image")
 
 
 def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
     assert card_of(ModelState.LOADED, MODEL)["tasks"] == ["classify", "embed"]
-    assert card_of(ModelState.LOADING, None)["tasks"] is None
+    assert card_of(ModelState.LOADED, MODEL)["input_modalities"] == ["text"]
+    unknown = card_of(ModelState.LOADING, None)
+    assert unknown["tasks"] is None
+    assert unknown["input_modalities"] is None
