@@ -51,6 +51,7 @@ class SchedulerHarness:
         runs_ahead: bool = False,
         seconds_of: Callable[[ScheduledBatch], float] = lambda batch: 1e-3 * batch.num_tokens,
         speculative: SpeculativeConfig | None = None,
+        num_tower_stages: int = 1,
     ) -> None:
         self.speculative = speculative
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -63,9 +64,10 @@ class SchedulerHarness:
             max_model_len=max_model_len,
             has_state=has_state,
             speculative=speculative,
+            num_tower_stages=num_tower_stages,
         )
         self._runs_ahead = runs_ahead
-        self._seconds_of = seconds_of
+        self.seconds_of = seconds_of
         self._in_flight: tuple[ScheduledBatch, StepOutput | None] | None = None
         self.batches: list[ScheduledBatch] = []
         self.tracked: dict[str, Tracked] = {}
@@ -138,7 +140,7 @@ class SchedulerHarness:
         if output is None:
             updates = self.scheduler.fail(batch, "raised")
         else:
-            self.scheduler.observe(batch, self._seconds_of(batch))
+            self.scheduler.observe(batch, self.seconds_of(batch))
             updates = self.scheduler.update(batch, output)
         for update in updates:
             self._hear(update)

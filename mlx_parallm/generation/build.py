@@ -40,7 +40,7 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind
+from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind, InputStages
 from mlx_parallm.types.step import (
     NO_CHANGES,
     RunnerInfo,
@@ -54,10 +54,11 @@ from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.ops import (
     Allocate,
-    ComputeInput,
+    ComputeInputs,
     DropInputs,
     DropTensors,
     Load,
+    Pending,
     Step,
     tensor_ops,
 )
@@ -129,6 +130,8 @@ class DeviceRunner:
         self.prepares_shapes = plan.prepares_shapes
         self._worker = worker
         self._model = model
+        # Runs of inputs that are not complete, by their numbers.
+        self._runs: dict[int, Pending[None]] = {}
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         """See ``Runner``."""
@@ -140,16 +143,34 @@ class DeviceRunner:
     def _change_inputs(self, changes: InputChanges) -> None:
         if changes.dropped:
             self._worker.execute(DropInputs(model=self._model, slots=changes.dropped))
-        for slot, source in changes.computed.items():
-            handle = f"{self._model} input {slot}"
-            arrays = {name: _host_tensor(array) for name, array in source.arrays.items()}
-            try:
+        for run in changes.abandoned:
+            self._runs.pop(run, None)
+        for stages in changes.stages:
+            run = self._begin_inputs(stages) if stages.begun else self._runs.pop(stages.run)
+            for _ in range(min(stages.num_stages, run.num_stages - 1)):
+                run.advance()
+            if stages.is_last:
+                run.wait()
+            else:
+                self._runs[stages.run] = run
+
+    def _begin_inputs(self, stages: InputStages) -> Pending[None]:
+        handles = tuple(f"{self._model} input {slot}" for slot in stages.slots)
+        try:
+            for handle, source in zip(handles, stages.begun, strict=True):
+                arrays = {name: _host_tensor(array) for name, array in source.arrays.items()}
                 for op in tensor_ops(self._model, handle, arrays):
                     self._worker.execute(op)
-                self._worker.execute(
-                    ComputeInput(model=self._model, slot=slot, kind=source.kind, handle=handle)
+            return self._worker.begin(
+                ComputeInputs(
+                    model=self._model,
+                    slots=stages.slots,
+                    kind=stages.begun[0].kind,
+                    handles=handles,
                 )
-            finally:
+            )
+        finally:
+            for handle in handles:
                 self._worker.execute(DropTensors(model=self._model, handle=handle))
 
 
@@ -392,6 +413,7 @@ def _engine(
         max_model_len=info.max_model_len,
         has_state=info.has_state,
         speculative=speculative_for(settings.speculative, info, name),
+        num_tower_stages=info.num_tower_stages,
     )
     policies = Policies(
         model=name,

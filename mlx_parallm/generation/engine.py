@@ -280,7 +280,8 @@ class GenerationEngine(ServedEngine):
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
                 self._scheduler.observe(batch, seconds)
-                if all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences):
+                is_short = all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences)
+                if is_short and not batch.inputs.stages:
                     self._pace.observe(seconds)
                 updates += self._scheduler.update(batch, output)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from mlx_parallm.types.model_input import (
     FEATURE,
     POSITIONS,
     TOKEN_IDS,
+    HostArray,
     InputKind,
     ModelInput,
     Span,
@@ -190,4 +192,18 @@ def picture_input(
         span=span,
         may_cut=form.family.may_cut,
         num_positions=None if positions is None else int(positions.max()) + 1,
+        shape_key=_shape_key(picture.arrays),
     )
+
+
+def _shape_key(arrays: Mapping[str, HostArray]) -> str:
+    """Return a digest of what a tower's work on a picture depends on besides its pixels.
+
+    These are the shapes of its arrays, and integers such as the sides of its grid.
+    """
+    digest = sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        if not array.dtype.startswith("float"):
+            digest.update(array.data)
+    return digest.hexdigest()

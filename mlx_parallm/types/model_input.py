@@ -82,6 +82,8 @@ class ModelInput:
             the array ``POSITIONS`` has them, and what follows begins so many behind its first row
             (M-RoPE, arXiv:2409.12191). None: as many as rows.
         store: where its product lives.
+        shape_key: inputs of a kind with equal keys have arrays of equal shapes and can be computed
+            together; None if it is computed alone.
     """
 
     kind: InputKind
@@ -93,6 +95,7 @@ class ModelInput:
     may_cut: bool = True
     num_positions: int | None = None
     store: InputStore = InputStore.FEATURES
+    shape_key: str | None = None
 
 
 def num_image_tokens(inputs: Iterable[ModelInput]) -> int:
@@ -116,16 +119,44 @@ class InputRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputChanges:
-    """The changes of a step in the input slots before it runs: drops first, then computes.
+class InputStages:
+    """Stages of the computation of some inputs together, their run.
 
     Attributes:
-        dropped: slots whose product nobody needs.
-        computed: the input whose product goes into a slot, by slot.
+        run: number of the run, unique in its engine.
+        slots: where the products go.
+        begun: the input of each slot if the run begins; empty if it goes on.
+        num_stages: how many stages are computed.
+        is_last: True if none is left then.
+        tokens: their share of the inputs' cost.
+    """
+
+    run: int
+    slots: tuple[int, ...]
+    begun: tuple[ModelInput, ...] = ()
+    num_stages: int
+    is_last: bool
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputChanges:
+    """The changes of a step in the input slots before it runs, in this order.
+
+    Attributes:
+        dropped: slots whose product nobody needs, computed or not.
+        abandoned: numbers of runs that do not go on.
+        stages: what is computed.
     """
 
     dropped: tuple[int, ...] = ()
-    computed: Mapping[int, ModelInput] = field(default_factory=dict[int, ModelInput])
+    abandoned: tuple[int, ...] = ()
+    stages: tuple[InputStages, ...] = ()
+
+    @property
+    def tokens(self) -> float:
+        """The cost of all stages."""
+        return sum(each.tokens for each in self.stages)
 
     def __bool__(self) -> bool:
-        return bool(self.dropped or self.computed)
+        return bool(self.dropped or self.abandoned or self.stages)

@@ -128,25 +128,29 @@ class Step(Op[StepOutput]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeInput(Op[None]):
-    """Compute the product of an input besides tokens; later steps name its slot.
+class ComputeInputs(Op[None]):
+    """Compute the products of inputs besides tokens; later steps name their slots.
+
+    ``begin`` computes nothing. Pictures take ``RunnerInfo.num_tower_stages`` stages, other inputs
+    one. A product whose slot is dropped meanwhile is not kept.
 
     Attributes:
         model: the model.
-        slot: where the product is kept, in place of what is there.
-        kind: what the input is.
-        handle: has the arrays of the input, by the names that its kind gives them.
+        slots: where the products are kept, in place of what is there.
+        kind: what the inputs are.
+        handles: for each input, has its arrays by the names that its kind gives them. Several
+            inputs have arrays of equal shapes.
     """
 
     model: str
-    slot: int
+    slots: tuple[int, ...]
     kind: InputKind
-    handle: str
+    handles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropInputs(Op[None]):
-    """Forget the products in some slots; empty slots are ignored."""
+    """Forget the products in some slots, computed or not; empty slots are ignored."""
 
     model: str
     slots: tuple[int, ...]

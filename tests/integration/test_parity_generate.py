@@ -134,6 +134,7 @@ class Session:
             max_model_len=info.max_model_len,
             has_state=info.has_state,
             speculative=speculative,
+            num_tower_stages=info.num_tower_stages,
         )
         self.runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}

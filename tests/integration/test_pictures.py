@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
-from mlx_parallm.models.vision.features import TwoWay
-from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.models.vision.features import Arrays, Features, Tower, TwoWay
+from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.model_input import POSITIONS, TOKEN_IDS, InputKind, ModelInput
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.attention.two_way import TwoWaySpan
@@ -20,7 +22,48 @@ from mlx_parallm.worker.generation.rotary_rows import RotarySeam
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.golden_pictures import vision_names
 from tests.integration.test_parity_generate import BLOCK_SIZE
-from tests.picture_sessions import PictureSession, golden_of
+from tests.picture_sessions import PictureSession, golden_of, loaded_of, pictures_of
+
+
+def arrays_of(source: ModelInput) -> dict[str, mx.array]:
+    return {
+        name: mx.array(np.frombuffer(each.data, each.dtype).reshape(each.shape))
+        for name, each in source.arrays.items()
+        if name not in (TOKEN_IDS, POSITIONS)
+    }
+
+
+def computed(tower: Tower, pictures: Sequence[Arrays]) -> list[Features]:
+    """Return the features of pictures, and check the number of stages."""
+    stages = tower.stages(pictures)
+    for _ in range(tower.num_stages - 1):
+        mx.eval(next(stages))
+    with pytest.raises(StopIteration) as end:
+        next(stages)
+    return end.value.value
+
+
+@pytest.mark.parametrize("name", vision_names())
+def test_towers_compute_pictures_of_equal_shapes_together(name: str) -> None:
+    tower: Tower = getattr(loaded_of(name).model, TOWER)
+    numbers = range(len(golden_of(name)["prompts"]))
+    sources = [source for number in numbers for source in pictures_of(name).inputs(number)]
+    for source in {source.shape_key: source for source in sources}.values():
+        first = arrays_of(source)
+        noise = {
+            key: array + mx.random.normal(array.shape, key=mx.random.key(1))
+            if array.dtype == mx.float32
+            else array
+            for key, array in first.items()
+        }
+        pictures = [first, noise, first]
+        together = computed(tower, pictures)
+        for arrays, own in zip(pictures, together, strict=True):
+            alone = tower(arrays)
+            parts = zip((own.rows, *own.layers), (alone.rows, *alone.layers), strict=True)
+            for actual, expected in parts:
+                assert mx.abs(actual - expected).max() <= 1e-5 * mx.abs(expected).max()
+        assert not mx.allclose(together[0].rows, together[1].rows, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", vision_names())
@@ -85,9 +128,9 @@ def no_features(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def reversed_rows(
-        self: InputFeatures, slot: int, rows: mx.array, *more: Any, **options: Any
+        self: InputFeatures, slot: int, run: Any, rows: mx.array, *more: Any, **options: Any
     ) -> None:
-        put(self, slot, rows[::-1], *more, **options)
+        put(self, slot, run, rows[::-1], *more, **options)
 
     put = InputFeatures.put
     monkeypatch.setattr(InputFeatures, "put", reversed_rows)

@@ -10,11 +10,12 @@ import pytest
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
+from mlx_parallm.types.model_input import HostArray, InputKind, InputStages, ModelInput, Span
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.input_runs import InputRun
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.path_choice import ALONE
@@ -40,18 +41,39 @@ class InputRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self.info = runner.info
         self.runner = runner
-        self.num_computed = 0
+        #: The inputs of each run.
+        self.runs: list[int] = []
+        self._open: dict[int, InputRun] = {}
+
+    @property
+    def num_computed(self) -> int:
+        return sum(self.runs)
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        self.runner.features.drop(batch.inputs.dropped)
-        for slot, source in batch.inputs.computed.items():
-            tensors = {
+        self.runner.inputs.features.drop(batch.inputs.dropped)
+        for number in batch.inputs.abandoned:
+            del self._open[number]
+        for stages in batch.inputs.stages:
+            if stages.begun:
+                self._open[stages.run] = self._begin(stages)
+            run = self._open[stages.run]
+            for _ in range(stages.num_stages - stages.is_last):
+                run.advance()
+            assert (run.num_stages == 1) >= stages.is_last
+            if stages.is_last:
+                self._open.pop(stages.run).wait()
+        return self.runner.submit(batch)
+
+    def _begin(self, stages: InputStages) -> InputRun:
+        inputs = [
+            {
                 name: HostTensor(np.frombuffer(each.data, each.dtype).reshape(each.shape))
                 for name, each in source.arrays.items()
             }
-            self.runner.compute_input(slot, source.kind, tensors)
-            self.num_computed += 1
-        return self.runner.submit(batch)
+            for source in stages.begun
+        ]
+        self.runs.append(len(inputs))
+        return self.runner.inputs.begin(stages.slots, stages.begun[0].kind, inputs)
 
 
 @cache

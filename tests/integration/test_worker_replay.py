@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -24,29 +25,48 @@ from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.generation.scheduler.stage_cost import StageCost
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.pictures.processor import host_array
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
+from mlx_parallm.types.model_input import (
+    FEATURE,
+    TOKEN_IDS,
+    HostArray,
+    InputKind,
+    ModelInput,
+    Span,
+)
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import StepOutput
 from mlx_parallm.types.weights import SLEEP_TAGS
 from mlx_parallm.worker.generation.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
-from mlx_parallm.worker.ops import StageAdapter, Step
+from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
 from tests import adapter_files
-from tests.recorded_worker import MODULES, Begun, RecordingWorker, Waited, kinds_of
+from tests.recorded_worker import MODULES, Advanced, Begun, RecordingWorker, Waited, kinds_of
 
-GENERATOR, EMBEDDER = "generator", "embedder"
+GENERATOR, EMBEDDER, SEER = "generator", "embedder", "seer"
 NORM = "model.norm.weight"
+#: ``NUM_FEATURES``: rows of a picture of demo:see.
+NUM_FEATURES = 64
+#: ``PICTURE_COST``: of two pictures, it is a step's share of inputs.
+PICTURE_COST = 6
+#: ``STREAMS_SHARE``: cost of the stages that decode rows wait for, in place of what was measured.
+STREAMS_SHARE = 2.0
 
 
 class BusyRun:
-    """Two models in one worker, driven step by step."""
+    """Three models in one worker, driven step by step."""
 
     def __init__(self, *, ahead: bool) -> None:
         self.worker = RecordingWorker()
-        folders = {GENERATOR: DEMO_FOLDER, EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"]}
+        folders = {
+            GENERATOR: DEMO_FOLDER,
+            EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"],
+            SEER: DEMO_FOLDERS[PREFIX + "see"],
+        }
         config = EngineConfig(
             models=tuple(
                 ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
@@ -97,6 +117,54 @@ class BusyRun:
                 inputs=(source,),
             )
         )
+
+    def ask_about(self, name: str, *seeds: int, **params: Any) -> None:
+        """Queue a request with a picture of each seed, between tokens."""
+        ids, inputs = [5, 6, 7], list[ModelInput]()
+        for seed in seeds:
+            span = Span(len(ids), len(ids) + NUM_FEATURES)
+            pixels = np.random.default_rng(seed).normal(size=(1, 3, 64, 64)).astype(np.float32)
+            marks = np.full(NUM_FEATURES, FEATURE, np.int32)
+            source = ModelInput(
+                kind=InputKind.PICTURE,
+                content=str(seed),
+                arrays={"pixel_values": host_array(pixels), TOKEN_IDS: host_array(marks)},
+                nbytes=NUM_FEATURES * 512,
+                cost=PICTURE_COST,
+                span=span,
+                shape_key="64",
+            )
+            inputs.append(source)
+            ids += [INPUT_TOKEN] * NUM_FEATURES + [8]
+        request = GenerateRequest(
+            request_id=name,
+            model=SEER,
+            prompt_ids=tuple(ids),
+            params=SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}),
+            inputs=tuple(inputs),
+        )
+        self.engines[SEER].submit(request)
+
+    def look(self) -> None:
+        """Compute pictures together, in stages beside a stream, and for a request that ends."""
+        seer = self.engines[SEER]
+        self.ask_about("first", 1, seed=1)
+        self.ask_about("second", 3, seed=2)
+        while seer.has_work():
+            seer.step()
+        self.ask_about("both", 1, 2, seed=5)
+        while seer.has_work():
+            seer.step()
+        self.ask_about("stream", max_tokens=40, seed=3)
+        for _ in range(3):
+            seer.step()
+        self.ask_about("aborted", 5)
+        for _ in range(3):
+            seer.step()
+        seer.abort("aborted")
+        self.ask_about("beside", 6, 7, seed=4)
+        while seer.has_work():
+            seer.step()
 
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -174,9 +242,32 @@ def run_busily(*, ahead: bool) -> BusyRun:
     run.ask("anew", 33, temperature=0.0)
     run.finish()
     run.generator.policies.unload("changing")
+    with patch.object(StageCost, "tokens_within", lambda *_: STREAMS_SHARE):
+        run.look()
     run.embed("more", 7)
     run.engines[EMBEDDER].release()
     return run
+
+
+def assert_pictures_were_computed(ops: list[Any], records: list[Any]) -> None:
+    """Assert that some were computed together, some in stages, and one in part only."""
+    runs = [
+        (number, op)
+        for number, op in enumerate(ops)
+        if isinstance(op, ComputeInputs) and op.kind is InputKind.PICTURE
+    ]
+    assert max(len(op.slots) for _, op in runs) > 1
+    waited = {record.number for record in records if isinstance(record, Waited)}
+    assert sum(number not in waited for number, _ in runs) == 1, "the aborted request's"
+    places = {number: list[int]() for number, _ in runs}
+    for place, record in enumerate(records):
+        if isinstance(record, Advanced) and record.number in places:
+            places[record.number].append(place)
+    assert any(
+        isinstance(records[place], Begun)
+        for stages in places.values()
+        for place in range(min(stages, default=0), max(stages, default=0))
+    ), "no step ran between two stages"
 
 
 def fail_next_step(run: BusyRun) -> None:
@@ -231,7 +322,7 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Load",
         "Allocate",
         "Step",
-        "ComputeInput",
+        "ComputeInputs",
         "PoolBatch",
         "PutTensors",
         "DropTensors",
@@ -245,6 +336,7 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Checksums",
         "Unload",
     }
+    assert_pictures_were_computed(ops, records)
     results = [record.result for record in records if isinstance(record, Waited)]
     tokens = sum(len(result.tokens) for result in results if isinstance(result, StepOutput))
     assert tokens > 150

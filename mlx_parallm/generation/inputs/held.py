@@ -28,32 +28,28 @@ class HeldInputs:
     scope: bytes
     slots: dict[ProductKey, int] = field(default_factory=dict[ProductKey, int])
 
-    def acquire(self, start: int, stop: int, budget: int | None) -> tuple[int, int]:
-        """Acquire what rows ``start`` to ``stop - 1`` need.
-
-        Args:
-            start: position of the first row.
-            stop: position behind the last row.
-            budget: tokens that computing products may cost; None for any number.
+    def acquire(self, start: int, stop: int) -> int:
+        """Acquire what rows ``start`` to ``stop - 1`` need, up to the first product not computed.
 
         Returns:
-            The end of the rows that have their products, at most ``stop``, and the tokens that
-            computing them costs.
+            The end of the rows that have their products, at most ``stop``.
         """
-        cost = 0
         for first, source in self._needed(start, stop):
             key = self._key(source)
-            if key in self.slots:
-                continue
-            own = 0 if self.cache.contains(key) else source.cost
-            if own and budget is not None and cost + own > budget:
-                return first, cost
-            slot = self.cache.acquire(key, source)
+            slot = self.slots.get(key)
             if slot is None:
-                return first, cost
-            self.slots[key] = slot
-            cost += own
-        return stop, cost
+                slot = self.cache.acquire(key, source)
+                if slot is None:
+                    return first
+                self.slots[key] = slot
+            if not self.cache.is_ready(slot):
+                return first
+        return stop
+
+    def is_blocked(self, start: int) -> bool:
+        """Return True if the row at position ``start`` needs a product that is not computed."""
+        slots = (self.slots.get(self._key(source)) for _, source in self._needed(start, start + 1))
+        return any(slot is None or not self.cache.is_ready(slot) for slot in slots)
 
     def rows(self, start: int, stop: int) -> tuple[InputRows, ...]:
         """Return the rows of inputs that a step of positions ``start`` to ``stop - 1`` runs."""
@@ -71,14 +67,16 @@ class HeldInputs:
         return tuple(rows)
 
     def pass_rows(self, start: int) -> None:
-        """Release products that the row at position ``start``, the next one, does not need.
+        """Release products, except those of the row at position ``start`` and the next placed one.
 
-        One that a later row needs is not held until then: of two sequences that each held what the
-        other lacks room for, neither could go on.
+        The rows before that one need nothing else, so they run and then it is released too. More
+        is not held: of two sequences that each held what the other lacks room for, neither could
+        go on.
         """
         if self.slots:
-            keys = {self._key(source) for _, source in self._needed(start, start + 1)}
-            for key in self.slots.keys() - keys:
+            following = self.inputs.following(start)
+            needed = self.inputs.whole + (() if following is None else (following,))
+            for key in self.slots.keys() - {self._key(source) for source in needed}:
                 self.cache.release(self.slots.pop(key))
 
     def release(self) -> None:

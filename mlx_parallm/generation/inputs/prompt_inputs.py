@@ -44,6 +44,10 @@ class PromptInputs:
             if placed.span.overlaps(start, stop):
                 yield placed
 
+    def following(self, start: int) -> ModelInput | None:
+        """Return the first input with a row at position ``start`` or later; None if none has."""
+        return next((each.input for each in self._placed if each.span.stop > start), None)
+
     def block_key(self, start: int, stop: int) -> bytes:
         """Return what positions ``start`` to ``stop - 1`` mean besides their token ids.
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
+from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.shares import ClientShares
 from mlx_parallm.generation.scheduler.speculating import Speculator
+from mlx_parallm.generation.scheduler.stage_cost import StageCost
 from mlx_parallm.generation.scheduler.step_cost import (
     MIN_CHUNK,
     PrefillAllowance,
@@ -21,6 +26,11 @@ from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
 CHUNK_SHARE = 4
+# STAGES_SHARE: computing inputs gets this share of the token budget, or of the time that decode
+# rows can wait for, while prompts can be prefilled too.
+STAGES_SHARE = 0.5
+# OBSERVED: without a bound one in so many steps that only decode is observed.
+OBSERVED = 8
 DEFAULT_TOKEN_BUDGET = 1024
 
 
@@ -31,7 +41,8 @@ class Planner:
         prefix_queries: prompt tokens looked up in the prefix cache so far.
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
-        cost: what steps were measured to take; None if no time is bounded.
+        cost: what steps were measured to take; None if nothing depends on it.
+        stage_cost: what computing inputs was measured to add to them.
         token_budget: most tokens of a step.
     """
 
@@ -45,6 +56,7 @@ class Planner:
         *,
         max_model_len: int,
         has_state: bool,
+        num_tower_stages: int = 1,
     ) -> None:
         # Every decode row must fit: a step without room for all of them would starve some.
         self.token_budget = max(
@@ -52,7 +64,11 @@ class Planner:
         )
         bound_ms = config.max_decode_stall_ms
         self._bound_s = 0.0 if bound_ms is None else TARGET_SHARE * bound_ms / 1e3
-        self.cost = None if bound_ms is None else StepCost()
+        # The stages of towers are bounded by what prefill takes, also without a bound.
+        has_tower = num_tower_stages > 1
+        self.cost = StepCost() if has_tower or bound_ms is not None else None
+        self.stage_cost = StageCost()
+        self._num_unobserved = 0
         self._kv = kv
         self._waiting = waiting
         self._running = running
@@ -67,6 +83,7 @@ class Planner:
     def plan(self) -> StepPlan:
         """Return the next step: decode rows, then chunks of running prompts, then admissions."""
         plan = StepPlan(self.token_budget)
+        self._running.input_runs.settle()
         if self._running.adapters.blocked:
             # A sequence whose client is at its limit waits for the client, not for an adapter.
             heads = filter(self._running.allows_client, self._waiting.heads())
@@ -77,14 +94,17 @@ class Planner:
             return plan
         for leader in [sequence for sequence in plan.num_tokens if sequence.followers]:
             self._fork_followers(leader, plan)
+        plan.has_streams = bool(plan.num_tokens) or any(row.num_pending for row in self._running)
+        self._compute_inputs(plan, is_first=True)
         prefilling = [sequence for sequence in self._running if sequence.num_remaining > 1]
-        if self.cost is not None and plan.num_tokens and (prefilling or len(self._waiting)):
-            plan.allowance = self._allowance(plan, self.cost)
+        if self._bound_s and plan.num_tokens and (prefilling or len(self._waiting)):
+            plan.allowance = self._allowance(plan)
         num_running = len(self._running)
         chunk = self._chunk(plan, prefilling)
         self._plan_prefill(plan, chunk, prefilling)
         self._admit(plan, chunk)
-        if prefilling or len(self._running) > num_running:
+        self._compute_inputs(plan, is_first=False)
+        if prefilling or len(self._running) > num_running or plan.has_new_products:
             self._spread_rest(plan)
         if self._speculator is not None:
             self._speculator.plan_drafts(plan, len(self._running))
@@ -187,13 +207,72 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
-        """Return how much prefill the decode rows planned so far can wait for."""
-        work = StepWork.of(
-            (sequence.num_computed, count + len(plan.proposals.get(sequence, ())))
-            for sequence, count in plan.num_tokens.items()
+    def observe(self, rows: Iterable[tuple[int, int]], tokens: float, seconds: float) -> None:
+        """Learn from a step that has ended.
+
+        Args:
+            rows: first position and number of tokens of each of its rows.
+            tokens: the cost of the stages that it computed of inputs.
+            seconds: that it took.
+        """
+        if self.cost is None:
+            return
+        work = StepWork.of(rows)
+        if tokens:
+            self.stage_cost.observe(tokens, seconds - self.cost.predict(work))
+            return
+        self._num_unobserved += 1
+        if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
+            self._num_unobserved = 0
+            self.cost.observe(work, seconds)
+
+    def _compute_inputs(self, plan: StepPlan, *, is_first: bool) -> None:
+        """Plan stages of the inputs that running sequences wait for.
+
+        First before any prefill; then for sequences whose prefill was planned up to an input.
+        """
+        runs = self._running.input_runs
+        cost = runs.next_cost
+        if not cost or (not is_first and plan.num_tokens and cost > plan.budget_left):
+            return
+        if plan.stages is None:
+            plan.stages = self._stage_allowance(plan, cost)
+        before = plan.stages.taken
+        plan.has_new_products |= runs.advance(plan.stages)
+        plan.spend(plan.stages.taken - before)
+
+    def _stage_allowance(self, plan: StepPlan, cost: int) -> StageAllowance:
+        """Return how much of inputs the step computes; ``cost`` is that of the next run.
+
+        Without decode rows that is a share of the budget. Decode rows wait for stages as long as
+        the bound allows or, without one, as long as for the prefill of as many tokens.
+        """
+        most = STAGES_SHARE * self.token_budget
+        if not plan.has_streams or self.cost is None:
+            return StageAllowance(min(most, plan.budget_left), most, is_whole=True)
+        if self._bound_s:
+            seconds = self._bound_s - self.cost.predict(_work_of(plan))
+            if self._has_prompts():
+                seconds *= STAGES_SHARE
+        else:
+            number = min(cost, self.token_budget)
+            seconds = self.cost.prefill_s + self.cost.chunk_s(0, number) or math.inf
+        tokens = min(self.stage_cost.tokens_within(seconds), most)
+        return StageAllowance(tokens, most, is_whole=False)
+
+    def _has_prompts(self) -> bool:
+        """Return True if there are prompts that could be prefilled now."""
+        return len(self._waiting) > 0 or any(
+            sequence.held is None or not sequence.held.is_blocked(sequence.num_computed)
+            for sequence in self._running
+            if sequence.num_remaining > 1
         )
-        return PrefillAllowance(cost, work, self._bound_s)
+
+    def _allowance(self, plan: StepPlan) -> PrefillAllowance:
+        """Return how much prefill the decode rows planned so far can wait for."""
+        assert self.cost is not None, "a time is bounded"
+        stages_s = 0.0 if plan.stages is None else self.stage_cost.predict(plan.stages.taken)
+        return PrefillAllowance(self.cost, _work_of(plan), self._bound_s - stages_s)
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
         """Return a prompt's first chunk: a share of the budget, or of what fits the time bound."""
@@ -225,8 +304,8 @@ class Planner:
     def _runnable(self, sequence: Sequence, limit: int, plan: StepPlan) -> int:
         """Return how many of a sequence's next tokens can run in this step.
 
-        They are at most ``limit``, unless they begin with rows that must not be cut; fewer if an
-        input that they need can only be computed in a later step.
+        They are at most ``limit``, unless they begin with rows that must not be cut; they end
+        before an input that is not computed.
         """
         inputs, held = sequence.group.inputs, sequence.held
         if not inputs or limit <= 0:
@@ -240,11 +319,7 @@ class Planner:
             # Rows that fit a step wait for other prompts, but never for decode rows.
             if stop - start > plan.budget_left and not plan.is_decode:
                 return 0
-        budget = plan.budget_left if plan.num_tokens else None
-        ready, cost = held.acquire(start, stop, budget)
-        if cost:
-            plan.spend(cost)
-        return inputs.cut(start, ready) - start
+        return inputs.cut(start, held.acquire(start, stop)) - start
 
     def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
@@ -354,3 +429,11 @@ class Planner:
             more = self._runnable(sequence, min(sequence.num_schedulable - planned, room), plan)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
                 plan.add(sequence, more)
+
+
+def _work_of(plan: StepPlan) -> StepWork:
+    """Return the work of the rows planned so far."""
+    return StepWork.of(
+        (sequence.num_computed, count + len(plan.proposals.get(sequence, ())))
+        for sequence, count in plan.num_tokens.items()
+    )

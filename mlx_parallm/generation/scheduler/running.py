@@ -11,6 +11,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER, AdapterSlots
 from mlx_parallm.generation.inputs.cache import InputCache
 from mlx_parallm.generation.inputs.held import HeldInputs
+from mlx_parallm.generation.inputs.runs import InputRuns
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import Sequence
@@ -25,12 +26,16 @@ class RunningSet:
     Attributes:
         adapters: the slots of their adapters.
         inputs: keeps the products of inputs.
+        input_runs: computes them.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv: KVCacheManager, *, num_tower_stages: int = 1
+    ) -> None:
         self._config = config
         self.adapters = AdapterSlots(config.max_loras)
         self.inputs = InputCache(INPUT_CACHE_BYTES)
+        self.input_runs = InputRuns(self.inputs, num_tower_stages)
         self._kv = kv
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
@@ -140,4 +145,5 @@ class RunningSet:
         assert clients == self._per_client
         held = [sequence.held for sequence in self._sequences if sequence.held is not None]
         self.inputs.check_integrity(sum(len(each.slots) for each in held))
+        self.input_runs.check_integrity()
         assert sorted(self._sequences, key=lambda sequence: sequence.order) == self._sequences

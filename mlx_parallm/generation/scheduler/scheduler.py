@@ -13,7 +13,6 @@ from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
-from mlx_parallm.generation.scheduler.step_cost import StepWork
 from mlx_parallm.generation.scheduler.updates import (
     SchedulerStats,
     SequenceUpdate,
@@ -38,13 +37,14 @@ class Scheduler:
         max_model_len: int,
         has_state: bool = False,
         speculative: SpeculativeConfig | None = None,
+        num_tower_stages: int = 1,
     ) -> None:
         self._kv = kv
         # The pool bounds a sequence too: a sequence that has all blocks must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self._has_state = has_state
         self._waiting = WaitingQueue()
-        self._running = RunningSet(config, kv)
+        self._running = RunningSet(config, kv, num_tower_stages=num_tower_stages)
         self._live = LiveRequests(self._running, config.max_waiting)
         # A recurrent state cannot be rolled back to before refused proposals.
         assert not (has_state and speculative), "a state cannot follow refused proposals"
@@ -59,6 +59,7 @@ class Scheduler:
             self._speculator,
             max_model_len=self._max_len,
             has_state=has_state,
+            num_tower_stages=num_tower_stages,
         )
         self._constant = PolicyWeights()
         # Rows by step in flight and seq_id; a sample may end before its step.
@@ -128,9 +129,8 @@ class Scheduler:
         ``seconds`` is the time that the engine spent on it: from the end of the step before, or its
         own begin, until it was submitted, and waiting for its end.
         """
-        if self._planner.cost is not None:
-            rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
-            self._planner.cost.observe(StepWork.of(rows), seconds)
+        rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
+        self._planner.observe(rows, batch.inputs.tokens, seconds)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended."""
@@ -194,7 +194,7 @@ class Scheduler:
             prefix_hits=self._planner.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
             speculation=self._speculator.stats() if self._speculator else SpeculationStats(),
-            pictures_computed=inputs.num_pictures_computed,
+            pictures_computed=self._running.input_runs.num_pictures_computed,
             pictures_found=inputs.num_pictures_found,
             input_bytes=inputs.used_bytes,
         )
@@ -250,7 +250,7 @@ class Scheduler:
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
-            inputs=self._running.inputs.take_changes(),
+            inputs=self._running.input_runs.take_changes(),
         )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
@@ -277,10 +277,20 @@ class Scheduler:
         return updates
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
-        """End every request of a step that raised; its blocks do not enter the prefix cache."""
+        """End every request of a step that raised; its blocks do not enter the prefix cache.
+
+        Requests that wait for an input that the step was to compute end too.
+        """
         rows = self._in_flight.pop(batch.step_id).values()
-        updates = [update for begun in rows for update in self._fail_group(begun.group, message)]
-        self._running.inputs.forget(batch.inputs)
+        slots = {slot for stages in batch.inputs.stages for slot in stages.slots}
+        groups = [begun.group for begun in rows]
+        groups += [
+            sequence.group
+            for sequence in self._running
+            if sequence.held is not None and slots & set(sequence.held.slots.values())
+        ]
+        updates = [update for group in groups for update in self._fail_group(group, message)]
+        self._running.input_runs.forget(batch.inputs)
         return updates
 
     def check_room(self, client: str, n: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_cost import PrefillAllowance
 
@@ -12,6 +15,9 @@ class StepPlan:
     Attributes:
         budget_left: tokens that may still be added.
         allowance: bounds the time of prefill too; None if no decode row waits for it.
+        has_streams: whether decode rows are planned, or in flight.
+        stages: bounds what is computed of inputs; None before any is.
+        has_new_products: whether products of inputs became ready in this plan.
         num_tokens: of each sequence, proposals not counted.
         proposals: guesses that are run after them.
         draft_ends: how many tokens a draft model is to have computed of each.
@@ -24,6 +30,9 @@ class StepPlan:
     def __init__(self, token_budget: int) -> None:
         self.budget_left = token_budget
         self.allowance: PrefillAllowance | None = None
+        self.has_streams = False
+        self.stages: StageAllowance | None = None
+        self.has_new_products = False
         self.num_tokens: dict[Sequence, int] = {}
         self.proposals: dict[Sequence, tuple[int, ...]] = {}
         self.draft_ends: dict[Sequence, int] = {}
@@ -51,13 +60,13 @@ class StepPlan:
         self.num_tokens[sequence] = planned + num_tokens
         self.budget_left -= num_tokens
 
-    def spend(self, num_tokens: int) -> None:
+    def spend(self, num_tokens: float) -> None:
         """Take the cost of computing inputs from the budget.
 
         A step that would run nothing else keeps one token: its rows follow in the same step.
         """
         least = 0 if self.num_tokens else 1
-        self.budget_left = max(self.budget_left - num_tokens, least)
+        self.budget_left = max(self.budget_left - math.ceil(num_tokens), least)
 
     def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
         """Run proposals after the one token of a sequence."""

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.numerics.exp2 import LOG2_E, MAX_EXPONENT, MIN_EXPONENT, exp2, is_exp_slow
+from mlx_parallm.numerics.exp2 import silu as _by_silu
+from mlx_parallm.numerics.gelu import gelu
+
 
 def quick_gelu(x: mx.array) -> mx.array:
     """Return OpenAI's approximation of GELU."""
-    return x * mx.sigmoid(1.702 * x)
+    return _by_silu(1.702 * x) / 1.702 if _is_own(x) else x * mx.sigmoid(1.702 * x)
+
+
+def tanh_gelu(x: mx.array) -> mx.array:
+    """Return ``mlx.nn.gelu_approx``, by the fastest operations of the device."""
+    if not _is_own(x):
+        return nn.gelu_approx(x)
+    # (1 + tanh(a)) / 2 is the logistic function of 2 a.
+    inner = 1 + 0.044715 * mx.square(x)
+    exponents = x * inner * (-2 * math.sqrt(2 / math.pi) * LOG2_E)
+    return x / (1 + exp2(mx.clip(exponents, MIN_EXPONENT, MAX_EXPONENT - 1)))
+
+
+def silu(x: mx.array) -> mx.array:
+    """Return ``mlx.nn.silu``, by the fastest operations of the device."""
+    return _by_silu(x) if _is_own(x) else nn.silu(x)
+
+
+def _is_own(x: mx.array) -> bool:
+    """True if the operations of ``numerics`` are faster."""
+    return x.dtype == mx.float32 and is_exp_slow()
 
 
 ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "quick_gelu": quick_gelu,
-    "gelu": nn.gelu,
-    "gelu_pytorch_tanh": nn.gelu_approx,
-    "silu": nn.silu,
+    "gelu": gelu,
+    "gelu_pytorch_tanh": tanh_gelu,
+    "silu": silu,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
+from mlx_parallm.numerics.attention import softmax_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class ClipAttention(nn.Module):
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         ]
         scale = (size // self.num_heads) ** -0.5
-        out = mx.fast.scaled_dot_product_attention(*heads, scale=scale)
+        out = softmax_attention(*heads, scale=scale, mask=None)
         return self.out_proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
@@ -130,17 +132,35 @@ class ClipTransformer(nn.Module):
         self.encoder = ClipEncoder(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def __call__(self, pixels: mx.array, layer: int) -> mx.array:
-        """Return hidden states ``[pictures, 1 + patches, size]``.
+    def layer_numbers(self, layers: Sequence[int]) -> list[int]:
+        """Return how many layers run until each of some ``hidden_states`` of transformers.
+
+        Index 0 are the embeddings, -1 the states after the last layer.
+        """
+        count = len(self.encoder.layers) + 1
+        return [layer % count for layer in layers]
+
+    def hidden(
+        self, pixels: mx.array, layers: Sequence[int]
+    ) -> Generator[mx.array, None, list[mx.array]]:
+        """Compute hidden states ``[pictures, 1 + patches, size]``, a layer at a time.
 
         Args:
             pixels: ``[pictures, 3, h, w]``.
-            layer: after which layer, as an index into transformers' ``hidden_states``: 0 are the
-                embeddings, -1 those after the last layer.
+            layers: after which layers, see ``layer_numbers``.
+
+        Yields:
+            The states after each layer up to the last of these.
+
+        Returns:
+            The states after each of these.
         """
         x = self.pre_layrnorm(self.embeddings(pixels))
-        layers = self.encoder.layers
-        last = layer if layer >= 0 else len(layers) + 1 + layer
-        for each in layers[:last]:
-            x = each(x)
-        return x
+        numbers = self.layer_numbers(layers)
+        states = {0: x}
+        for number, layer in enumerate(self.encoder.layers[: max(numbers)], 1):
+            x = layer(x)
+            if number in numbers:
+                states[number] = x
+            yield x
+        return [states[number] for number in numbers]

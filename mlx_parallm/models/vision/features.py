@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 #: ``Arrays``: what transformers' image processor makes of one picture, by its names.
 Arrays = Mapping[str, mx.array]
@@ -37,9 +38,38 @@ class Features(NamedTuple):
     scale: float = 1.0
 
 
-class Tower(Protocol):
+#: ``Stages``: yields what to evaluate after each stage but the last, and returns the features.
+Stages = Generator[mx.array, None, list[Features]]
+#: ``Layers``: yields the hidden states after each layer, and returns what the tower makes of them.
+Layers = Generator[mx.array, None, mx.array]
+
+
+class Tower(nn.Module):
     """A tower and its projector."""
 
-    def __call__(self, arrays: Arrays, /) -> Features:
-        """Return the features of one picture."""
-        ...
+    @property
+    def num_stages(self) -> int:
+        """The number of stages, the same for all pictures."""
+        raise NotImplementedError
+
+    def stages(self, pictures: Sequence[Arrays], /) -> Stages:
+        """Compute the features of pictures of equal shapes together, a layer a stage, lazily.
+
+        Pictures have equal shapes if the shapes of their arrays are equal, and their integers.
+        """
+        raise NotImplementedError
+
+    def __call__(self, arrays: Arrays) -> Features:
+        """Return the features of one picture, lazily."""
+        stages = self.stages([arrays])
+        while True:
+            try:
+                next(stages)
+            except StopIteration as end:
+                (features,) = end.value
+                return features
+
+
+def features_of(rows: mx.array, *, scale: float = 1.0) -> list[Features]:
+    """Return the features of several pictures, ``[pictures, ..., text width]``."""
+    return [Features(each.reshape(-1, each.shape[-1]), scale=scale) for each in rows]

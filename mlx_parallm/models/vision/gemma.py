@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import numpy as np
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig
-from mlx_parallm.models.vision.features import Arrays, Features, TwoWay
+from mlx_parallm.models.vision.features import Arrays, Stages, Tower, TwoWay, features_of
 from mlx_parallm.models.vision.siglip import SiglipTransformer
 
 # SIGLIP: what transformers' SiglipVisionConfig has where a config is silent.
@@ -51,8 +52,8 @@ class GemmaProjector(nn.Module):
         return self.mm_soft_emb_norm(rows) @ self.mm_input_projection_weight
 
 
-class GemmaTower(nn.Module):
-    """SigLIP and the projector. Implements ``Tower``."""
+class GemmaTower(Tower):
+    """SigLIP and the projector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -65,12 +66,18 @@ class GemmaTower(nn.Module):
         rounded = mx.array(width**0.5, mx.bfloat16).astype(mx.float32)
         self._scale = float(np.array(rounded))
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
+        """See ``Tower``."""
+        return self.vision_tower.num_layers + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
         """See ``Tower``."""
         dtype = self.vision_tower.post_layernorm.weight.dtype
-        x = self.vision_tower(arrays["pixel_values"].astype(dtype))
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        x = yield from self.vision_tower.hidden(pixels.astype(dtype))
         rows = self.multi_modal_projector(x)
-        return Features(rows.reshape(-1, rows.shape[-1]), scale=self._scale)
+        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]), scale=self._scale)
 
 
 #: ``GEMMA``: Gemma 3.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -12,8 +12,16 @@ import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
-from mlx_parallm.models.vision.features import Arrays, Features, TwoWay
+from mlx_parallm.models.vision.features import (
+    Arrays,
+    Layers,
+    Stages,
+    Tower,
+    TwoWay,
+    features_of,
+)
 from mlx_parallm.models.vision.rotary import turned
+from mlx_parallm.numerics.attention import softmax_attention
 
 # LIMITS: the names of clipped layers' bounds.
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
@@ -87,21 +95,29 @@ class Gemma4Attention(nn.Module):
         self.k_norm = nn.RMSNorm(size, eps=self._eps)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-        """Return the output for ``[patches, size]``; the angles are by column and by row."""
-        length = x.shape[0]
+        """Return the output for ``[pictures, patches, size]``.
+
+        The angles are by column and by row.
+        """
+        count, length = x.shape[:2]
         q, k, v = (
-            layer(x).reshape(length, -1, self._head_dim)
+            layer(x).reshape(count, length, -1, self._head_dim)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = _turned(self.q_norm(q), turns), _turned(self.k_norm(k), turns)
         v = mx.fast.rms_norm(v, None, self._eps)
-        heads = [each.transpose(1, 0, 2)[None] for each in (q, k, v)]
-        out = mx.fast.scaled_dot_product_attention(*heads, scale=1.0)[0]
-        return self.o_proj(out.transpose(1, 0, 2).reshape(length, -1))
+        heads = [each.transpose(0, 2, 1, 3) for each in (q, k, v)]
+        out = softmax_attention(*heads, scale=1.0, mask=None)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(count, length, -1))
 
 
 def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-    """Return ``[patches, heads, size]`` with one half of each head turned by each of the angles."""
+    """Return ``x`` with one half of each head turned by each of the angles.
+
+    Args:
+        x: ``[pictures, patches, heads, size]``.
+        turns: by column and by row, ``[patches, size / 4]`` each.
+    """
     halves = zip(mx.split(x, 2, axis=-1), turns, strict=True)
     return mx.concatenate([turned(half, angles) for half, angles in halves], axis=-1)
 
@@ -154,7 +170,12 @@ class Gemma4Patches(nn.Module):
         self.position_embedding_table = mx.zeros((2, config.position_embedding_size, size))
 
     def __call__(self, pixels: mx.array, places: mx.array) -> mx.array:
-        """Return ``[patches, size]`` of pixels ``[patches, 3 * side²]`` from 0 to 1."""
+        """Return ``[pictures, patches, size]``.
+
+        Args:
+            pixels: from 0 to 1, ``[pictures, patches, 3 * side²]``.
+            places: column and row of each patch, ``[patches, 2]``.
+        """
         dtype = self.position_embedding_table.dtype
         x = self.input_proj((2 * (pixels - 0.5)).astype(dtype))
         columns, rows = self.position_embedding_table
@@ -181,21 +202,29 @@ class Gemma4Transformer(nn.Module):
             self.std_bias = mx.zeros((config.hidden_size,))
             self.std_scale = mx.ones((config.hidden_size,))
 
-    def __call__(self, pixels: mx.array, places: np.ndarray) -> mx.array:
-        """Return rows ``[squares, size]``.
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.encoder.layers)
+
+    def rows(self, pixels: mx.array, places: np.ndarray) -> Layers:
+        """Compute rows ``[pictures, squares, size]``.
 
         Args:
-            pixels: ``[patches, 3 * side²]``, row by row.
+            pixels: ``[pictures, patches, 3 * side²]``, row by row.
             places: column and row of each patch, ``[patches, 2]``.
         """
         turns = self._turns(places)
         x = self.patch_embedder(pixels, mx.array(places))
         for layer in self.encoder.layers:
             x = layer(x, turns)
+            yield x
         columns, rows = (places.max(axis=0) + 1).tolist()
         side = self._config.pooling_kernel_size
-        squares = x.astype(mx.float32).reshape(rows // side, side, columns // side, side, -1)
-        pooled = squares.mean(axis=(1, 3)).reshape(-1, x.shape[-1]) * x.shape[-1] ** 0.5
+        count, _, size = x.shape
+        shape = count, rows // side, side, columns // side, side, size
+        squares = x.astype(mx.float32).reshape(shape)
+        pooled = squares.mean(axis=(2, 4)).reshape(count, -1, size) * size**0.5
         if self._config.standardize:
             bias, scale = (each.astype(mx.float32) for each in (self.std_bias, self.std_scale))
             pooled = (pooled - bias) * scale
@@ -219,12 +248,12 @@ class Gemma4Projector(nn.Module):
         self.embedding_projection = nn.Linear(width, text_width, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[rows, text width]``."""
+        """Return rows ``[..., text width]``."""
         return self.embedding_projection(mx.fast.rms_norm(x, None, self._eps))
 
 
-class Gemma4Tower(nn.Module):
-    """The tower and the projector. Implements ``Tower``."""
+class Gemma4Tower(Tower):
+    """The tower and the projector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -236,12 +265,18 @@ class Gemma4Tower(nn.Module):
         # mlx_lm multiplies embeddings, and rows in their place, by this number.
         self._scale = text_width**0.5
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        places = np.array(arrays["image_position_ids"])[0].astype(np.int32)
+        return self.vision_tower.num_layers + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        places = np.array(pictures[0]["image_position_ids"])[0].astype(np.int32)
         places = places[(places != PADDING).all(axis=-1)]
-        rows = self.vision_tower(arrays["pixel_values"][0, : len(places)], places)
-        return Features(self.embed_vision(rows), scale=self._scale)
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        rows = yield from self.vision_tower.rows(pixels[:, : len(places)], places)
+        return features_of(self.embed_vision(rows), scale=self._scale)
 
 
 def two_way_of(config: Mapping[str, Any]) -> TwoWay | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Stages, Tower, features_of
 from mlx_parallm.models.vision.siglip import SiglipTransformer
 
 # SIGLIP: what transformers' Idefics3VisionConfig has where a config is silent.
@@ -51,8 +52,8 @@ class Connector(nn.Module):
         return self.modality_projection(squares.reshape(count, units**2, -1))
 
 
-class Idefics3Tower(nn.Module):
-    """SigLIP and the connector. Implements ``Tower``."""
+class Idefics3Tower(Tower):
+    """SigLIP and the connector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -65,12 +66,18 @@ class Idefics3Tower(nn.Module):
             config["text_config"]["hidden_size"],
         )
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
+        """See ``Tower``."""
+        return self.vision_model.num_layers + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
         """See ``Tower``; the tiles of one picture are all full."""
         dtype = self.vision_model.post_layernorm.weight.dtype
-        x = self.vision_model(arrays["pixel_values"][0].astype(dtype))
+        tiles = mx.concatenate([arrays["pixel_values"][0] for arrays in pictures])
+        x = yield from self.vision_model.hidden(tiles.astype(dtype))
         rows = self.connector(x)
-        return Features(rows.reshape(-1, rows.shape[-1]))
+        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
 
 
 #: ``IDEFICS3``: Idefics3 and SmolVLM.

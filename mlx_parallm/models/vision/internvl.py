@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -17,7 +17,8 @@ import mlx.nn as nn
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
+from mlx_parallm.numerics.attention import softmax_attention
 
 # NORM_EPS: of norms whose epsilon no config sets.
 NORM_EPS = 1e-6
@@ -111,7 +112,7 @@ class InternAttention(nn.Module):
             for each in (q, k, v)
         ]
         scale = (size // self._num_heads) ** -0.5
-        out = mx.fast.scaled_dot_product_attention(*heads, scale=scale)
+        out = softmax_attention(*heads, scale=scale, mask=None)
         return self.projection_layer(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
@@ -200,12 +201,16 @@ class InternTransformer(nn.Module):
         if self._has_norm:
             self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def __call__(self, pixels: mx.array, layer: int) -> mx.array:
-        """Return hidden states ``[tiles, 1 + patches, size]``; see ``clip.ClipTransformer``."""
+    def num_layers(self, layer: int) -> int:
+        """Return how many layers run until an index of ``hidden_states`` of transformers."""
+        return layer % (len(self.encoder.layer) + 1)
+
+    def hidden(self, pixels: mx.array, layer: int) -> Layers:
+        """Compute hidden states ``[tiles, 1 + patches, size]``, see ``num_layers``."""
         x = self.embeddings(pixels)
-        layers = self.encoder.layer
-        for each in layers[: layer if layer >= 0 else len(layers) + 1 + layer]:
+        for each in self.encoder.layer[: self.num_layers(layer)]:
             x = each(x)
+            yield x
         return self.layernorm(x) if self._has_norm and layer == -1 else x
 
 
@@ -224,8 +229,8 @@ class InternProjector(nn.Module):
         return self.linear_2(self._activation(self.linear_1(self.layer_norm(x))))
 
 
-class InternTower(nn.Module):
-    """InternViT and the projector. Implements ``Tower``."""
+class InternTower(Tower):
+    """InternViT and the projector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -242,12 +247,18 @@ class InternTower(nn.Module):
             config.get("projector_hidden_act", "gelu"),
         )
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        pixels = arrays["pixel_values"].astype(self.vision_tower.embeddings.cls_token.dtype)
-        x = self.vision_tower(pixels, self._layer)
+        return self.vision_tower.num_layers(self._layer) + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        dtype = self.vision_tower.embeddings.cls_token.dtype
+        x = yield from self.vision_tower.hidden(pixels.astype(dtype), self._layer)
         rows = self.multi_modal_projector(self._squares(x[:, 1:] if self._drops_class else x))
-        return Features(rows.reshape(-1, rows.shape[-1]))
+        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
 
     def _squares(self, x: mx.array) -> mx.array:
         """Return squares of patches as one row each, row by row, and so within each square."""

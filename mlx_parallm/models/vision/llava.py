@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig, ClipTransformer
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Stages, Tower, features_of
 
 
 class LlavaProjector(nn.Module):
@@ -28,8 +28,8 @@ class LlavaProjector(nn.Module):
         return self.linear_2(self._activation(self.linear_1(x)))
 
 
-class LlavaTower(nn.Module):
-    """CLIP and the projector. Implements ``Tower``."""
+class LlavaTower(Tower):
+    """CLIP and the projector."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -46,15 +46,21 @@ class LlavaTower(nn.Module):
             bias=config.get("multimodal_projector_bias", True),
         )
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        rows = self.rows_of(arrays["pixel_values"])
-        return Features(rows.reshape(-1, rows.shape[-1]))
+        return max(self.vision_tower.layer_numbers(self._layers)) + 1
 
-    def rows_of(self, pixels: mx.array) -> mx.array:
-        """Return rows ``[pictures, patches, text width]`` of ``[pictures, 3, h, w]``."""
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        pixels = mx.stack([arrays["pixel_values"] for arrays in pictures])
+        rows = yield from self.rows_of(pixels.flatten(0, 1))
+        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
+
+    def rows_of(self, pixels: mx.array) -> Generator[mx.array, None, mx.array]:
+        """Compute rows ``[pictures, patches, text width]`` of ``[pictures, 3, h, w]``."""
         pixels = pixels.astype(self.vision_tower.embeddings.class_embedding.dtype)
-        hidden = [self.vision_tower(pixels, layer) for layer in self._layers]
+        hidden = yield from self.vision_tower.hidden(pixels, self._layers)
         x = mx.concatenate(hidden, axis=-1)
         if self._drops_class:
             x = x[:, 1:]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.models.vision.anyres import tile_grid
+from mlx_parallm.models.vision.anyres import TileGrid, tile_grid
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Features, Stages
 from mlx_parallm.models.vision.llava import LLAVA, LlavaTower
 
 
 class LlavaNextTower(LlavaTower):
-    """CLIP, the projector and the mark. Implements ``Tower``."""
+    """CLIP, the projector and the mark."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -25,12 +26,18 @@ class LlavaNextTower(LlavaTower):
         self._patches = self._tile // int(vision.get("patch_size", 14))
         self.image_newline = mx.zeros((config["text_config"]["hidden_size"],))
 
-    def __call__(self, arrays: Arrays) -> Features:
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
         """See ``Tower``."""
-        height, width = np.array(arrays["image_sizes"])[0].tolist()
+        height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
         grid = tile_grid((height, width), self._resolutions, self._tile, self._patches)
         count = 1 + grid.rows * grid.columns
-        rows = self.rows_of(arrays["pixel_values"][0, :count])
+        tiles = mx.concatenate([arrays["pixel_values"][0, :count] for arrays in pictures])
+        rows = yield from self.rows_of(tiles)
+        parts = mx.split(rows, len(pictures))
+        return [self._features(part, grid) for part in parts]
+
+    def _features(self, rows: mx.array, grid: TileGrid) -> Features:
+        """Return the features of a picture: ``rows`` of the whole and of each tile."""
         side = self._patches
         tiles = rows[1:].reshape(grid.rows, grid.columns, side, side, -1).transpose(0, 2, 1, 3, 4)
         whole = tiles.reshape(grid.rows * side, grid.columns * side, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -12,9 +12,10 @@ import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
 from mlx_parallm.models.vision.llava import LlavaProjector
 from mlx_parallm.models.vision.rotary import turned
+from mlx_parallm.numerics.attention import softmax_attention
 
 EPSILON = 1e-5
 
@@ -54,16 +55,16 @@ class PixtralAttention(nn.Module):
         self.o_proj = nn.Linear(size, size, bias=False)
 
     def __call__(self, x: mx.array, turns: mx.array) -> mx.array:
-        """Return the output for ``[patches, size]``; see ``turned``."""
-        length, size = x.shape
+        """Return the output for ``[pictures, patches, size]``; see ``turned``."""
+        count, length, size = x.shape
         q, k, v = (
-            layer(x).reshape(length, self.num_heads, -1)
+            layer(x).reshape(count, length, self.num_heads, -1)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        heads = [each.transpose(1, 0, 2)[None] for each in (turned(q, turns), turned(k, turns), v)]
+        heads = [each.transpose(0, 2, 1, 3) for each in (turned(q, turns), turned(k, turns), v)]
         scale = (size // self.num_heads) ** -0.5
-        out = mx.fast.scaled_dot_product_attention(*heads, scale=scale)[0]
-        return self.o_proj(out.transpose(1, 0, 2).reshape(length, size))
+        out = softmax_attention(*heads, scale=scale, mask=None)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
 class PixtralMLP(nn.Module):
@@ -122,21 +123,25 @@ class PixtralTransformer(nn.Module):
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=EPSILON)
         self.transformer = PixtralLayers(config)
 
-    def __call__(self, pixels: mx.array, layer: int) -> mx.array:
-        """Return hidden states ``[rows, columns, size]`` of the patches of a picture.
+    def num_layers(self, layer: int) -> int:
+        """Return how many layers run until a state, see ``clip.ClipTransformer``."""
+        return layer % (len(self.transformer.layers) + 1)
+
+    def hidden(self, pixels: mx.array, layer: int) -> Layers:
+        """Compute hidden states ``[pictures, rows, columns, size]`` of patches.
 
         Args:
-            pixels: ``[1, 3, h, w]``.
-            layer: see ``clip.ClipTransformer``.
+            pixels: ``[pictures, 3, h, w]``.
+            layer: after which layer, see ``num_layers``.
         """
         patches = self.patch_conv(pixels.transpose(0, 2, 3, 1))
-        _, rows, columns, size = patches.shape
+        count, rows, columns, size = patches.shape
         turns = self._turns(rows, columns)
-        x = self.ln_pre(patches.reshape(-1, size))
-        layers = self.transformer.layers
-        for each in layers[: layer if layer >= 0 else len(layers) + 1 + layer]:
+        x = self.ln_pre(patches.reshape(count, -1, size))
+        for each in self.transformer.layers[: self.num_layers(layer)]:
             x = each(x, turns)
-        return x.reshape(rows, columns, size)
+            yield x
+        return x.reshape(count, rows, columns, size)
 
     def _turns(self, rows: int, columns: int) -> mx.array:
         """Return angles: every other frequency turns by the row, those between by the column."""
@@ -157,11 +162,12 @@ class PatchMerger(nn.Module):
         self.merging_layer = nn.Linear(size * merge_size**2, size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return ``[squares, size]`` of ``[rows, columns, size]``."""
+        """Return ``[pictures, squares, size]`` of ``[pictures, rows, columns, size]``."""
         side = self._merge_size
-        rows, columns = x.shape[0] // side, x.shape[1] // side
-        x = x[: rows * side, : columns * side].reshape(rows, side, columns, side, -1)
-        return self.merging_layer(x.transpose(0, 2, 4, 1, 3).reshape(rows * columns, -1))
+        count, rows, columns = x.shape[0], x.shape[1] // side, x.shape[2] // side
+        x = x[:, : rows * side, : columns * side].reshape(count, rows, side, columns, side, -1)
+        squares = x.transpose(0, 1, 3, 5, 2, 4).reshape(count, rows * columns, -1)
+        return self.merging_layer(squares)
 
 
 class MistralProjector(LlavaProjector):
@@ -175,12 +181,12 @@ class MistralProjector(LlavaProjector):
         self.patch_merger = PatchMerger(width, int(config.get("spatial_merge_size", 2)))
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[squares, text width]`` of ``[rows, columns, size]``."""
+        """Return rows ``[pictures, squares, width]`` of ``[pictures, rows, columns, size]``."""
         return super().__call__(self.patch_merger(self.norm(x)))
 
 
-class PixtralTower(nn.Module):
-    """The tower of Pixtral or Mistral 3. Implements ``Tower``."""
+class PixtralTower(Tower):
+    """The tower of Pixtral or Mistral 3."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -198,13 +204,18 @@ class PixtralTower(nn.Module):
             else LlavaProjector(*widths, activation=activation, bias=bias)
         )
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        height, width = np.array(arrays["image_sizes"])[0].tolist()
-        pixels = arrays["pixel_values"].astype(self.vision_tower.ln_pre.weight.dtype)
-        x = self.vision_tower(pixels[..., :height, :width], self._layer)
-        rows = self.multi_modal_projector(x)
-        return Features(rows.reshape(-1, rows.shape[-1]))
+        return self.vision_tower.num_layers(self._layer) + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        pixels = pixels[..., :height, :width].astype(self.vision_tower.ln_pre.weight.dtype)
+        x = yield from self.vision_tower.hidden(pixels, self._layer)
+        return features_of(self.multi_modal_projector(x))
 
 
 #: ``PIXTRAL``: Pixtral, in folders of the ``model_type`` llava, and Mistral 3.

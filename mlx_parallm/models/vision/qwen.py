@@ -6,6 +6,7 @@ of ``spatial_merge_size`` patches a side, each of which becomes one row, lie tog
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -15,8 +16,9 @@ import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.features import Arrays, Features
+from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
 from mlx_parallm.models.vision.rotary import turned
+from mlx_parallm.numerics.attention import softmax_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,25 +106,27 @@ class QwenAttention(nn.Module):
         self.proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array, turns: mx.array, windows: Windows | None) -> mx.array:
-        """Return the output ``[patches, size]``.
+        """Return the output ``[pictures, patches, size]``.
 
         Args:
-            x: ``[patches, size]``.
+            x: ``[pictures, patches, size]``.
             turns: angles ``[patches, size of a head / 2]``.
             windows: patches attend to those of their window; None: to all.
         """
-        length = x.shape[0]
-        q, k, v = self.qkv(x).reshape(length, 3, self.num_heads, -1).transpose(1, 0, 2, 3)
+        count, length, size = x.shape
+        shape = count, length, 3, self.num_heads, -1
+        q, k, v = self.qkv(x).reshape(shape).transpose(2, 0, 1, 3, 4)
         q, k = (turned(each, turns) for each in (q, k))
         scale = q.shape[-1] ** -0.5
         if windows is None:
-            q, k, v = (each.transpose(1, 0, 2)[None] for each in (q, k, v))
-            out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale)[0]
-            return self.proj(out.transpose(1, 0, 2).reshape(length, -1))
+            q, k, v = (each.transpose(0, 2, 1, 3) for each in (q, k, v))
+            out = softmax_attention(q, k, v, scale=scale, mask=None)
+            return self.proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
         q, k, v = (windows.split(each) for each in (q, k, v))
-        mask = windows.mask
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-        return self.proj(windows.joined(out).reshape(length, -1))
+        # The windows of all pictures are one axis.
+        mask = mx.tile(windows.mask, (count, 1, 1, 1))
+        out = softmax_attention(q, k, v, scale=scale, mask=mask)
+        return self.proj(windows.joined(out).reshape(count, length, size))
 
 
 class Windows:
@@ -143,13 +147,20 @@ class Windows:
         self._places = mx.array(places)
 
     def split(self, x: mx.array) -> mx.array:
-        """Return ``[patches, heads, size]`` as ``[windows, heads, most patches, size]``."""
-        return x[self._table].reshape(*self._shape, *x.shape[1:]).transpose(0, 2, 1, 3)
+        """Return ``[pictures, patches, heads, size]`` by windows.
+
+        Returns:
+            ``[pictures * windows, heads, most patches, size]``.
+        """
+        count, most = self._shape
+        rows = x[:, self._table].reshape(x.shape[0] * count, most, *x.shape[2:])
+        return rows.transpose(0, 2, 1, 3)
 
     def joined(self, x: mx.array) -> mx.array:
-        """Return ``[windows, heads, most patches, size]`` as ``[patches, heads, size]``."""
+        """Return what ``split`` returns as ``[pictures, patches, heads, size]``."""
+        count, most = self._shape
         rows = x.transpose(0, 2, 1, 3)
-        return rows.reshape(-1, *rows.shape[2:])[self._places]
+        return rows.reshape(-1, count * most, *rows.shape[2:])[:, self._places]
 
 
 class QwenMLP(nn.Module):
@@ -214,14 +225,14 @@ class QwenMerger(nn.Module):
 
     def __init__(self, size: int, merge_size: int, out: int, norm: Any) -> None:
         super().__init__()
-        inner = size * merge_size**2
+        inner = self._inner = size * merge_size**2
         self.ln_q = norm(size, eps=1e-6)
         self.mlp = [nn.Linear(inner, inner), nn.GELU(), nn.Linear(inner, out)]
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[rows, out]`` of ``[patches, size]``."""
+        """Return rows ``[pictures, rows, out]`` of ``[pictures, patches, size]``."""
         first, activation, last = self.mlp
-        x = self.ln_q(x).reshape(-1, first.weight.shape[0])
+        x = self.ln_q(x).reshape(x.shape[0], -1, self._inner)
         return last(activation(first(x)))
 
 
@@ -249,8 +260,8 @@ class QwenTransformer(nn.Module):
             return QwenGatedMLP(size, config.intermediate_size, config.hidden_act)
         return QwenMLP(size, int(size * config.mlp_ratio), config.hidden_act)
 
-    def __call__(self, pixels: mx.array, grid: Grid) -> mx.array:
-        """Return rows ``[rows, out]`` of patches ``[patches, patch dim]``."""
+    def rows(self, pixels: mx.array, grid: Grid) -> Layers:
+        """Compute rows ``[pictures, rows, out]`` of patches ``[pictures, patches, patch dim]``."""
         config = self.config
         turns = patch_turns(grid.places, self.head_size)
         windows = None
@@ -261,11 +272,12 @@ class QwenTransformer(nn.Module):
         for index, block in enumerate(self.blocks):
             is_full = index in config.fullatt_block_indexes
             x = block(x, turns, None if is_full else windows)
+            yield x
         return self.merger(x)
 
 
-class QwenTower(nn.Module):
-    """The tower of Qwen2-VL or Qwen2.5-VL. Implements ``Tower``."""
+class QwenTower(Tower):
+    """The tower of Qwen2-VL or Qwen2.5-VL."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -275,11 +287,23 @@ class QwenTower(nn.Module):
         has_windows = config["model_type"] == "qwen2_5_vl"
         self.visual = QwenTransformer(vision, has_windows=has_windows)
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        _, height, width = np.array(arrays["image_grid_thw"])[0].tolist()
-        pixels = arrays["pixel_values"].astype(self.visual.blocks[0].attn.qkv.bias.dtype)
-        return Features(self.visual(pixels, Grid(height, width, self._merge_size)))
+        return len(self.visual.blocks) + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        dtype = self.visual.blocks[0].attn.qkv.bias.dtype
+        pixels, grid = patches_of(pictures, self._merge_size)
+        return features_of((yield from self.visual.rows(pixels.astype(dtype), grid)))
+
+
+def patches_of(pictures: Sequence[Arrays], merge_size: int) -> tuple[mx.array, Grid]:
+    """Return the patches ``[pictures, patches, patch dim]`` of pictures, and their grid."""
+    _, height, width = np.array(pictures[0]["image_grid_thw"])[0].tolist()
+    pixels = mx.stack([arrays["pixel_values"] for arrays in pictures])
+    return pixels, Grid(height, width, merge_size)
 
 
 def patch_turns(places: np.ndarray, head_size: int) -> mx.array:

@@ -6,6 +6,7 @@ entries where a picture has other sides, and some layers give rows of their own 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -15,8 +16,9 @@ import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.features import Arrays, Features
-from mlx_parallm.models.vision.qwen import Grid, QwenAttention, QwenPatches, patch_turns
+from mlx_parallm.models.vision.features import Arrays, Features, Stages, Tower
+from mlx_parallm.models.vision.qwen import Grid, QwenAttention, QwenPatches, patch_turns, patches_of
+from mlx_parallm.numerics.gelu import gelu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,10 @@ class Qwen3Merger(nn.Module):
         self.linear_fc2 = nn.Linear(self._inner, config.out_hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[rows, out]`` of ``[patches, size]``."""
-        x = self.norm(x.reshape(-1, self._normed_size)).reshape(-1, self._inner)
-        return self.linear_fc2(nn.gelu(self.linear_fc1(x)))
+        """Return rows ``[pictures, rows, out]`` of ``[pictures, patches, size]``."""
+        count = x.shape[0]
+        x = self.norm(x.reshape(count, -1, self._normed_size)).reshape(count, -1, self._inner)
+        return self.linear_fc2(gelu(self.linear_fc1(x)))
 
 
 class Qwen3Transformer(nn.Module):
@@ -120,8 +123,8 @@ class Qwen3Transformer(nn.Module):
             Qwen3Merger(config, norms_squares=True) for _ in self._deepstack
         ]
 
-    def __call__(self, pixels: mx.array, grid: Grid) -> Features:
-        """Return the features of patches ``[patches, patch dim]``."""
+    def features(self, pixels: mx.array, grid: Grid) -> Stages:
+        """Compute the features of patches ``[pictures, patches, patch dim]``."""
         indices, weights = table_places(grid, self._side)
         x = self.patch_embed(pixels)
         positions = self.pos_embed(mx.array(indices)) * mx.array(weights)[..., None]
@@ -133,12 +136,15 @@ class Qwen3Transformer(nn.Module):
             if index in self._deepstack:
                 place = self._deepstack.index(index)
                 layers[place] = self.deepstack_merger_list[place](x)
+            yield x
         # The k-th layer of the list that runs gives the rows of the k-th text layer.
-        return Features(self.merger(x), tuple(layers.values()))
+        added = zip(*layers.values(), strict=True) if layers else [()] * len(pixels)
+        rows = self.merger(x)
+        return [Features(*each) for each in zip(rows, map(tuple, added), strict=True)]
 
 
-class Qwen3Tower(nn.Module):
-    """The tower of a checkpoint. Implements ``Tower``."""
+class Qwen3Tower(Tower):
+    """The tower of a checkpoint."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """``config`` is the checkpoint's ``config.json``."""
@@ -147,11 +153,16 @@ class Qwen3Tower(nn.Module):
         self._merge_size = vision.spatial_merge_size
         self.visual = Qwen3Transformer(vision)
 
-    def __call__(self, arrays: Arrays) -> Features:
+    @property
+    def num_stages(self) -> int:
         """See ``Tower``."""
-        _, height, width = np.array(arrays["image_grid_thw"])[0].tolist()
-        pixels = arrays["pixel_values"].astype(self.visual.blocks[0].attn.qkv.bias.dtype)
-        return self.visual(pixels, Grid(height, width, self._merge_size))
+        return len(self.visual.blocks) + 1
+
+    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+        """See ``Tower``."""
+        dtype = self.visual.blocks[0].attn.qkv.bias.dtype
+        pixels, grid = patches_of(pictures, self._merge_size)
+        return self.visual.features(pixels.astype(dtype), grid)
 
 
 def table_places(grid: Grid, side: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.vision.clip import ClipConfig, ClipEncoder
+from mlx_parallm.models.vision.features import Layers
 
 
 class SiglipEmbeddings(nn.Module):
@@ -38,9 +39,15 @@ class SiglipTransformer(nn.Module):
         self.encoder = ClipEncoder(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def __call__(self, pixels: mx.array) -> mx.array:
-        """Return hidden states ``[pictures, patches, size]`` of ``[pictures, 3, h, w]``."""
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.encoder.layers)
+
+    def hidden(self, pixels: mx.array) -> Layers:
+        """Compute hidden states ``[pictures, patches, size]`` of ``[pictures, 3, h, w]``."""
         x = self.embeddings(pixels)
         for layer in self.encoder.layers:
             x = layer(x)
+            yield x
         return self.post_layernorm(x)

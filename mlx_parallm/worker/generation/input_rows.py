@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -122,33 +122,51 @@ class EmbeddingSeam:
         return mx.where(mx.array(is_row), mx.array(ids), token_ids)
 
 
+class Droppable(Protocol):
+    """A run that computes features for some slots."""
+
+    def drop(self) -> None:
+        """Free what was computed so far."""
+        ...
+
+
 class InputFeatures:
     """The features of inputs on the device, by slot."""
 
     def __init__(self) -> None:
+        self._expected: dict[int, Droppable] = {}
         self._rows: dict[int, mx.array] = {}
         self._layers: dict[int, mx.array] = {}
         self._positions: dict[int, np.ndarray] = {}
         self._two_way: dict[int, TwoWay] = {}
 
+    def expect(self, slots: Sequence[int], run: Droppable) -> None:
+        """Drop what is in these slots, because ``run`` will put features there."""
+        self.drop(slots)
+        self._expected.update(dict.fromkeys(slots, run))
+
     def put(
         self,
         slot: int,
+        run: Droppable,
         rows: mx.array,
         positions: np.ndarray | None = None,
         *,
         layers: mx.array | None = None,
         two_way: TwoWay | None = None,
     ) -> None:
-        """Keep an input's features.
+        """Keep an input's features, unless its slot was dropped since the run began.
 
         Args:
             slot: where steps find them.
+            run: computed them.
             rows: ``[rows, width]``.
             positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
             layers: what the first text layers add to these rows, ``[layers, rows, width]``.
             two_way: where the rows attend to later ones; None if nowhere.
         """
+        if self._expected.get(slot) is not run:
+            return
         self.drop([slot])
         self._rows[slot] = rows
         if layers is not None:
@@ -184,15 +202,19 @@ class InputFeatures:
         return spans
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Drop the features in some slots; empty slots are ignored."""
+        """Drop the features in some slots, or what will be put there; others are ignored."""
         for slot in slots:
+            self._expected.pop(slot, None)
             self._rows.pop(slot, None)
             self._layers.pop(slot, None)
             self._positions.pop(slot, None)
             self._two_way.pop(slot, None)
 
     def clear(self) -> None:
-        """Drop all features."""
+        """Drop all features, and all that is being computed."""
+        for run in self._expected.values():
+            run.drop()
+        self._expected.clear()
         self._rows.clear()
         self._layers.clear()
         self._positions.clear()

@@ -25,7 +25,7 @@ from mlx_parallm.worker.ops import (
     Allocate,
     Checksums,
     CommitWeights,
-    ComputeInput,
+    ComputeInputs,
     Done,
     DropAdapter,
     DropInputs,
@@ -229,10 +229,11 @@ class GeneratorModel:
         match op:
             case Step():
                 return self._runner.submit(op.batch)
-            case ComputeInput():
-                return Done(self._runner.compute_input(op.slot, op.kind, tensors[op.handle]))
+            case ComputeInputs():
+                arrays = [tensors[handle] for handle in op.handles]
+                return self._runner.inputs.begin(op.slots, op.kind, arrays)
             case DropInputs():
-                return Done(self._runner.features.drop(op.slots))
+                return Done(self._runner.inputs.features.drop(op.slots))
             case Allocate():
                 return Done(self._allocate(op))
             case AddAdapter() | StageAdapter() | ReadAdapter() | DropAdapter():
@@ -275,7 +276,7 @@ class GeneratorModel:
             case DropPrepared():
                 return live.drop_prepared()
             case Sleep():
-                self._runner.features.clear()
+                self._runner.inputs.features.clear()
                 return live.sleep(op.level)
             case Wake():
                 return live.wake(op.tag)

@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.adapters.arrays import to_mlx
-from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
-from mlx_parallm.models.vision.features import Features
-from mlx_parallm.models.vision.registry import family_of
+from mlx_parallm.models.vision.features import Tower
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import POSITIONS, InputKind
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampledToken,
     ScheduledBatch,
-    ScheduledSequence,
     StepOutput,
     TokenLogprob,
 )
 from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
-from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
-from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
-from mlx_parallm.worker.generation.input_rows import InputFeatures, PictureTokens, find_embedding
+from mlx_parallm.worker.generation.input_forward import input_forward
+from mlx_parallm.worker.generation.input_rows import PictureTokens, find_embedding
+from mlx_parallm.worker.generation.input_runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.picture_rows import picture_rows
 from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.rank_steps import RankTokens
-from mlx_parallm.worker.generation.rotary_rows import find_rotary
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import (
     PendingTokens,
     StepRows,
     place_proposals,
-    spread_proposals,
 )
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
@@ -115,15 +106,10 @@ class ModelRunner:
         vocab_size = vocab_size_of(loaded)
         dtype = DTYPES.get(loaded.dtype, mx.float32)
         kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
-        self._dtype = dtype
-        #: The features of inputs besides tokens.
-        self.features = InputFeatures()
-        self._tower: Any = getattr(loaded.model, TOWER, None)
-        self._rotary = None if self._tower is None else find_rotary(loaded.model, loaded.config)
-        self._deepstack = DeepstackSeam(loaded.model.layers)
-        self._embedding = (
-            find_embedding(loaded.model, vocab_size, dtype, self._picture_tokens(loaded))
-            if takes_embeds or self._tower is not None
+        tower: Tower | None = getattr(loaded.model, TOWER, None)
+        embedding = (
+            find_embedding(loaded.model, vocab_size, dtype, _picture_tokens(loaded))
+            if takes_embeds or tower is not None
             else None
         )
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
@@ -139,7 +125,6 @@ class ModelRunner:
             ranks=ranks,
         )
         self._path = choice.path
-        self._two_way = self._two_way_rows(loaded)
         #: True if the first step of each shape takes longer than others: see ``warm_up``.
         self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
@@ -163,31 +148,43 @@ class ModelRunner:
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
-        info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
-        self._info = self._with_inputs(info, takes_embeds=takes_embeds)
-        self._ranks = ranks and RankTokens(ranks, runs_ahead=info.runs_ahead)
+        self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
+        self._ranks = ranks and RankTokens(ranks, runs_ahead=self._info.runs_ahead)
+        self._forward = input_forward(loaded, self._path, embedding)
+        #: Computes the features of inputs besides tokens.
+        self.inputs = self._computer(loaded, tower, dtype)
+        self._info = self._with_inputs(takes_embeds=takes_embeds)
 
-    def _picture_tokens(self, loaded: LoadedModel) -> PictureTokens | None:
-        """Return what the text model reads in place of a picture's ids; None without a tower."""
-        if self._tower is None:
-            return None
-        text = loaded.config.get("text_config") or loaded.config
-        return PictureTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))
+    def _with_inputs(self, *, takes_embeds: bool) -> RunnerInfo:
+        """Return the facts about the model with those about inputs besides tokens."""
+        embedding, takes_pictures = self._forward.embedding, self.inputs.tower is not None
+        if embedding is None:
+            return self._info
+        kinds = {
+            InputKind.PROMPT_EMBEDS: takes_embeds and not embedding.needs_tokens,
+            InputKind.PICTURE: takes_pictures,
+        }
+        return replace(
+            self._info,
+            input_width=embedding.width,
+            input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
+            num_tower_stages=self.inputs.num_stages,
+        )
 
-    def _two_way_rows(self, loaded: LoadedModel) -> TwoWayRows | None:
-        """Return the seam of rows that see later ones; None if the model's pictures are causal.
-
-        A model whose path has no such seam takes no pictures.
-        """
-        family = None if self._tower is None else family_of(loaded.config)
-        self._picture_two_way = None if family is None else family.two_way(loaded.config)
-        if self._picture_two_way is None:
-            return None
-        if isinstance(self._path, PackedPath):
-            return self._path.two_way
-        logger.warning("%s takes no pictures: its layers do not run packed", loaded.path.name)
-        self._tower = None
-        return None
+    def _computer(self, loaded: LoadedModel, tower: Tower | None, dtype: mx.Dtype) -> InputComputer:
+        """Return what computes inputs; a model that cannot run pictures takes none."""
+        forward = self._forward
+        why_not = None if tower is None else forward.why_no_pictures
+        if why_not is not None:
+            logger.warning("%s takes no pictures: %s", loaded.path.name, why_not)
+            tower = None
+        return InputComputer(
+            tower,
+            forward.embedding,
+            dtype,
+            two_way=forward.two_way,
+            waits=not self._info.runs_ahead,
+        )
 
     @property
     def info(self) -> RunnerInfo:
@@ -217,20 +214,6 @@ class ModelRunner:
             kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
             runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
             is_compiled=path.is_compiled,
-        )
-
-    def _with_inputs(self, info: RunnerInfo, *, takes_embeds: bool) -> RunnerInfo:
-        """Return the facts with the inputs besides tokens that the model takes."""
-        if self._embedding is None:
-            return info
-        kinds = {
-            InputKind.PROMPT_EMBEDS: takes_embeds and not self._embedding.needs_tokens,
-            InputKind.PICTURE: self._tower,
-        }
-        return replace(
-            info,
-            input_width=self._embedding.width,
-            input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
         )
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
@@ -286,7 +269,8 @@ class ModelRunner:
         drafts = self._propose(batch)
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
-        logits = self._logits(batch.sequences, token_ids, rows.logit_rows)
+        features = self.inputs.features
+        logits = self._forward.logits(batch.sequences, token_ids, rows.logit_rows, features)
         if self._ranks is not None and not self._ranks.samples:
             return self._followed(self._ranks, logits, rows)
         constraints = self._constrain(logits, rows)
@@ -304,44 +288,6 @@ class ModelRunner:
         step = ModelStep(rows, received, {})
         self._tokens.remember(rows.sampled_ids, step.tokens)
         return step
-
-    def compute_input(self, slot: int, kind: InputKind, tensors: Mapping[str, HostTensor]) -> None:
-        """Keep an input's rows, ``[rows, input_width]``; steps name them by their slot."""
-        arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
-        if kind is InputKind.PICTURE:
-            assert self._embedding is not None
-            made = picture_rows(self._tower, arrays, self._embedding, self._dtype)
-        else:
-            made = Features(arrays["rows"])
-        ids = tensors.get(POSITIONS)
-        positions = None if ids is None else np.array(ids.array)
-        layers = mx.stack(list(made.layers)) if made.layers else None
-        two_way = self._picture_two_way if kind is InputKind.PICTURE else None
-        rows = made.rows.astype(self._dtype)
-        self.features.put(slot, rows, positions, layers=layers, two_way=two_way)
-
-    def _logits(
-        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: list[int]
-    ) -> mx.array:
-        """Return the logits of some of the step's rows, ``[len(rows), vocab]``."""
-        spread = spread_proposals(sequences)
-        features = self.features.gather(sequences)
-        if features is None:
-            return self._path.logits(spread, token_ids, rows)
-        assert self._embedding is not None, "an input was admitted that the model does not take"
-        positions = None
-        if self._rotary is not None:
-            positions = self._rotary.positions(sequences, self.features)
-        layers = self.features.gather_layers(sequences)
-        with contextlib.ExitStack() as seams:
-            placed = seams.enter_context(self._embedding.during(features))
-            if self._rotary is not None and positions is not None:
-                seams.enter_context(self._rotary.during(positions))
-            if layers is not None:
-                seams.enter_context(self._deepstack.during(placed, layers))
-            if self._two_way is not None:
-                seams.enter_context(self._two_way.during(self.features.two_way_spans(sequences)))
-            return self._path.logits(spread, self._embedding.place(token_ids, sequences), rows)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:
         if self._draft is None:
@@ -466,3 +412,11 @@ def _not_numbers(
         if any(math.isnan(entry.logprob) for entry in entries)
     ]
     return dict.fromkeys(seq_ids, why)
+
+
+def _picture_tokens(loaded: LoadedModel) -> PictureTokens | None:
+    """Return what the text model reads in place of a picture's ids; None without a tower."""
+    if getattr(loaded.model, TOWER, None) is None:
+        return None
+    text = loaded.config.get("text_config") or loaded.config
+    return PictureTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))

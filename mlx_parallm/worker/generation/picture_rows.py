@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import mlx.core as mx
 
 from mlx_parallm.models.vision.features import Features
-from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS
+from mlx_parallm.types.model_input import FEATURE
 from mlx_parallm.worker.generation.input_rows import EmbeddingSeam
 
 
-def picture_rows(
-    tower: Any, arrays: Mapping[str, mx.array], embedding: EmbeddingSeam, dtype: mx.Dtype
+def with_marks(
+    features: Features, token_ids: mx.array, embedding: EmbeddingSeam, dtype: mx.Dtype
 ) -> Features:
     """Return the features of a picture with a row for each of its span, lazily.
 
     Args:
-        tower: see ``models.vision.registry``.
-        arrays: what the image processor made of the picture, and ``TOKEN_IDS``, int32 ``[rows]``,
-            with ``FEATURE`` where a row is one of the tower's.
+        features: of the tower.
+        token_ids: of the span, int32 ``[rows]``, with ``FEATURE`` where a row is one of the
+            tower's.
         embedding: has the model's token embedding.
         dtype: of the model.
     """
-    token_ids = arrays[TOKEN_IDS]
-    own = (TOKEN_IDS, POSITIONS)
-    pixels = {name: array for name, array in arrays.items() if name not in own}
-    features: Features = tower(pixels)
     rows = (features.rows / features.scale).astype(dtype)
     layers = tuple(each.astype(dtype) for each in features.layers)
     if rows.shape[0] == token_ids.shape[0]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.generation.inputs.cache import InputCache
-from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind, ModelInput, Span
+from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 
 
 def make_input(content: str, nbytes: int = 10, **changes: Any) -> ModelInput:
@@ -27,15 +27,21 @@ def acquire(cache: InputCache, content: str, nbytes: int = 10) -> int | None:
     return cache.acquire(content, make_input(content, nbytes))
 
 
+def taken(cache: InputCache) -> dict[int, str]:
+    """Return what waits, as begun."""
+    waiting = {slot: product.source.content for slot, product in cache.waiting.items()}
+    cache.waiting.clear()
+    return waiting
+
+
 def test_a_product_is_computed_once_for_all_its_users() -> None:
     cache = InputCache(100)
     assert acquire(cache, "a") == acquire(cache, "a") == 0
     assert acquire(cache, "b") == 1
-    assert cache.take_changes() == InputChanges(computed={0: make_input("a"), 1: make_input("b")})
-    assert not cache.take_changes()
+    assert taken(cache) == {0: "a", 1: "b"}
     cache.release(0)
     assert acquire(cache, "a") == 0
-    assert not cache.take_changes()
+    assert taken(cache) == {}
     cache.check_integrity(3)
 
 
@@ -48,10 +54,11 @@ def test_unused_products_are_evicted_least_recently_used_first() -> None:
     a = acquire(cache, "a")
     assert a == 0
     cache.release(a)
-    cache.take_changes()
+    assert taken(cache) == {0: "a", 1: "b", 2: "c"}
     assert acquire(cache, "d", 20) == 1
     assert [cache.contains(content) for content in "abcd"] == [True, False, False, True]
-    assert cache.take_changes() == InputChanges(dropped=(2,), computed={1: make_input("d", 20)})
+    assert cache.take_dropped() == (1, 2)
+    assert taken(cache) == {1: "d"}
 
 
 def test_products_in_use_are_never_evicted() -> None:
@@ -79,18 +86,32 @@ def test_a_product_evicted_before_its_step_is_not_computed() -> None:
     assert acquire(cache, "a") == 0
     cache.release(0)
     assert acquire(cache, "b") == 0
-    assert cache.take_changes() == InputChanges(computed={0: make_input("b")})
+    assert cache.take_dropped() == ()
+    assert taken(cache) == {0: "b"}
+
+
+def test_a_product_that_waits_is_dropped_with_its_last_user() -> None:
+    cache = InputCache(10)
+    assert cache.acquire("a", make_input("a", cost=3)) == 0
+    assert cache.acquire("a", make_input("a", cost=3)) == 0
+    assert not cache.is_ready(0)
+    cache.release(0)
+    assert cache.contains("a")
+    cache.release(0)
+    assert not cache.contains("a")
+    assert cache.take_dropped() == ()
+    cache.check_integrity(0)
 
 
 def test_clear_keeps_only_what_is_used() -> None:
     cache = InputCache(100)
     acquire(cache, "a")
     acquire(cache, "b")
-    cache.take_changes()
+    taken(cache)
     cache.release(0)
     cache.clear()
     assert [cache.contains(content) for content in "ab"] == [False, True]
-    assert cache.take_changes() == InputChanges(dropped=(0,))
+    assert cache.take_dropped() == (0,)
     assert cache.used_bytes == 10
 
 
@@ -98,7 +119,7 @@ def test_products_of_a_failed_step_are_found_no_more() -> None:
     cache = InputCache(100)
     acquire(cache, "a")
     acquire(cache, "b")
-    failed = cache.take_changes()
+    failed = taken(cache)
     cache.release(0)
     cache.forget(failed)
     assert not cache.contains("a")
@@ -113,6 +134,7 @@ def test_one_release_too_many_is_noticed() -> None:
     cache = InputCache(100)
     acquire(cache, "a")
     cache.release(0)
+    taken(cache)
     with pytest.raises(AssertionError, match="released more often"):
         cache.release(0)
 
@@ -136,10 +158,9 @@ def test_what_the_worker_keeps_is_what_the_cache_says(actions: list[tuple[str, i
         elif action == "clear":
             cache.clear()
         else:
-            changes = cache.take_changes()
-            for slot in changes.dropped:
+            for slot in cache.take_dropped():
                 del worker[slot]
-            worker |= {slot: source.content for slot, source in changes.computed.items()}
+            worker |= taken(cache)
             assert all(worker[slot] == content for slot, content in users)
             assert len(worker) == len(cache)
         cache.check_integrity(len(users))

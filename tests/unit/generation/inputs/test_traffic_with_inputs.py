@@ -16,7 +16,7 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler import running
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
+from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind, ModelInput, Span
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import END_ID, SimulatedRunner
@@ -26,33 +26,83 @@ from tests.scheduler_harness import SchedulerHarness, Tracked
 ROWS = ((11, 12, 13, 14, 15, 16), (21, 22), (11, 12, 13), (31, 32, 33, 34, 35, 36, 37, 38, 39))
 
 
+#: ``NUM_STAGES``: of a tower.
+NUM_STAGES = 4
+
+
 def rows_input(tokens: Sequence[int], start: int, *, cost: int, may_cut: bool) -> ModelInput:
-    """Return an input whose rows mean these tokens."""
+    """Return an input whose rows mean these tokens; one that has a cost is a picture."""
     return ModelInput(
-        kind=InputKind.PROMPT_EMBEDS,
+        kind=InputKind.PICTURE if cost else InputKind.PROMPT_EMBEDS,
         content=repr(tokens),
         arrays={"rows": HostArray("uint8", (len(tokens),), json.dumps(list(tokens)).encode())},
         nbytes=len(tokens),
         cost=cost,
         span=Span(start, start + len(tokens)),
         may_cut=may_cut,
+        shape_key=str(len(tokens)),
     )
 
 
 class InputRunner(SimulatedRunner):
-    """A simulated runner that keeps the products of inputs by slot."""
+    """A simulated runner that keeps the products of inputs by slot.
+
+    Attributes:
+        products: by slot.
+        num_computed: inputs whose computation was begun.
+        runs: the number of inputs of each run.
+        runs_ahead: whether a step that raises was submitted.
+        open: the runs that go on: their inputs by slot, and the stages that are left.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, num_slots: int, *, has_state: bool):
         super().__init__(num_blocks, block_size, num_slots, has_state=has_state)
         self.products: dict[int, list[int]] = {}
-        self.num_computed = 0
+        self.runs: list[int] = []
+        self.runs_ahead = False
+        self.open: dict[int, tuple[dict[int, ModelInput], int]] = {}
+
+    @property
+    def num_computed(self) -> int:
+        return sum(self.runs)
+
+    def change(self, changes: InputChanges) -> None:
+        """Apply what comes before a step."""
+        for slot in changes.dropped:
+            self.products.pop(slot, None)
+            for sources, _ in self.open.values():
+                sources.pop(slot, None)
+        for number in changes.abandoned:
+            # One that failed is not open any more.
+            self.open.pop(number, None)
+        for stages in changes.stages:
+            if stages.begun:
+                assert len({source.shape_key for source in stages.begun}) == 1
+                self.runs.append(len(stages.begun))
+                is_picture = stages.begun[0].kind is InputKind.PICTURE
+                sources = dict(zip(stages.slots, stages.begun, strict=True))
+                self.open[stages.run] = sources, NUM_STAGES if is_picture else 1
+            sources, num_left = self.open.pop(stages.run)
+            assert 0 < stages.num_stages <= num_left
+            assert stages.is_last == (stages.num_stages == num_left)
+            if stages.is_last:
+                for slot, source in sources.items():
+                    self.products[slot] = json.loads(source.arrays["rows"].data)
+            else:
+                self.open[stages.run] = sources, num_left - stages.num_stages
+
+    def corrupt(self, batch: ScheduledBatch) -> None:
+        """Fail while a step is submitted or, if steps run ahead, while it is waited for."""
+        if self.runs_ahead:
+            self.change(batch.inputs)
+        else:
+            self.change(replace(batch.inputs, stages=batch.inputs.stages[:-1]))
+            for stages in batch.inputs.stages[-1:]:
+                self.open.pop(stages.run, None)
+        super().corrupt(batch)
 
     def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
-        for slot in batch.inputs.dropped:
-            del self.products[slot]
-        for slot, source in batch.inputs.computed.items():
-            self.products[slot] = json.loads(source.arrays["rows"].data)
-            self.num_computed += 1
+        self.change(batch.inputs)
         rows = tuple(self._with_inputs(row) for row in batch.sequences)
         return super().run(replace(batch, sequences=rows), failed)
 
@@ -71,13 +121,27 @@ class InputRunner(SimulatedRunner):
 class InputHarness(SchedulerHarness):
     """A harness whose requests have inputs."""
 
-    def __init__(self, *, num_blocks: int = 40, budget: int = 16, has_state: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 40,
+        budget: int = 16,
+        has_state: bool = False,
+        runs_ahead: bool = False,
+        stall_ms: float | None = None,
+    ) -> None:
         super().__init__(
             num_blocks=num_blocks,
             has_state=has_state,
-            config=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget),
+            runs_ahead=runs_ahead,
+            num_tower_stages=NUM_STAGES,
+            seconds_of=lambda batch: 1e-3 * (batch.num_tokens + 2 * batch.inputs.tokens),
+            config=SchedulerConfig(
+                max_num_seqs=4, max_num_batched_tokens=budget, max_decode_stall_ms=stall_ms
+            ),
         )
         self.inputs = InputRunner(num_blocks, self.block_size, 4, has_state=has_state)
+        self.inputs.runs_ahead = runs_ahead
         self._runner = self.inputs
 
     def add_parts(
@@ -126,6 +190,10 @@ PROMPT = st.lists(PART, min_size=1, max_size=5)
     has_state=st.booleans(),
     capacity=st.sampled_from([1, 10, 1000]),
     failing=st.sets(st.integers(0, 12), max_size=2),
+    raising=st.sets(st.integers(0, 12), max_size=2),
+    aborted=st.sets(st.integers(0, 7), max_size=2),
+    runs_ahead=st.booleans(),
+    stall_ms=st.sampled_from([None, 10]),
 )
 def test_all_samples_are_those_of_the_same_prompt_as_tokens(
     prompts: list[tuple[list[int | tuple[int, ...]], int]],
@@ -135,15 +203,34 @@ def test_all_samples_are_those_of_the_same_prompt_as_tokens(
     has_state: bool,
     capacity: int,
     failing: set[int],
+    raising: set[int],
+    aborted: set[int],
+    runs_ahead: bool,
+    stall_ms: float | None,
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "INPUT_CACHE_BYTES", capacity)
-        harness = InputHarness(num_blocks=num_blocks, has_state=has_state)
+        harness = InputHarness(
+            num_blocks=num_blocks, has_state=has_state, runs_ahead=runs_ahead, stall_ms=stall_ms
+        )
     for number, (parts, n) in enumerate(prompts):
         harness.add_parts(f"r{number}", parts, cost=cost, may_cut=may_cut, n=n)
-        harness.step(fail_rows=int(number in failing))
+        harness.step(fail_rows=int(number in failing), raises=number in raising)
+        if number - 1 in aborted and harness.scheduler.has_request(f"r{number - 1}"):
+            harness.abort(f"r{number - 1}")
     harness.drain()
     assert harness.scheduler.stats().num_waiting == 0
+    assert_nothing_is_lost(harness)
+
+
+def assert_nothing_is_lost(harness: InputHarness) -> None:
+    """Assert that the worker keeps what the scheduler knows of, and that no run is open."""
+    harness.scheduler.reset_prefix_cache(reset_running=False)
+    harness.add_parts("last", [1, 2])
+    harness.drain()
+    assert harness.inputs.products == {}
+    assert harness.inputs.open == {}
+    assert harness.scheduler.stats().input_bytes == 0
 
 
 def test_a_second_request_finds_the_prefix_and_computes_nothing() -> None:
@@ -171,13 +258,104 @@ def test_costs_are_part_of_a_steps_budget() -> None:
     harness.add_parts("b", [ROWS[3]], cost=12)
     first, second = harness.schedule(), None
     assert first is not None
-    assert [source.content for source in first.inputs.computed.values()] == [repr(ROWS[0])]
+    assert begun(first) == [[repr(ROWS[0])]]
     harness.run(first)
     second = harness.schedule()
     assert second is not None
-    assert [source.content for source in second.inputs.computed.values()] == [repr(ROWS[3])]
+    assert begun(second) == [[repr(ROWS[3])]]
     harness.run(second)
     harness.drain()
+
+
+def begun(batch: ScheduledBatch) -> list[list[str]]:
+    """Return the contents of each run that a step begins."""
+    return [
+        [source.content for source in stages.begun]
+        for stages in batch.inputs.stages
+        if stages.begun
+    ]
+
+
+def test_pictures_of_equal_shapes_are_computed_together() -> None:
+    harness = InputHarness(budget=32)
+    for name, rows in (("a", ROWS[0]), ("b", ROWS[1]), ("c", (1, 2, 3, 4, 5, 6))):
+        harness.add_parts(name, [rows], cost=len(rows))
+    first = harness.schedule()
+    assert first is not None
+    assert begun(first) == [[repr(ROWS[0]), repr((1, 2, 3, 4, 5, 6))], [repr(ROWS[1])]]
+    assert [stages.num_stages for stages in first.inputs.stages] == [NUM_STAGES] * 2
+    assert sum(len(row.inputs) for row in first.sequences) == 3
+    harness.run(first)
+    harness.drain()
+
+
+def test_one_picture_of_many_clients_is_computed_once() -> None:
+    harness = InputHarness(budget=24)
+    for number in range(4):
+        harness.add_parts(f"r{number}", [number + 1, ROWS[3]], cost=9)
+    harness.drain()
+    assert harness.inputs.runs == [1]
+
+
+def streaming(harness: InputHarness) -> None:
+    """Let a text decode, and the costs of steps be known."""
+    harness.add_parts("warm", [9, 8, 7], cost=8)
+    harness.add_parts("seen", [(7, 7, 7, 7)], cost=4, max_tokens=1)
+    harness.add_parts("stream", [1, 2, 3], max_tokens=40, ignore_eos=True)
+    while "warm" in harness.tracked or "seen" in harness.tracked:
+        harness.step()
+
+
+@pytest.mark.parametrize("stall_ms", [None, 12])
+def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | None) -> None:
+    harness = InputHarness(budget=32, stall_ms=stall_ms)
+    streaming(harness)
+    harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=16)
+    batches = list[ScheduledBatch]()
+    while "a" in harness.tracked:
+        batch = harness.step()
+        assert batch is not None
+        batches.append(batch)
+        # The stream has a row in every step.
+        assert len(batch.sequences[0].token_ids) == 1
+    stages = [each for batch in batches for each in batch.inputs.stages]
+    assert sum(each.num_stages for each in stages) == NUM_STAGES
+    assert len(stages) > 1
+    # The text before the picture runs while that is computed.
+    chunks = [(row.start, len(row.token_ids)) for batch in batches for row in batch.sequences[1:]]
+    assert chunks[0] == (0, 3)
+    if stall_ms is not None:
+        seconds = [harness.seconds_of(batch) for batch in batches if batch.inputs.stages]
+        assert max(seconds) <= 1e-3 * stall_ms
+    harness.abort("stream")
+
+
+def test_the_picture_of_a_request_that_is_aborted_is_given_back() -> None:
+    harness = InputHarness(budget=32)
+    streaming(harness)
+    harness.add_parts("a", [4, ROWS[3], 3], cost=16)
+    harness.add_parts("b", [4, ROWS[0], 3], cost=16)
+    while not harness.inputs.open:
+        harness.step()
+    harness.abort("a")
+    harness.step()
+    harness.step()
+    harness.abort("b")
+    harness.step()
+    assert harness.inputs.open == {}
+    harness.abort("stream")
+    assert_nothing_is_lost(harness)
+
+
+def test_requests_that_wait_for_a_picture_end_with_the_step_that_fails_to_compute_it() -> None:
+    harness = InputHarness(budget=32)
+    streaming(harness)
+    harness.add_parts("a", [ROWS[3], 3], cost=16)
+    while not harness.inputs.open:
+        harness.step()
+    harness.step(raises=True)
+    assert harness.tracked == {}
+    assert_nothing_is_lost(harness)
 
 
 def test_rows_that_must_not_be_cut_are_in_one_step() -> None:

@@ -1,0 +1,102 @@
+"""Runs a path's steps with the rows of inputs in place of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.models.vision.features import TwoWay
+from mlx_parallm.models.vision.registry import family_of
+from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.two_way import TwoWayRows
+from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
+from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.generation.rotary_rows import RotarySeam, find_rotary
+from mlx_parallm.worker.generation.step_rows import spread_proposals
+from mlx_parallm.worker.weights.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputForward:
+    """The forward of steps, some of which have rows of inputs.
+
+    Attributes:
+        path: runs the forward.
+        embedding: puts rows in place of token embeddings; None if the model takes no inputs.
+        deepstack: adds rows to the outputs of the first layers.
+        rotary: turns rows by ids on several axes; None if the model has one axis.
+        two_way: where the rows of a picture attend to later ones; None if nowhere.
+        two_way_rows: lets them; None if the path cannot.
+    """
+
+    path: ForwardPath
+    embedding: EmbeddingSeam | None
+    deepstack: DeepstackSeam
+    rotary: RotarySeam | None = None
+    two_way: TwoWay | None = None
+    two_way_rows: TwoWayRows | None = None
+
+    @property
+    def why_no_pictures(self) -> str | None:
+        """Why the model takes no pictures on this path; None if it does."""
+        if self.embedding is None:
+            return "rows cannot replace its token embeddings"
+        if self.two_way is not None and self.two_way_rows is None:
+            return "its layers do not run packed"
+        return None
+
+    def logits(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        token_ids: mx.array,
+        rows: list[int],
+        features: InputFeatures,
+    ) -> mx.array:
+        """Return the logits of some of the step's rows, ``[len(rows), vocab]``.
+
+        Args:
+            sequences: of the step.
+            token_ids: of its rows, int32 ``[T]``.
+            rows: those whose logits are wanted.
+            features: those of the inputs that sequences name.
+        """
+        spread = spread_proposals(sequences)
+        gathered = features.gather(sequences)
+        if gathered is None:
+            return self.path.logits(spread, token_ids, rows)
+        assert self.embedding is not None, "an input was admitted that the model does not take"
+        positions = None
+        if self.rotary is not None:
+            positions = self.rotary.positions(sequences, features)
+        layers = features.gather_layers(sequences)
+        with contextlib.ExitStack() as seams:
+            placed = seams.enter_context(self.embedding.during(gathered))
+            if self.rotary is not None and positions is not None:
+                seams.enter_context(self.rotary.during(positions))
+            if layers is not None:
+                seams.enter_context(self.deepstack.during(placed, layers))
+            if self.two_way is not None and self.two_way_rows is not None:
+                seams.enter_context(self.two_way_rows.during(features.two_way_spans(sequences)))
+            return self.path.logits(spread, self.embedding.place(token_ids, sequences), rows)
+
+
+def input_forward(
+    loaded: LoadedModel, path: ForwardPath, embedding: EmbeddingSeam | None
+) -> InputForward:
+    """Return the forward of a model; ``embedding`` as in ``InputForward``."""
+    family = family_of(loaded.config)
+    has_tower = getattr(loaded.model, TOWER, None) is not None
+    return InputForward(
+        path=path,
+        embedding=embedding,
+        deepstack=DeepstackSeam(loaded.model.layers),
+        rotary=find_rotary(loaded.model, loaded.config) if has_tower else None,
+        two_way=None if family is None or not has_tower else family.two_way(loaded.config),
+        two_way_rows=path.two_way if isinstance(path, PackedPath) else None,
+    )

@@ -1,0 +1,158 @@
+"""Computes the features of inputs, a stage at a time where a tower computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.arrays import to_mlx
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.models.vision.features import Features, Stages, Tower, TwoWay
+from mlx_parallm.types.model_input import POSITIONS, TOKEN_IDS, InputKind
+from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.picture_rows import with_marks
+
+# OWN_ARRAYS: arrays of a picture that are not the tower's.
+OWN_ARRAYS = (TOKEN_IDS, POSITIONS)
+Tensors = Mapping[str, HostTensor]
+
+
+class InputComputer:
+    """Computes inputs of one model.
+
+    Attributes:
+        features: what was computed.
+        tower: computes the features of pictures; None if the model takes none.
+    """
+
+    def __init__(
+        self,
+        tower: Tower | None,
+        embedding: EmbeddingSeam | None,
+        dtype: mx.Dtype,
+        *,
+        two_way: TwoWay | None,
+        waits: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            tower: see the attribute.
+            embedding: has the model's token embedding.
+            dtype: of the model.
+            two_way: where the rows of a picture attend to later ones; None if nowhere.
+            waits: True if each stage is computed when it returns; False if the device may still be
+                at work on it.
+        """
+        self.features = InputFeatures()
+        self.tower = tower
+        self._embedding = embedding
+        self._dtype = dtype
+        self._two_way = two_way
+        self._evaluate: Callable[..., None] = mx.eval if waits else mx.async_eval
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of a picture."""
+        return 1 if self.tower is None else self.tower.num_stages
+
+    def begin(self, slots: Sequence[int], kind: InputKind, inputs: Sequence[Tensors]) -> InputRun:
+        """Begin to compute inputs together, whose rows go into these slots.
+
+        Args:
+            slots: one for each.
+            kind: of all.
+            inputs: their arrays; pictures have equal shapes, see ``Tower.stages``.
+        """
+        arrays = [{name: to_mlx(tensor) for name, tensor in each.items()} for each in inputs]
+        if kind is not InputKind.PICTURE:
+            return self._run(slots, inputs, _rows_of(arrays), 1)
+        tower, embedding = self.tower, self._embedding
+        assert tower is not None, "a picture was admitted that the model does not take"
+        assert embedding is not None, "a model with a tower takes rows"
+        own = [{name: each[name] for name in each if name not in OWN_ARRAYS} for each in arrays]
+        ids = [each[TOKEN_IDS] for each in arrays]
+
+        def stages() -> Stages:
+            made = yield from tower.stages(own)
+            pairs = zip(made, ids, strict=True)
+            return [with_marks(one, marks, embedding, self._dtype) for one, marks in pairs]
+
+        return self._run(slots, inputs, stages(), tower.num_stages, two_way=self._two_way)
+
+    def _run(
+        self,
+        slots: Sequence[int],
+        inputs: Sequence[Tensors],
+        stages: Stages,
+        num_stages: int,
+        *,
+        two_way: TwoWay | None = None,
+    ) -> InputRun:
+        ids = [each.get(POSITIONS) for each in inputs]
+        positions = [None if each is None else np.array(each.array) for each in ids]
+
+        def keep(made: Sequence[Features]) -> None:
+            for slot, features, own in zip(slots, made, positions, strict=True):
+                rows = features.rows.astype(self._dtype)
+                layers = mx.stack(list(features.layers)) if features.layers else None
+                self._evaluate(rows, *(() if layers is None else (layers,)))
+                self.features.put(slot, run, rows, own, layers=layers, two_way=two_way)
+
+        run = InputRun(stages, num_stages, self._evaluate, keep)
+        self.features.expect(slots, run)
+        return run
+
+
+def _rows_of(arrays: Sequence[Mapping[str, mx.array]]) -> Stages:
+    """Return the rows that inputs bring."""
+    yield from ()
+    return [Features(each["rows"]) for each in arrays]
+
+
+class InputRun:
+    """Inputs that are being computed. Implements ``Pending``.
+
+    Attributes:
+        num_stages: stages that are left.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        num_stages: int,
+        evaluate: Callable[..., None],
+        keep: Callable[[Sequence[Features]], None],
+    ) -> None:
+        """Compute ``stages``; ``keep`` takes the features."""
+        self.num_stages = num_stages
+        self._stages: Stages | None = stages
+        self._evaluate = evaluate
+        self._keep = keep
+
+    def advance(self) -> None:
+        """See ``Pending``."""
+        assert self.num_stages > 1, "the last stage is computed by wait"
+        self.num_stages -= 1
+        if self._stages is not None:
+            self._evaluate(next(self._stages))
+
+    def wait(self) -> None:
+        """See ``Pending``; nothing waits for the device if steps run ahead."""
+        while self.num_stages > 1:
+            self.advance()
+        stages, self._stages = self._stages, None
+        if stages is None:
+            return
+        try:
+            next(stages)
+        except StopIteration as end:
+            self._keep(end.value)
+        else:
+            raise AssertionError("the tower has more stages than it says")
+
+    def drop(self) -> None:
+        """Free what was computed so far; nobody needs the result."""
+        self._stages = None
