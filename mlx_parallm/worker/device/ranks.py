@@ -7,14 +7,15 @@ Sums and gathers are lazy like other operations; ``agree``, ``least`` and ``broa
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
 
 # RANK_VARIABLES: environment variables by which ``mlx.launch`` and MPI tell a process its rank.
 RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -99,6 +100,24 @@ class Ranks:
 def agreed(ranks: Ranks | None, verdict: bool) -> bool:
     """Return True if all ranks pass True; without ranks, return this process's verdict."""
     return verdict if ranks is None else ranks.agree(verdict)
+
+
+@contextmanager
+def all_succeed(ranks: Ranks | None) -> Iterator[None]:
+    """Raise on every rank if the context fails on one of them; it must not wait for others.
+
+    A rank that fails alone would leave the others waiting for its next sum.
+
+    Raises:
+        ModelLoadError: another rank failed.
+    """
+    try:
+        yield
+    except Exception:
+        agreed(ranks, False)
+        raise
+    if not agreed(ranks, True):
+        raise ModelLoadError("The model could not be loaded by another rank, whose error says why.")
 
 
 def join_ranks(backend: str | None = None) -> Ranks:

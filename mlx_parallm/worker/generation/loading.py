@@ -111,6 +111,7 @@ class PendingGenerator:
             ModelLoadError: the model cannot be loaded.
         """
         spec: GenerationSpec = self._op.spec
+        _refuse_draft(spec, self._loader.ranks)
         with load_failures(spec.path):
             weights = _read(spec, self._op.plan, self._loader)
         self.model = GeneratorModel(weights, self._device, self._loader.make_sessions)
@@ -302,7 +303,6 @@ class GeneratorModel:
         assert weights is not None, "the model has a KV pool already"
         earlier, kv, draft = weights.earlier, weights.plan.kv, None
         if op.draft is not None:
-            _refuse_draft(weights.loaded)
             model: Any = self._device.take(op.draft)
             chosen = None if earlier is None else earlier.draft
             draft_weights: _Weights = model.take_weights()
@@ -332,13 +332,13 @@ class GeneratorModel:
         )
 
 
-def _refuse_draft(loaded: LoadedModel) -> None:
-    """Raise ConfigError if a model over ranks is given a draft model."""
-    if loaded.sharding is not None:
-        size = loaded.sharding.ranks.size
+def _refuse_draft(spec: GenerationSpec, ranks: Ranks | None) -> None:
+    """Raise ConfigError if a model over ranks is to have a draft model."""
+    speculative = spec.settings.speculative
+    if ranks is not None and speculative is not None and speculative.model is not None:
         raise ConfigError(
-            f"--speculative-config: a draft model cannot propose tokens to a model over {size} "
-            "ranks; n-grams can."
+            f"--speculative-config: the draft model {speculative.model} cannot propose tokens to "
+            f"{spec.path}, which {ranks.size} ranks compute; n-grams can."
         )
 
 

@@ -25,21 +25,19 @@ def check_shardable(model: Any, config: Mapping[str, Any], path: Path, size: int
         size: the number of ranks.
     """
     if not hasattr(model, "shard"):
-        name = config.get("model_type")
-        raise ConfigError(
-            f"{path} cannot be computed by {size} ranks: mlx_lm's {name} has no method shard."
-        )
-    copy = copy_structure(model)
-    before = dict(_counts(copy))
+        raise _refusal(config, path, size, "mlx_lm has no method shard for this architecture")
+    cut = copy_structure(model)
+    before = dict(_counts(cut))
     try:
-        run_shard(copy, Rank(0, size))
+        run_shard(cut, Rank(0, size))
     except MODEL_ERRORS as cause:
-        raise _indivisible(config, path, size, reason(cause)) from cause
-    for place, after in _counts(copy):
+        why = _indivisible(config, size) or reason(cause).rstrip(".")
+        raise _refusal(config, path, size, why) from cause
+    for place, after in _counts(cut):
         count = before.get(place, after)
         if after != count and not _is_share(count, after, size):
-            why = f"{size} does not divide its {place[1]} of {count}"
-            raise _indivisible(config, path, size, why)
+            why = _indivisible(config, size) or f"{size} does not divide its {place[1]} of {count}"
+            raise _refusal(config, path, size, why)
 
 
 def _counts(model: Any) -> Iterator[tuple[tuple[str, str], int]]:
@@ -55,9 +53,22 @@ def _is_share(count: int, share: int, size: int) -> bool:
     return share * size == count or (share == 1 and size % count == 0)
 
 
-def _indivisible(config: Mapping[str, Any], path: Path, size: int, why: str) -> ConfigError:
+def _head_counts(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of heads that a config.json gives, by its fields."""
     text = config.get("text_config") or {}
     counts = {field: config.get(field, text.get(field)) for field in COUNTS}
-    known = (f"{field} {count}" for field, count in counts.items() if count is not None)
+    return {field: count for field, count in counts.items() if isinstance(count, int)}
+
+
+def _indivisible(config: Mapping[str, Any], size: int) -> str | None:
+    """Return which number of heads ranks cannot share; None if they could share all."""
+    for field, count in _head_counts(config).items():
+        if count % size:
+            return f"{size} does not divide its {field} of {count}"
+    return None
+
+
+def _refusal(config: Mapping[str, Any], path: Path, size: int, why: str) -> ConfigError:
+    known = [f"{field} {count}" for field, count in _head_counts(config).items()]
     facts = ", ".join([str(config.get("model_type")), *known])
     return ConfigError(f"{path} ({facts}) cannot be computed by {size} ranks: {why}.")

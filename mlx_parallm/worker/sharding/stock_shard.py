@@ -168,6 +168,9 @@ class _Seam:
             if where is None:
                 return weight
             axis, parts = where if isinstance(where, tuple) else (where, 1)
+            if weight.shape[axis] % size:
+                name, count = f"{self._paths[id(module)]}.{path}", weight.shape[axis]
+                raise ValueError(f"{size} does not divide the {count} rows or columns of {name}")
             mine = [mx.split(part, size, axis)[rank] for part in _split(weight, parts, axis)]
             return mine[0] if len(mine) == 1 else mx.concatenate(mine, axis)
 

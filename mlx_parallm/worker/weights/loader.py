@@ -22,7 +22,7 @@ from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.device.ranks import Ranks, agreed
+from mlx_parallm.worker.device.ranks import Ranks, agreed, all_succeed
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
 from mlx_parallm.worker.layers.expert_layers import use_expert_layers
@@ -129,8 +129,11 @@ def load_model(
     """
     check_dtype(config.dtype)
     with load_failures(path):
-        model, model_config, is_cast = _read(config, path, cast, ranks)
-        sharding = None if ranks is None else cut_model(model, ranks)
+        with all_succeed(ranks):
+            model, model_config = _read(config, path, ranks)
+        model, is_cast = cast_model(model, config.dtype, cast)
+        with all_succeed(ranks):
+            sharding = None if ranks is None else cut_model(model, ranks)
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaLanguage()), trials)
             use_expert_layers(model, ExpertKernel(CudaLanguage()), trials)
@@ -138,7 +141,8 @@ def load_model(
             use_net_kernels(model, NetKernels(CudaLanguage()), trials)
         run_uncompiled(model)
         model.eval()
-        evaluate_weights(parameters_of(model), path, scale_modes(model))
+        with all_succeed(ranks):
+            evaluate_weights(parameters_of(model), path, scale_modes(model))
         if sharding is not None:
             # Last, when layers have the classes that kernels give them.
             sharding.add_up()
@@ -175,7 +179,8 @@ def load_parameters(
         ModelLoadError: the architecture is unknown, or weights are missing.
     """
     with load_failures(path):
-        model, _, _ = _read(config, path, CastRule(is_cast=is_cast), ranks)
+        model, _ = _read(config, path, ranks)
+        model, _ = cast_model(model, config.dtype, CastRule(is_cast=is_cast))
     return parameters_of(model)
 
 
@@ -184,10 +189,8 @@ def parameters_of(model: Any) -> dict[str, mx.array]:
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
 
 
-def _read(
-    config: ModelConfig, path: Path, cast: CastRule, ranks: Ranks | None
-) -> tuple[Any, dict[str, Any], bool]:
-    """Return a whole model, its config.json, and whether it was cast; its arrays are lazy."""
+def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, dict[str, Any]]:
+    """Return a whole model and its config.json; its arrays are lazy."""
     model, model_config = mlx_lm_utils.load_model(
         path,
         lazy=True,
@@ -201,8 +204,7 @@ def _read(
     scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
     own = parameters_of(model)
     evaluate_weights({name: own[name] for name in scales & own.keys()}, path, scale_modes(model))
-    model, is_cast = cast_model(model, config.dtype, cast)
-    return model, model_config, is_cast
+    return model, model_config
 
 
 def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:

@@ -1,0 +1,154 @@
+"""Loads of one rank's part, in one process: what is refused, and when, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
+from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.worker.device.ranks import Ranks, all_succeed
+from mlx_parallm.worker.generation.loading import GenerationLoader
+from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.ops import Load
+from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.worker import Worker
+from tests.builders.architectures.configs import config_of
+from tests.builders.architectures.trial import build
+from tests.cluster.sharded_models import DENSE, write_model
+from tests.golden_pictures import read_vision, write_vision
+
+
+def ranks_of(size: int) -> Ranks:
+    """Return rank 0 of some, in a group of this process alone: sums are its own values."""
+    return Ranks(rank=0, size=size, backend="any", group=mx.distributed.init())
+
+
+class OtherRankFails(Ranks):
+    """A rank beside one that fails."""
+
+    def agree(self, verdict: bool) -> bool:
+        """Return False: the other rank passes it."""
+        return False
+
+
+def write_unreadable(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a model whose weights are all NaN, so that reading them fails otherwise."""
+    folder.mkdir()
+    model = build(config)
+    weights = {name: mx.full(array.shape, mx.nan) for name, array in _flat(model)}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _flat(model: Any) -> list[tuple[str, mx.array]]:
+    parameters: Any = tree_flatten(model.parameters())
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "why"),
+    [
+        (
+            config_of("gemma"),
+            2,
+            "(gemma, num_attention_heads 4, num_key_value_heads 2) cannot be computed by 2 ranks: "
+            "mlx_lm has no method shard for this architecture.",
+        ),
+        (
+            config_of("llama"),
+            3,
+            "(llama, num_attention_heads 4, num_key_value_heads 2) cannot be computed by 3 ranks: "
+            "3 does not divide its num_attention_heads of 4.",
+        ),
+        (
+            config_of("qwen3"),
+            4,
+            "(qwen3, num_attention_heads 4, num_key_value_heads 2) cannot be computed by 4 ranks: "
+            "4 does not divide its num_key_value_heads of 2.",
+        ),
+        (
+            {**DENSE, "intermediate_size": 129},
+            2,
+            "(qwen2, num_attention_heads 4, num_key_value_heads 4) cannot be computed by 2 ranks: "
+            "2 does not divide the 129 rows or columns of model.layers.0.mlp.gate_proj.weight.",
+        ),
+    ],
+)
+def test_models_that_ranks_cannot_share_are_refused_before_weights_are_read(
+    tmp_path: Path, config: dict[str, Any], size: int, why: str
+) -> None:
+    folder = write_unreadable(tmp_path / "model", config)
+    with pytest.raises(ConfigError) as refusal:
+        load_model(ModelConfig(), folder, ranks=ranks_of(size))
+    assert str(refusal.value) == f"{folder} {why}"
+    with pytest.raises(ModelLoadError, match="NaN"):
+        load_model(ModelConfig(), folder)
+
+
+def test_groups_of_quantised_weights_are_not_cut(tmp_path: Path) -> None:
+    config = {**DENSE, "intermediate_size": 96}
+    folder = write_model(tmp_path / "model", config, bits=4)
+    with pytest.raises(ConfigError, match=r"2 does not divide the 3 rows or columns of \S+scales"):
+        load_model(ModelConfig(), folder, ranks=ranks_of(2))
+
+
+def test_a_model_with_a_tower_is_read_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_vision(tmp_path / "model", read_vision("qwen3_5"))
+    with caplog.at_level(logging.WARNING):
+        loaded = load_model(ModelConfig(), folder, ranks=ranks_of(1))
+    assert not hasattr(loaded.model, TOWER)
+    assert not any(TOWER in name or "visual" in name for name, _ in _flat(loaded.model))
+    assert f"{folder} is read as a text model" in caplog.text
+    assert hasattr(load_model(ModelConfig(), folder).model, TOWER)
+
+
+def test_draft_models_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = write_unreadable(tmp_path / "model", DENSE)
+    worker = Worker()
+    worker.install(GenerationSpec, GenerationLoader(ranks=ranks_of(2)))
+    speculative = SpeculativeConfig(method="draft_model", model="small")
+    spec = GenerationSpec(
+        config=ModelConfig(path=str(folder)),
+        path=folder,
+        settings=EngineConfig(speculative=speculative),
+    )
+    with pytest.raises(ConfigError) as refusal:
+        worker.execute(Load(model="model", spec=spec))
+    assert str(refusal.value) == (
+        "--speculative-config: the draft model small cannot propose tokens to "
+        f"{folder}, which 2 ranks compute; n-grams can."
+    )
+
+
+def test_a_rank_fails_with_the_rank_that_cannot_load(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", DENSE)
+    ranks = OtherRankFails(rank=0, size=1, backend="any", group=mx.distributed.init())
+    with pytest.raises(ModelLoadError, match="by another rank"):
+        load_model(ModelConfig(), folder, ranks=ranks)
+
+
+def test_an_error_of_this_rank_is_told_to_the_others() -> None:
+    verdicts: list[bool] = []
+
+    class Recording(Ranks):
+        def agree(self, verdict: bool) -> bool:
+            verdicts.append(verdict)
+            return verdict
+
+    ranks = Recording(rank=0, size=2, backend="any", group=None)
+    with pytest.raises(OSError, match="gone"), all_succeed(ranks):
+        raise OSError("gone")
+    with all_succeed(ranks):
+        pass
+    assert verdicts == [False, True]
