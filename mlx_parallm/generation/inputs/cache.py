@@ -12,7 +12,7 @@ from mlx_parallm.types.model_input import InputKind, ModelInput
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """What is computed of an input.
+    """The features or rows that are computed of an input.
 
     Attributes:
         source: the input.

@@ -1,4 +1,4 @@
-"""Which inputs are computed before a step: in runs of equal shapes, a stage at a time."""
+"""Chooses which inputs are computed before a step: in runs of equal shapes, by stages."""
 
 from __future__ import annotations
 

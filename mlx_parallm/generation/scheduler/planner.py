@@ -229,7 +229,8 @@ class Planner:
     def _compute_inputs(self, plan: StepPlan, *, is_first: bool) -> None:
         """Plan stages of the inputs that running sequences wait for.
 
-        First before any prefill; then for sequences whose prefill was planned up to an input.
+        It is called before any prefill is planned, then again for sequences whose prefill was
+        planned up to an input.
         """
         runs = self._running.input_runs
         cost = runs.next_cost

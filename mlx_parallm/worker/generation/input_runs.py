@@ -78,7 +78,7 @@ class InputComputer:
         def stages() -> Stages:
             made = yield from tower.stages(own)
             pairs = zip(made, ids, strict=True)
-            return [with_marks(one, marks, embedding, self._dtype) for one, marks in pairs]
+            return [with_marks(each, marks, embedding, self._dtype) for each, marks in pairs]
 
         return self._run(slots, inputs, stages(), tower.num_stages, two_way=self._two_way)
 
