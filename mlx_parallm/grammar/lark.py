@@ -31,7 +31,12 @@ def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
     text = LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": lenient}
     )
-    return json.loads(text)["grammars"][0]
+    grammar = json.loads(text)["grammars"][0]
+    options = grammar["json_schema"]["x-guidance"]
+    # llguidance ignores whitespace_flexible where there is a pattern.
+    if options.get("whitespace_flexible") is False and options["whitespace_pattern"] == WHITESPACE:
+        del options["whitespace_pattern"]
+    return grammar
 
 
 def regex_grammar(pattern: str) -> dict[str, Any]:

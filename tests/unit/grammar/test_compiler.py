@@ -16,6 +16,12 @@ from tests.small_vocabulary import CALL, END, NUM_ROWS, ids_of, small_compiler, 
 
 COMPILER = small_compiler()
 INTEGER = {"type": "integer"}
+COMPACT = {
+    "type": "object",
+    "properties": {"a": INTEGER},
+    "required": ["a"],
+    "x-guidance": {"whitespace_flexible": False},
+}
 
 
 def matches(spec: GrammarSpec, tokens: str | list[int]) -> bool:
@@ -52,6 +58,7 @@ TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [TAG]}
         (specs.json_schema(INTEGER), ["1", "-20"], ["", "a", "1.5", " 1"]),
         (specs.json_schema('{"type": "boolean"}'), ["true"], ["1"]),
         (specs.json_schema(True), ["1", '{"a": [1]}'], ["a"]),
+        (specs.json_schema(COMPACT), ['{"a":1}'], ['{ "a": 1 }', '{\n"a":1}']),
         (specs.json_object(), ["{}", '{ "a": 1 }', '{\n  "a": 1\n}'], ["[]", "1", "{    }"]),
         (specs.regex("[ab]{2}/c"), ["ab/c"], ["ab/", "ab/cc", "xab/c"]),
         (specs.choice(['a"b', "c\nd"]), ['a"b', "c\nd"], ["a", "c"]),
