@@ -199,6 +199,11 @@ def _place_questions(scene: Scene, rng: np.random.Generator) -> list[Question]:
     return made
 
 
+def is_beside(question: Question) -> bool:
+    """True if a question is about where a shape is from another."""
+    return question.task == TASKS[1] and question.text.startswith("Is ")
+
+
 def _count_questions(scene: Scene, rng: np.random.Generator) -> list[Question]:
     task = TASKS[2]
     items = scene.items

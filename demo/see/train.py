@@ -25,7 +25,14 @@ from tokenizers import Tokenizer
 
 from demo.see.batches import batches
 from demo.see.conversations import Rows, save_tokenizer, train_tokenizer
-from demo.see.network import SeeingModel, config_of, named_weights, new_model, save_model
+from demo.see.network import (
+    SeeingModel,
+    config_of,
+    load_model,
+    named_weights,
+    new_model,
+    save_model,
+)
 
 LOG_EVERY = 50
 WARMUP_STEPS = 300
@@ -49,8 +56,12 @@ class Trainer:
         return partial(mx.compile, inputs=self._state, outputs=self._state)(self._update)
 
     def resume(self, folder: Path) -> None:
-        """Read what an earlier piece wrote; new moments begin where it has none."""
-        self.model.load_weights(str(folder / f"{STATE_FILES[0]}.safetensors"))
+        """Read what an earlier piece wrote, or a model; new moments begin where it has none."""
+        weights = folder / f"{STATE_FILES[0]}.safetensors"
+        if weights.exists():
+            self.model.load_weights(str(weights))
+        else:
+            self.model.update(load_model(folder).parameters())
         if all((folder / f"{name}.safetensors").exists() for name in STATE_FILES):
             state: dict[str, mx.array] = dict(tree_flatten(self.optimizer.state))
             for letter, name in zip("mv", STATE_FILES[1:], strict=True):
@@ -151,7 +162,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", type=Path, help="folder that an earlier piece wrote")
+    parser.add_argument("--resume", type=Path, help="folder of an earlier piece, or of a model")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32"
     )

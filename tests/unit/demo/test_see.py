@@ -182,6 +182,23 @@ def test_training_learns_stores_and_resumes(tokenizer, tmp_path: Path):
     assert named_weights(load_model(tmp_path)).keys() == named_weights(trainer.model).keys()
 
 
+def test_training_goes_on_from_a_model_alone(tokenizer, tmp_path: Path):
+    config = config_of(tokenizer)
+    model = new_model(config, 1)
+    save_model(model, config, tmp_path)
+    trainer = Trainer(new_model(config, 2), learning_rate=0.02, dtype=mx.float32)
+    trainer.resume(tmp_path)
+    for name, weight in named_weights(trainer.model).items():
+        assert mx.allclose(weight, named_weights(model)[name], atol=1e-3), name
+
+
+def test_training_often_asks_where_a_shape_is_from_another():
+    turns = [turn for seed in range(600) for turn in one_picture(rng(seed)).turns]
+    words = ("left of", "right of", "above", "below")
+    share = sum(any(word in text for word in words) for text, _ in turns) / len(turns)
+    assert 0.1 < share < 0.2
+
+
 def test_an_answer_counts_only_if_all_of_it_is_right(tokenizer):
     model = new_model(config_of(tokenizer), 1)
     rows = rows_of(tokenizer, [no_picture(rng()), Conversation((), [("Hi", "x")])], 80, 1)
