@@ -554,7 +554,7 @@ GEMMA4_SMALL = VisionCase(
                 *("sliding_attention", "full_attention"),
                 *("sliding_attention", "full_attention"),
             ],
-            "hidden_size_per_layer_input": 4,
+            "hidden_size_per_layer_input": 16,
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -25,8 +26,9 @@ from mlx_parallm.numerics.attention import softmax_attention
 
 # LIMITS: the names of clipped layers' bounds.
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
-# LARGEST: what takes the place of infinite bounds; weights must be finite.
-LARGEST = 3e38
+# UNBOUNDED: bounds of at least this clip nothing. Checkpoints have infinite ones, but weights must
+# be finite in any dtype: float16 and bfloat16 both have this power of two.
+UNBOUNDED = 2.0**15
 # PADDING: the position of patches that the image processor adds.
 PADDING = -1
 
@@ -74,8 +76,15 @@ class ClippedLinear(nn.Module):
         """Return the output for ``[..., inputs]``."""
         if not self._is_clipped:
             return self.linear(x)
-        x = self.linear(mx.clip(x, self.input_min, self.input_max))
-        return mx.clip(x, self.output_min, self.output_max)
+        return self._clipped(self.linear(self._clipped(x, "input")), "output")
+
+    def _clipped(self, x: mx.array, side: str) -> mx.array:
+        return mx.clip(x, _bound(self[f"{side}_min"]), _bound(self[f"{side}_max"]))
+
+
+def _bound(stored: mx.array) -> mx.array:
+    """Return a bound of a clipped layer, which is infinite if it clips nothing."""
+    return mx.where(mx.abs(stored) < UNBOUNDED, stored, stored * math.inf)
 
 
 class Gemma4Attention(nn.Module):
@@ -288,7 +297,7 @@ def two_way_of(config: Mapping[str, Any]) -> TwoWay | None:
 def _with_finite_limits(name: str, weight: mx.array) -> dict[str, mx.array]:
     """Return a weight by its name; bounds that clip nothing are large instead of infinite."""
     if name.endswith(LIMITS):
-        return {name: mx.clip(weight, -LARGEST, LARGEST)}
+        return {name: mx.clip(weight, -UNBOUNDED, UNBOUNDED)}
     return in_order(name, weight)
 
 
