@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.worker.weights.loader import load_model
 from tests.golden_pictures import GoldenPictures, read_vision, write_vision
@@ -106,3 +107,44 @@ def test_idefics3_is_read_by_either_name(model_type: str, tmp_path: Path) -> Non
     assert loaded.keys() == expected.keys()
     assert all(mx.array_equal(loaded[key], expected[key]) for key in expected)
     assert any(key.startswith(TOWER) for key in loaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("gemma4", {"text_config": {"use_bidirectional_attention": "all"}}, "attention 'all'"),
+        ("gemma4", {"vision_config": {"model_type": "siglip"}}, "model_type siglip"),
+        ("pixtral", {"vision_feature_layer": [-1, -2]}, "layer [-1, -2]"),
+        ("qwen2_vl", {"model_type": "gemma3n"}, "model_type gemma3n are not read"),
+    ],
+)
+def test_the_reason_why_a_tower_is_not_read_is_told(
+    name: str, changes: dict[str, Any], why: str
+) -> None:
+    config = read_vision(name)["config"]
+    for field, value in changes.items():
+        config[field] = {**config[field], **value} if isinstance(value, dict) else value
+    assert family_of(config) is None
+    assert why in str(why_no_family(config))
+
+
+def test_a_model_that_sees_both_ways_is_loaded_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    golden = read_vision("gemma4")
+    golden["config"]["text_config"]["use_bidirectional_attention"] = "all"
+    loaded = load_model(ModelConfig(), write_vision(tmp_path, golden))
+    assert getattr(loaded.model, TOWER, None) is None
+    assert "read as a text model: its config.json has use_bidirectional_attention" in caplog.text
+
+
+def test_a_checkpoint_without_its_tower_is_loaded_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    golden = read_vision("qwen3_vl")
+    names = [name for name in golden["weights"] if "visual" in name]
+    for name in names:
+        del golden["weights"][name]
+    loaded = load_model(ModelConfig(), write_vision(tmp_path, golden))
+    assert getattr(loaded.model, TOWER) is None
+    assert "read as a text model: its files have no weights of a tower" in caplog.text

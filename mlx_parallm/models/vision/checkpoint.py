@@ -15,9 +15,14 @@ from mlx_parallm.models.vision.features import TwoWay
 COLOURS = 3
 
 
-def _any_config(config: Mapping[str, Any]) -> bool:
+def _any_config(config: Mapping[str, Any]) -> str | None:
     del config
-    return True
+
+
+def several_layers(config: Mapping[str, Any]) -> str | None:
+    """Return that features are of several layers, or None: see ``TowerFamily.unlike``."""
+    layer = config.get("vision_feature_layer", -1)
+    return None if isinstance(layer, int) else f"vision_feature_layer {layer}"
 
 
 def _causal(config: Mapping[str, Any]) -> TwoWay | None:
@@ -46,7 +51,8 @@ class TowerFamily:
         make: returns the tower of a ``config.json``, a ``features.Tower``.
         parts: the prefixes of its weights in checkpoints, and the tower's own for each; the first
             that fits counts. transformers writes ``model.`` before them, or not.
-        is_known: True if the tower of a ``config.json`` is of this kind.
+        unlike: returns what the tower of a ``config.json`` has that those of this kind lack; None
+            if it is of this kind.
         two_way: returns where the text model lets rows of a picture attend to later ones.
         converted: returns the tower's weights that a weight of a checkpoint becomes, by name; its
             prefix is the tower's own already.
@@ -54,7 +60,7 @@ class TowerFamily:
 
     make: Callable[[dict[str, Any]], nn.Module]
     parts: Mapping[str, str]
-    is_known: Callable[[Mapping[str, Any]], bool] = _any_config
+    unlike: Callable[[Mapping[str, Any]], str | None] = _any_config
     two_way: Callable[[Mapping[str, Any]], TwoWay | None] = _causal
     converted: Callable[[str, mx.array], dict[str, mx.array]] = in_order
 

@@ -288,6 +288,14 @@ class Gemma4Tower(Tower):
         return features_of(self.embed_vision(rows), scale=self._scale)
 
 
+def _not_gemma4(config: Mapping[str, Any]) -> str | None:
+    tower = config["vision_config"].get("model_type", "gemma4_vision")
+    if tower != "gemma4_vision":
+        return f"a tower of the model_type {tower}"
+    setting = config.get("text_config", {}).get("use_bidirectional_attention")
+    return None if setting in (None, "vision") else f"use_bidirectional_attention {setting!r}"
+
+
 def two_way_of(config: Mapping[str, Any]) -> TwoWay | None:
     """Return which layers read a picture both ways: none in the smaller models."""
     setting = config.get("text_config", {}).get("use_bidirectional_attention")
@@ -305,10 +313,7 @@ def _with_finite_limits(name: str, weight: mx.array) -> dict[str, mx.array]:
 GEMMA4 = TowerFamily(
     Gemma4Tower,
     {"vision_tower.": "vision_tower.", "embed_vision.": "embed_vision."},
-    lambda config: (
-        config["vision_config"].get("model_type", "gemma4_vision") == "gemma4_vision"
-        and config.get("text_config", {}).get("use_bidirectional_attention") in (None, "vision")
-    ),
+    _not_gemma4,
     two_way=two_way_of,
     converted=_with_finite_limits,
 )

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
-from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
+from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order, several_layers
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
 from mlx_parallm.numerics.attention import softmax_attention
 
@@ -288,6 +288,6 @@ INTERNVL = TowerFamily(
         "multi_modal_projector.": "multi_modal_projector.",
         "mlp1.": "multi_modal_projector.",
     },
-    lambda config: isinstance(config.get("vision_feature_layer", -1), int),
+    several_layers,
     converted=_by_own_names,
 )

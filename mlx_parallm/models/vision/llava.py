@@ -67,9 +67,10 @@ class LlavaTower(Tower):
         return self.multi_modal_projector(x)
 
 
-def _has_clip(config: Mapping[str, Any]) -> bool:
-    """True if the tower is not Pixtral's, which has the same ``model_type``."""
-    return config["vision_config"].get("model_type") != "pixtral"
+def _not_clip(config: Mapping[str, Any]) -> str | None:
+    """Return a difference from CLIP's tower; Pixtral has the same ``model_type``."""
+    kind = config["vision_config"].get("model_type")
+    return "a tower of Pixtral" if kind == "pixtral" else None
 
 
 #: ``LLAVA``: LLaVA 1.5.
@@ -80,5 +81,5 @@ LLAVA = TowerFamily(
         "vision_tower.": "vision_tower.",
         "multi_modal_projector.": "multi_modal_projector.",
     },
-    _has_clip,
+    _not_clip,
 )

@@ -49,5 +49,5 @@ class LlavaNextTower(LlavaTower):
 
 #: ``LLAVA_NEXT``: LLaVA 1.6.
 LLAVA_NEXT = TowerFamily(
-    LlavaNextTower, {**LLAVA.parts, "image_newline": "image_newline"}, LLAVA.is_known
+    LlavaNextTower, {**LLAVA.parts, "image_newline": "image_newline"}, LLAVA.unlike
 )

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
-from mlx_parallm.models.vision.checkpoint import TowerFamily
+from mlx_parallm.models.vision.checkpoint import TowerFamily, several_layers
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
 from mlx_parallm.models.vision.llava import LlavaProjector
 from mlx_parallm.models.vision.rotary import turned
@@ -218,12 +218,15 @@ class PixtralTower(Tower):
         return features_of(self.multi_modal_projector(x))
 
 
+def _not_pixtral(config: Mapping[str, Any]) -> str | None:
+    if config["vision_config"].get("model_type") != "pixtral":
+        return "a tower other than Pixtral's"
+    return several_layers(config)
+
+
 #: ``PIXTRAL``: Pixtral, in folders of the ``model_type`` llava, and Mistral 3.
 PIXTRAL = TowerFamily(
     PixtralTower,
     {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
-    lambda config: (
-        config["vision_config"].get("model_type") == "pixtral"
-        and isinstance(config.get("vision_feature_layer", -1), int)
-    ),
+    _not_pixtral,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
@@ -38,7 +38,19 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
 
 def family_of(config: Mapping[str, Any]) -> TowerFamily | None:
     """Return the family of a checkpoint's tower; None if it has none, or one that is not known."""
-    if not isinstance(config.get("vision_config"), dict):
+    return next((family for family in _families(config) if family.unlike(config) is None), None)
+
+
+def why_no_family(config: Mapping[str, Any]) -> str | None:
+    """Return why the tower of a checkpoint is not known; None if it is, or there is none."""
+    if not isinstance(config.get("vision_config"), dict) or family_of(config) is not None:
         return None
-    families = TOWERS.get(config.get("model_type", ""), ())
-    return next((family for family in families if family.is_known(config)), None)
+    families = _families(config)
+    if not families:
+        return f"towers of the model_type {config.get('model_type')} are not read"
+    return "its config.json has " + " and ".join(str(family.unlike(config)) for family in families)
+
+
+def _families(config: Mapping[str, Any]) -> Sequence[TowerFamily]:
+    has_tower = isinstance(config.get("vision_config"), dict)
+    return TOWERS.get(str(config.get("model_type")), ()) if has_tower else ()

@@ -17,7 +17,8 @@ from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.models.vision.registry import family_of
+from mlx_parallm.models.vision.registry import family_of, why_no_family
+from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
@@ -131,6 +132,7 @@ def load_model(
     with load_failures(path):
         with all_succeed(ranks):
             model, model_config = _read(config, path, ranks)
+        _warn_of_tower(model, model_config, path, is_cut=ranks is not None)
         model, is_cast = cast_model(model, config.dtype, cast)
         with all_succeed(ranks):
             sharding = None if ranks is None else cut_model(model, ranks)
@@ -199,7 +201,6 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
     )
     if ranks is not None:
         check_shardable(model, model_config, path, ranks.size)
-        _warn_of_tower(model_config, path)
     # Before they are multiplied into weights, where the CPU has these: so the name is the file's.
     scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
     own = parameters_of(model)
@@ -226,13 +227,16 @@ def _text_classes(config: dict[str, Any]) -> tuple[type, type]:
     return model, args
 
 
-def _warn_of_tower(config: dict[str, Any], path: Path) -> None:
-    if family_of(config) is not None:
-        logger.warning(
-            "%s is read as a text model: the picture tower of %s is not served over ranks",
-            path,
-            config["model_type"],
-        )
+def _warn_of_tower(model: Any, config: dict[str, Any], path: Path, *, is_cut: bool) -> None:
+    """Log why a model takes no pictures although its checkpoint has a tower."""
+    why = why_no_family(config)
+    if why is None and family_of(config) is not None:
+        if is_cut:
+            why = f"the picture tower of {config['model_type']} is not served over ranks"
+        elif getattr(model, TOWER, None) is None:
+            why = "its files have no weights of a tower"
+    if why is not None:
+        logger.warning("%s is read as a text model: %s", path, why)
 
 
 def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:
