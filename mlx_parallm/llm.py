@@ -306,13 +306,10 @@ class LLM:
         options: Mapping[str, Any],
         sizes: Mapping[str, Any] | None,
     ) -> Prompt | PicturePrompt:
-        if any(isinstance(message.get("content"), list) for message in conversation):
-            prompt: PicturePrompt | None = _part("pictures").prompt_with_pictures(
-                conversation, self._model, sizes, **options
-            )
-            if prompt is not None:
-                return prompt
-        return self._model.tokenizer.encode_chat(conversation, **options)
+        has_parts = any(isinstance(message.get("content"), list) for message in conversation)
+        if not has_parts and self._model.pictures is None:
+            return self._model.tokenizer.encode_chat(conversation, **options)
+        return _part("pictures").chat_prompt(conversation, self._model, sizes, **options)
 
     def embed(
         self,

@@ -48,7 +48,6 @@ class GoldenPictures:
             folder=folder,
             feature_id=SPECIALS.index(family.feature_token),
             template_reads_parts=True,
-            template_needs_parts=False,
             row_bytes=4
             * golden["config"]["text_config"]["hidden_size"]
             * (1 + family.num_added_layers),

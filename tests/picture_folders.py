@@ -69,7 +69,7 @@ def write_qwen(folder: Path) -> Path:
     """Write the golden Qwen2.5-VL with a tokenizer."""
     write_vision(folder, read_vision("qwen2_5_vl"))
     mark = "<|vision_start|> <|image_pad|> <|vision_end|>"
-    _write_words(folder, PARTS.replace("<image>", mark), golden_vision_cases.SPECIALS, 15)
+    write_words(folder, PARTS.replace("<image>", mark), golden_vision_cases.SPECIALS, 15)
     return folder
 
 
@@ -93,7 +93,7 @@ def _write(
     mx.save_safetensors(str(folder / "model.safetensors"), named)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    _write_words(folder, template)
+    write_words(folder, template)
     return folder
 
 
@@ -102,7 +102,7 @@ def _spread(array: mx.array) -> mx.array:
     return mx.random.normal(array.shape) * 0.25 + (1.0 if array.ndim == 1 else 0.0)
 
 
-def _write_words(
+def write_words(
     folder: Path,
     template: str,
     specials: Sequence[str] = SPECIALS,

@@ -17,6 +17,7 @@ from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.pictures.form import PictureForm
+from mlx_parallm.pictures.prompt import text_prompt
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
 from mlx_parallm.types.step import RunnerInfo
@@ -234,9 +235,15 @@ class GenerationModel(ServedModel):
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
         """
         variables = {**self.chat_template_kwargs, **template_kwargs}
-        return self.tokenizer.encode_chat(
-            messages, tools=tools, template_kwargs=variables, limit=ANY_LENGTH, **ends
-        )
+        options: dict[str, Any] = {"tools": tools, "template_kwargs": variables, **ends}
+        return text_prompt(
+            messages,
+            self.pictures,
+            render=lambda shown: self.tokenizer.render_chat(shown, **options),
+            encode=lambda text: self.tokenizer.encode(
+                text, add_special_tokens=False, limit=ANY_LENGTH
+            ),
+        ).token_ids
 
     def vocabulary_string(self, token_id: int) -> str:
         """Return a token as it is written in the vocabulary."""

@@ -21,7 +21,7 @@ from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.picture_file import file_bytes, is_url
 from mlx_parallm.pictures.processor import PIXELS_PARAM, PreparedPicture
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
+from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 
@@ -32,17 +32,6 @@ IMAGE, IMAGE_PIL, IMAGE_URL = "image", "image_pil", "image_url"
 # PROMPT_FIELDS: of a prompt in vLLM's form.
 TEXT, TOKEN_IDS, DATA = "prompt", "prompt_token_ids", "multi_modal_data"
 PROMPT_FIELDS = frozenset({TEXT, TOKEN_IDS, DATA, PIXELS_PARAM})
-
-
-def _has_pictures(conversation: Sequence[Mapping[str, Any]]) -> bool:
-    """True if a message has a part that is no text."""
-    contents = [message.get("content") for message in conversation]
-    return any(
-        is_mapping(part) and part.get("type") != "text"
-        for content in contents
-        if is_list(content)
-        for part in content
-    )
 
 
 def mapped_prompt(prompt: Mapping[str, Any], model: GenerationModel) -> PicturePrompt:
@@ -90,13 +79,13 @@ def _prepared(
         ).result()
 
 
-def prompt_with_pictures(
+def chat_prompt(
     conversation: Sequence[Mapping[str, Any]],
     model: GenerationModel,
     sizes: Mapping[str, Any] | None = None,
     **options: Any,
-) -> PicturePrompt | None:
-    """Return a conversation as tokens and inputs; None if it has no pictures.
+) -> PicturePrompt:
+    """Return a conversation as tokens and inputs.
 
     Args:
         conversation: parts of contents are texts, ``{"type": "image", "image": …}`` with bytes of a
@@ -108,19 +97,15 @@ def prompt_with_pictures(
     Raises:
         InvalidRequestError: the model takes no pictures, or one cannot be read.
     """
-    if not _has_pictures(conversation):
-        return None
+    render = partial(model.tokenizer.render_chat, **options)
+    encode = partial(model.tokenizer.encode, add_special_tokens=False)
     messages = [_message(message, number) for number, message in enumerate(conversation)]
-    prepared = _prepared(picture_sources(messages), model, sizes)
-    form = model.pictures
+    sources, form = picture_sources(messages), model.pictures
+    if not sources:
+        return text_prompt([*map(_joined, messages)], form, render=render, encode=encode)
+    prepared = _prepared(sources, model, sizes)
     assert form is not None, "a model without pictures has refused them"
-    return picture_prompt(
-        messages,
-        prepared,
-        form,
-        render=partial(model.tokenizer.render_chat, **options),
-        encode=partial(model.tokenizer.encode, add_special_tokens=False),
-    )
+    return picture_prompt(messages, prepared, form, render=render, encode=encode)
 
 
 def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -132,9 +117,17 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
+def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content, if it has parts, is the text of these."""
+    content = message.get("content")
+    if not is_list(content):
+        return message
+    return {**message, "content": "".join(str(part["text"]) for part in content)}
+
+
 def _part(part: Any, param: str) -> dict[str, Any]:
     kind = part.get("type") if is_mapping(part) else None
-    if kind == "text":
+    if kind == "text" and isinstance(part.get("text"), str):
         return dict(part)
     if kind == IMAGE_URL:
         url = part.get(IMAGE_URL)

@@ -14,7 +14,6 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 # PROCESSOR_FILES: where a folder has the settings of its image processor; the first one counts.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-PROBE_TEXT = "probe"
 
 
 class PictureTokenizer(Protocol):
@@ -39,7 +38,6 @@ class PictureForm:
         feature_id: id of the feature token.
         template_reads_parts: True if the chat template writes pictures of content parts; False if
             it reads texts only, so that placeholders are put into these.
-        template_needs_parts: True if the chat template does not read a text that is no part.
         row_bytes: size of one row of features, with those of further layers.
         fingerprint: digest of the processor's settings.
     """
@@ -48,7 +46,6 @@ class PictureForm:
     folder: Path
     feature_id: int
     template_reads_parts: bool
-    template_needs_parts: bool
     row_bytes: int
     fingerprint: str
 
@@ -77,8 +74,6 @@ def picture_form(
         folder=folder,
         feature_id=feature_id,
         template_reads_parts=_shows(tokenizer, [{"type": "image"}], family.placeholder),
-        template_needs_parts=not _shows(tokenizer, PROBE_TEXT, PROBE_TEXT)
-        and _shows(tokenizer, [{"type": "text", "text": PROBE_TEXT}], PROBE_TEXT),
         row_bytes=row_bytes * (1 + family.num_added_layers),
         fingerprint=sha256(settings + repr(sorted(family.processor.items())).encode()).hexdigest(),
     )

@@ -75,6 +75,29 @@ def picture_prompt(
     return with_runs(typed.shown(text), ids, pictures, form)
 
 
+def text_prompt(
+    messages: Messages,
+    form: PictureForm | None,
+    *,
+    render: Callable[[Messages], str],
+    encode: Callable[[str], Sequence[int]],
+) -> PicturePrompt:
+    """Return a conversation without pictures as tokens; see ``picture_prompt``.
+
+    Args:
+        messages: contents are texts.
+        form: how the model takes pictures; None if it takes none.
+        render: applies the chat template.
+        encode: tokenises a text without adding special tokens.
+    """
+    if form is None:
+        text = render(messages)
+        return PicturePrompt(text, tuple(encode(text)))
+    typed = TypedMarks(form)
+    text = render(typed.hide(list(messages)))
+    return PicturePrompt(typed.shown(text), tuple(typed.encode(text, encode)))
+
+
 class TypedMarks:
     """Marks of pictures that a user typed, which stay text.
 
@@ -143,8 +166,6 @@ def _message(message: Mapping[str, Any], form: PictureForm) -> dict[str, Any]:
             form.family.placeholder if part["type"] == "image" else part["text"] for part in content
         ]
         return {**message, "content": "\n".join(texts)}
-    if isinstance(content, str) and form.template_needs_parts:
-        return {**message, "content": [{"type": "text", "text": content}]}
     return dict(message)
 
 

@@ -28,6 +28,8 @@ _PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+# _PROBE_TEXT is rendered to find out how a template takes contents.
+_PROBE_TEXT = "probe"
 # _ANCHOR_TOKENS: slack for the text before a prompt with which some callers encode it; its tokens
 # are not counted.
 _ANCHOR_TOKENS = 32
@@ -88,6 +90,20 @@ class ParallmTokenizer:
         except InvalidRequestError:
             # The template refuses this short conversation, so search its text instead.
             return "tools" in (self.chat_template or "")
+
+    @functools.cached_property
+    def _needs_parts(self) -> bool:
+        """True if the template does not write a content that is a text, as those of LLaVA."""
+        probe = {"role": "user", "content": _PROBE_TEXT}
+        return not self._writes(probe) and self._writes(_in_parts(probe))
+
+    def _writes(self, message: dict[str, Any]) -> bool:
+        """True if the template writes the content of a message."""
+        options = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
+        try:
+            return _PROBE_TEXT in self._render([message], options)
+        except InvalidRequestError:
+            return False
 
     @property
     def special_tokens(self) -> frozenset[str]:
@@ -167,7 +183,10 @@ class ParallmTokenizer:
         }
         if chat_template is not None:
             options["chat_template"] = chat_template
-        return self._render([dict(message) for message in messages], options)
+        plain = [dict(message) for message in messages]
+        if chat_template is None and self._needs_parts:
+            plain = [_in_parts(message) for message in plain]
+        return self._render(plain, options)
 
     def encode_chat(
         self,
@@ -208,3 +227,11 @@ class ParallmTokenizer:
     def _shared(self) -> Lanes[TextRenderer]:
         assert self._lanes is not None, "this tokenizer is called without locks"
         return self._lanes
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content, if it is a text, is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}

@@ -13,7 +13,7 @@ from PIL import Image
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.media.picture_file import picture_url
 from mlx_parallm.types.errors import InvalidRequestError
-from tests.picture_folders import write_llava
+from tests.picture_folders import PARTS, TEXTS, write_llava
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -23,14 +23,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(str(write_llava(tmp_path_factory.mktemp("llava"))))
 
 
-def picture(seed: int) -> Image.Image:
-    pixels = np.random.RandomState(seed).randint(0, 256, (40, 50, 3)).astype(np.uint8)
+def picture(seed: int, size: tuple[int, int] = (40, 50)) -> Image.Image:
+    pixels = np.random.RandomState(seed).randint(0, 256, (*size, 3)).astype(np.uint8)
     return Image.fromarray(pixels)
 
 
-def png(seed: int) -> bytes:
+def png(seed: int, size: tuple[int, int] = (40, 50)) -> bytes:
     content = io.BytesIO()
-    picture(seed).save(content, "PNG")
+    picture(seed, size).save(content, "PNG")
     return content.getvalue()
 
 
@@ -114,3 +114,25 @@ def test_prompts_that_cannot_be_read_name_their_part(
     with pytest.raises(InvalidRequestError) as refusal:
         llm.generate(prompt, GREEDY)
     assert refusal.value.param == param
+
+
+#: A template that reads parts only, as LLaVA's and Idefics3's do.
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role }}: {% for p in m.content %}"
+    "{% if p.type == 'image' %} <image> {% elif p.type == 'text' %} {{ p.text }} {% endif %}"
+    "{% endfor %} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [PARTS, TEXTS, PARTS_ONLY])
+def test_texts_reach_every_template_whichever_their_form(tmp_path: Path, template: str) -> None:
+    llm = LLM(str(write_llava(tmp_path, template=template)))
+    parts = [{"type": "text", "text": "w30 <image>"}, {"type": "text", "text": " w31"}]
+    outputs = llm.chat(
+        [[{"role": "user", "content": content}] for content in ("w30 <image> w31", parts)], GREEDY
+    )
+    unknown = llm.tokenizer.encode("unknown")
+    expected = llm.tokenizer.encode("user: w30") + unknown * 2
+    expected += llm.tokenizer.encode("w31 assistant:")
+    # A mark that a user typed is two halves, which this tokenizer does not know.
+    assert [list(output.prompt_token_ids) for output in outputs] == [expected, expected]

@@ -19,7 +19,7 @@ from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
+from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
@@ -148,10 +148,15 @@ async def render_turn(
     tools = _tools(turn)
 
     def render() -> PicturePrompt:
-        text = _text(turn, model, template_messages(turn.messages, id_length=model.call_id_length))
-        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
+        prompt = text_prompt(
+            template_messages(turn.messages, id_length=model.call_id_length),
+            model.pictures,
+            render=lambda messages: _text(turn, model, messages),
+            encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
+        )
+        ids = prompt.token_ids
         if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
-            return PicturePrompt(text, ids)
+            return prompt
         ids = cut_ids(ids, limit.most, from_left=limit.from_left)
         return PicturePrompt(model.tokenizer.decode(ids, skip_special_tokens=False), ids)
 

@@ -41,6 +41,9 @@ AUTHORS_NAMES = (
     (r"^multi_modal_projector\.1\.", "multi_modal_projector.linear_1."),
     (r"^multi_modal_projector\.3\.", "multi_modal_projector.linear_2."),
 )
+#: ``AUTHORS_SETTINGS``: fields of the authors' configs, and the only values that are read: the
+#: whole picture follows its tiles, pictures are not padded, and squares of patches are in order.
+AUTHORS_SETTINGS = {"use_thumbnail": True, "pad2square": False, "ps_version": "v2"}
 # JOINED: the authors' name of queries, keys and values in one layer.
 JOINED = ".attention.qkv."
 
@@ -279,6 +282,17 @@ def _by_own_names(name: str, weight: mx.array) -> dict[str, mx.array]:
     return dict(zip(names, parts, strict=True))
 
 
+def _not_internvl(config: Mapping[str, Any]) -> str | None:
+    """Return what a config has that this tower or its image processor lacks."""
+    for name, expected in AUTHORS_SETTINGS.items():
+        if config.get(name, expected) != expected:
+            return f"{name} {config[name]}"
+    side = InternVisionConfig.of(config["vision_config"]).image_size
+    if config.get("force_image_size", side) != side:
+        return f"force_image_size {config['force_image_size']} with a tower for {side}"
+    return several_layers(config)
+
+
 #: ``INTERNVL``: InternVL 3.
 INTERNVL = TowerFamily(
     InternTower,
@@ -288,6 +302,6 @@ INTERNVL = TowerFamily(
         "multi_modal_projector.": "multi_modal_projector.",
         "mlp1.": "multi_modal_projector.",
     },
-    several_layers,
+    _not_internvl,
     converted=_by_own_names,
 )

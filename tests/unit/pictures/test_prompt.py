@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_parallm.pictures.families import OneRun, WrittenPicture
 from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt
+from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import FEATURE, TOKEN_IDS
 
@@ -25,7 +25,6 @@ FORM = PictureForm(
     folder=Path(),
     feature_id=FEATURE_ID,
     template_reads_parts=True,
-    template_needs_parts=False,
     row_bytes=10,
     fingerprint="",
 )
@@ -118,17 +117,12 @@ def test_templates_of_texts_get_the_marks() -> None:
     assert list(made.token_ids) == [7, *codes("\nx")]
 
 
-def test_templates_of_parts_get_texts_as_parts() -> None:
-    form = replace(FORM, template_needs_parts=True)
-    seen: list[Any] = []
-
-    def needs_parts(messages: Sequence[Mapping[str, Any]]) -> str:
-        seen.extend(message["content"] for message in messages)
-        return render(messages)
-
-    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [IMAGE]}]
-    picture_prompt(messages, [picture(1)], form, render=needs_parts, encode=encode)
-    assert seen[0] == [text_part("x")]
+def test_marks_stay_text_where_there_is_no_picture() -> None:
+    messages = [{"role": "user", "content": f"x{MARK}y"}]
+    made = text_prompt(messages, FORM, render=render, encode=encode)
+    assert FEATURE_ID not in made.token_ids
+    assert made.text == f"x{MARK}y"
+    assert FEATURE_ID in text_prompt(messages, None, render=render, encode=encode).token_ids
 
 
 def test_a_template_that_drops_a_picture_is_refused() -> None:

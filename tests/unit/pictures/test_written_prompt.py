@@ -43,7 +43,6 @@ def form(family: PictureFamily) -> PictureForm:
         folder=Path(),
         feature_id=TOKENS.index(family.feature_token),
         template_reads_parts=True,
-        template_needs_parts=False,
         row_bytes=10,
         fingerprint="",
     )

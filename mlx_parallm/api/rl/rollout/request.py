@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
@@ -25,7 +26,13 @@ from mlx_parallm.api.turns.pictures import (
 from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import Messages, PicturePrompt, TypedMarks, picture_prompt
+from mlx_parallm.pictures.prompt import (
+    Messages,
+    PicturePrompt,
+    TypedMarks,
+    picture_prompt,
+    text_prompt,
+)
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens tell how a text that follows them is spelled.
@@ -130,16 +137,14 @@ class PromptEncoder:
         self, messages: Messages, pictures: Sequence[PreparedPicture]
     ) -> PicturePrompt:
         tokenizer, form = self.model.tokenizer, self.model.pictures
+
+        def render(shown: Messages) -> str:
+            return self._render(shown, self.open_turn)
+
+        encode = partial(tokenizer.encode, add_special_tokens=False)
         if not pictures or form is None:
-            text = self._render(messages, self.open_turn)
-            return PicturePrompt(text, tuple(tokenizer.encode(text, add_special_tokens=False)))
-        return picture_prompt(
-            messages,
-            pictures,
-            form,
-            render=lambda shown: self._render(shown, self.open_turn),
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        )
+            return text_prompt(messages, form, render=render, encode=encode)
+        return picture_prompt(messages, pictures, form, render=render, encode=encode)
 
     def _continuation(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Return the tokens of a text that goes on from others."""
@@ -151,7 +156,7 @@ class PromptEncoder:
     def _appended(self, ids: Sequence[int], messages: Messages) -> tuple[int, ...]:
         """Return the tokens of messages behind others, with placeholders for pictures."""
         tokenizer, form = self.model.tokenizer, self.model.pictures
-        if form is None or not picture_sources(messages):
+        if form is None:
             return appended_ids(tokenizer, ids, messages, self._render, open_turn=self.open_turn)
         typed = TypedMarks(form)
         marked = MarkedTokenizer(tokenizer, typed)
