@@ -36,3 +36,9 @@ def server() -> LiveServer:
 def embedder(server: LiveServer) -> LiveServer:
     """Return the server with the name of its embedder."""
     return replace(server, model="embedder")
+
+
+@pytest.fixture(scope="session")
+def seeing(server: LiveServer) -> LiveServer:
+    """Return the server with the name of its model that takes pictures."""
+    return replace(server, model="demo:see")

@@ -22,6 +22,7 @@ KEY = "conformance-key"
 MODEL = "mlx-parallm-demo"
 RERANKER = "reranker"
 EMBEDDER = "embedder"
+SEEING = "demo:see"
 DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 
 
@@ -42,7 +43,7 @@ def main(words: list[str]) -> int:
         embedder = write_embedder(Path(folder) / "embedder")
         names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
         server = ServerProcess(
-            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker), str(embedder)),
+            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker), str(embedder), SEEING),
             *("--served-model-name", *names),
         )
         try:

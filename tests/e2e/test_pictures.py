@@ -218,6 +218,16 @@ def test_responses_take_pictures_and_go_on_with_them(client: openai.OpenAI) -> N
     wrong: Any = [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]
     with pytest.raises(openai.BadRequestError, match="file_id"):
         client.responses.create(input=wrong, **options)
+    call = {"type": "function_call", "call_id": "t1", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "t1"}
+    user = {"role": "user", "content": "w20"}
+    looked: Any = [user, call, result | {"output": content[0]["content"]}]
+    shown = client.responses.create(input=looked, **options)
+    assert shown.output_text == looked_in_chat(client)
+    looked[2]["output"] = [texts[0], {"type": "input_image", "image_url": "data:image/png,x"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(input=looked, **options)
+    assert caught.value.param == "input[2].output[1].image_url"
 
 
 def looked_in_chat(client: openai.OpenAI) -> str:

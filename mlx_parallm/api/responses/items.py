@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.pictures import detail_of
+from mlx_parallm.types.json_values import is_list
 
 Item = dict[str, Any]
 #: Finds a stored item by its id; None if there is none.
@@ -102,6 +103,23 @@ def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> l
     return items
 
 
+def picture_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the places of the pictures of a body's checked ``input`` by their URLs.
+
+    Of equal pictures, the first place counts.
+    """
+    if isinstance(content, str):
+        return {}
+    places: dict[str, str] = {}
+    for item in BodyValue(content, "input").entries():
+        for value in (item["content"], item["output"]):
+            parts = value.entries() if is_list(value.value) else []
+            for url in (part["image_url"] for part in parts if part.type == PICTURE):
+                if isinstance(url.value, str):
+                    places.setdefault(url.value, url.where)
+    return places
+
+
 def _referred(id_: BodyValue, find: FindItem) -> Item:
     item = find(id_.text())
     if item is None:
@@ -171,7 +189,12 @@ def _output(item: BodyValue) -> Item:
     text = output.value
     if not isinstance(text, str):
         parts = output.entries(what=NO_PARTS)
-        text = [{"type": "input_text", "text": _part_text(part)} for part in parts]
+        text = [
+            _picture(part)
+            if part.type == PICTURE
+            else {"type": "input_text", "text": _part_text(part)}
+            for part in parts
+        ]
     return _head(item, item.type) | {
         "status": "completed",
         "call_id": item["call_id"].filled_text(),

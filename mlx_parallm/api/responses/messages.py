@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.api.responses.items import PICTURE, Item, unsealed
@@ -10,9 +11,14 @@ from mlx_parallm.api.responses.tools import flat_name
 from mlx_parallm.api.turns.pictures import Detail, PictureSource, picture_part
 
 Message = dict[str, Any]
+NO_PLACES: Mapping[str, str] = MappingProxyType({})
 
 
-def item_messages(items: Iterable[Item], instructions: str | None = None) -> list[Message]:
+def item_messages(
+    items: Iterable[Item],
+    instructions: str | None = None,
+    places: Mapping[str, str] = NO_PLACES,
+) -> list[Message]:
     """Return the messages that items make, with the instructions before them.
 
     Reasoning, text and calls that follow each other are one message of the assistant. System
@@ -21,8 +27,9 @@ def item_messages(items: Iterable[Item], instructions: str | None = None) -> lis
     Args:
         items: as ``input_items`` makes them, or of an answer's output.
         instructions: the first system message.
+        places: the place in the body of each picture, by its URL; others are of earlier responses.
     """
-    conversation = _Conversation()
+    conversation = _Conversation(places)
     if instructions:
         conversation.add_system(instructions)
     for item in items:
@@ -33,8 +40,9 @@ def item_messages(items: Iterable[Item], instructions: str | None = None) -> lis
 class _Conversation:
     """Messages to which items are added."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Mapping[str, str]) -> None:
         self.messages: list[Message] = []
+        self._places = places
         self._names: dict[str, str] = {}
 
     def add(self, item: Item) -> None:
@@ -65,7 +73,7 @@ class _Conversation:
         if role in ("system", "developer"):
             self.add_system(_content_text(content))
         elif role == "user":
-            self.messages.append({"role": "user", "content": _user_content(content)})
+            self.messages.append({"role": "user", "content": self._parts(content)})
         else:
             self._assistant(("content", "tool_calls"))["content"] = _content_text(content)
 
@@ -85,12 +93,28 @@ class _Conversation:
         message = {
             "role": "tool",
             "tool_call_id": item["call_id"],
-            "content": output if isinstance(output, str) else _content_text(output),
+            "content": output if isinstance(output, str) else self._parts(output),
         }
         # Some templates tell the result by the tool's name.
         if item["call_id"] in self._names:
             message["name"] = self._names[item["call_id"]]
         self.messages.append(message)
+
+    def _parts(self, parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """Return a text; parts if there are pictures."""
+        if not any(part["type"] == PICTURE for part in parts):
+            return _content_text(parts)
+        return [
+            self._picture(part)
+            if part["type"] == PICTURE
+            else {"type": "text", "text": _content_text([part])}
+            for part in parts
+        ]
+
+    def _picture(self, part: dict[str, Any]) -> dict[str, Any]:
+        url, detail = part["image_url"], Detail(part["detail"])
+        param = self._places.get(url, "previous_response_id")
+        return picture_part(PictureSource(param=param, url=url, detail=detail))
 
     def _assistant(self, full: tuple[str, ...]) -> Message:
         """Return the assistant's last message, or a new one if it has one of ``full`` already."""
@@ -107,20 +131,6 @@ def _called(item: Item) -> str:
 
 def _content_text(parts: Iterable[dict[str, Any]]) -> str:
     return "".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
-
-
-def _user_content(parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return a text; parts if there are pictures."""
-    if not any(part["type"] == PICTURE for part in parts):
-        return _content_text(parts)
-    return [
-        picture_part(
-            PictureSource(param="input", url=part["image_url"], detail=Detail(part["detail"]))
-        )
-        if part["type"] == PICTURE
-        else {"type": "text", "text": _content_text([part])}
-        for part in parts
-    ]
 
 
 def _reasoning_text(item: Item) -> str:

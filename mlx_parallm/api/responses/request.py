@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlx_parallm.api.responses.items import Item
+from mlx_parallm.api.responses.items import Item, picture_places
 from mlx_parallm.api.responses.messages import item_messages
 from mlx_parallm.api.responses.schema import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
@@ -38,7 +38,7 @@ def input_turn(
     Raises:
         InvalidRequestError: a field is malformed, or there is no input; names it.
     """
-    messages = item_messages(items, body.instructions)
+    messages = item_messages(items, body.instructions, picture_places(body.input))
     if not messages:
         raise InvalidRequestError("input is empty.", param="input")
     return TurnRequest(

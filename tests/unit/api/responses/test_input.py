@@ -150,6 +150,10 @@ def test_items_of_hosted_tools_are_left_out(type_: str) -> None:
             {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_file"}]},
             ".output[0].type",
         ),
+        (
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_image"}]},
+            ".output[0].image_url",
+        ),
         ({"type": "reasoning", "summary": "x"}, ".summary"),
         ({"type": "reasoning", "summary": [{}]}, ".summary[0].type"),
         ({"type": "item_reference"}, ".id"),
