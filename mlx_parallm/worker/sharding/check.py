@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sharding.stock_shard import Rank, copy_structure, run_shard
 
+#: ``QUERY_HEADS``: the field of config.json that every ``shard`` divides.
+QUERY_HEADS = "num_attention_heads"
+KV_HEADS = "num_key_value_heads"
 #: ``COUNTS``: fields of config.json that messages give.
-COUNTS = ("num_attention_heads", "num_key_value_heads")
+COUNTS = (QUERY_HEADS, KV_HEADS)
+#: ``KV_NAME``: what the attributes of modules for the number of KV heads have in their names.
+KV_NAME = re.compile("kv|key_value")
 
 
 def check_shardable(model: Any, config: Mapping[str, Any], path: Path, size: int) -> None:
@@ -31,13 +37,13 @@ def check_shardable(model: Any, config: Mapping[str, Any], path: Path, size: int
     try:
         run_shard(cut, Rank(0, size))
     except MODEL_ERRORS as cause:
-        why = _indivisible(config, size) or reason(cause).rstrip(".")
-        raise _refusal(config, path, size, why) from cause
+        raise _refusal(config, path, size, _fault(config, size, cause)) from cause
     for place, after in _counts(cut):
         count = before.get(place, after)
         if after != count and not _is_share(count, after, size):
-            why = _indivisible(config, size) or f"{size} does not divide its {place[1]} of {count}"
-            raise _refusal(config, path, size, why)
+            field = KV_HEADS if KV_NAME.search(place[1]) else place[1]
+            fault = _divided_heads(config, size) or _indivisible(field, count, size)
+            raise _refusal(config, path, size, fault)
 
 
 def _counts(model: Any) -> Iterator[tuple[tuple[str, str], int]]:
@@ -60,15 +66,27 @@ def _head_counts(config: Mapping[str, Any]) -> dict[str, int]:
     return {field: count for field, count in counts.items() if isinstance(count, int)}
 
 
-def _indivisible(config: Mapping[str, Any], size: int) -> str | None:
-    """Return which number of heads ranks cannot share; None if they could share all."""
-    for field, count in _head_counts(config).items():
-        if count % size:
-            return f"{size} does not divide its {field} of {count}"
-    return None
+def _fault(config: Mapping[str, Any], size: int, cause: BaseException) -> str:
+    """Return why a model's ``shard`` failed."""
+    heads = _divided_heads(config, size)
+    kv_heads = _head_counts(config).get(KV_HEADS, size)
+    if heads is None and isinstance(cause, ArithmeticError | AssertionError) and kv_heads % size:
+        # A rank would have no KV head.
+        return _indivisible(KV_HEADS, kv_heads, size)
+    return heads or reason(cause).rstrip(".?")
 
 
-def _refusal(config: Mapping[str, Any], path: Path, size: int, why: str) -> ConfigError:
+def _divided_heads(config: Mapping[str, Any], size: int) -> str | None:
+    """Return the fault of a number of heads that ranks cannot share; None if they can."""
+    heads = _head_counts(config).get(QUERY_HEADS, size)
+    return _indivisible(QUERY_HEADS, heads, size) if heads % size else None
+
+
+def _indivisible(field: str, count: int, size: int) -> str:
+    return f"{size} does not divide its {field} of {count}"
+
+
+def _refusal(config: Mapping[str, Any], path: Path, size: int, fault: str) -> ConfigError:
     known = [f"{field} {count}" for field, count in _head_counts(config).items()]
     facts = ", ".join([str(config.get("model_type")), *known])
-    return ConfigError(f"{path} ({facts}) cannot be computed by {size} ranks: {why}.")
+    return ConfigError(f"{path} ({facts}) cannot be computed by {size} ranks: {fault}.")

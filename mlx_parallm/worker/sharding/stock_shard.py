@@ -132,6 +132,9 @@ class _Seam:
         path = self._paths[id(module)]
         if path.rpartition(".")[2] == HEAD:
             return module
+        if not isinstance(module, nn.Linear | nn.QuantizedLinear):
+            # Other layers may mix their inputs, as a rotation does.
+            raise NotImplementedError(f"it is not known how a {type(module).__name__} is cut")
         self._cut(module, sharding, segments)
         if sharding == ROWS:
             self.record.summed.append(path)

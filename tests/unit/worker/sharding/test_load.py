@@ -18,6 +18,7 @@ from mlx_parallm.worker.device.ranks import Ranks, all_succeed
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.ops import Load
+from mlx_parallm.worker.sharding.check import check_shardable
 from mlx_parallm.worker.weights.loader import load_model
 from mlx_parallm.worker.worker import Worker
 from tests.builders.architectures.configs import config_of
@@ -80,6 +81,12 @@ def _flat(model: Any) -> list[tuple[str, mx.array]]:
             2,
             "(qwen2, num_attention_heads 4, num_key_value_heads 4) cannot be computed by 2 ranks: "
             "2 does not divide the 129 rows or columns of model.layers.0.mlp.gate_proj.weight.",
+        ),
+        (
+            config_of("qwen3_5"),
+            4,
+            "(qwen3_5, num_attention_heads 4, num_key_value_heads 2) cannot be computed by 4 "
+            "ranks: 4 does not divide its num_k_heads of 2.",
         ),
     ],
 )
@@ -152,3 +159,22 @@ def test_an_error_of_this_rank_is_told_to_the_others() -> None:
     with all_succeed(ranks):
         pass
     assert verdicts == [False, True]
+
+
+def test_layers_that_mix_their_inputs_are_refused() -> None:
+    config = config_of("prism_hadamard_qwen35")
+    with pytest.raises(ConfigError, match="not known how a HadamardQuantizedLinear is cut"):
+        check_shardable(build(config), config, Path("model"), 2)
+
+
+def test_a_rank_takes_its_share_and_one_tensor(tmp_path: Path) -> None:
+    config = {**DENSE, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
+    folder = write_model(tmp_path / "model", config)
+    files: Any = mx.load(str(folder / "model.safetensors"))
+    sizes = [array.nbytes for array in files.values()]
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    loaded = load_model(ModelConfig(dtype="float32"), folder, ranks=ranks_of(2))
+    peak = mx.get_peak_memory() - before
+    assert loaded.weight_bytes < 0.6 * sum(sizes)
+    assert loaded.weight_bytes <= peak <= loaded.weight_bytes + max(sizes)
