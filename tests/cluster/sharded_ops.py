@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.step import SampleSpec, ScheduledBatch, ScheduledSequence, StepOutput
+from mlx_parallm.types.step import (
+    PENDING_TOKEN,
+    SampleSpec,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepOutput,
+)
 from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
+from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.ranks import Ranks, is_launched, join_ranks
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
@@ -31,6 +39,7 @@ from mlx_parallm.worker.ops import (
     CommitWeights,
     DropTensors,
     Load,
+    Pending,
     PrepareWeights,
     Sleep,
     Step,
@@ -40,6 +49,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.worker import Worker
 from tests.cluster.sharded_models import make_adapter, shapes_of
+from tests.compiled_attention import CompiledAttention
 
 #: QUERIES is cut along its outputs, of which each of two ranks has half.
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
@@ -60,7 +70,8 @@ class Run:
         self.folder = folder
         self.results: dict[str, Any] = {}
         self._worker = Worker()
-        self._worker.install(GenerationSpec, GenerationLoader(ranks=ranks))
+        attention = _compiled_attention if "ahead" in folder.name else choose_backend
+        self._worker.install(GenerationSpec, GenerationLoader(attention, ranks=ranks))
         self._num_steps = 0
         spec = GenerationSpec(
             config=ModelConfig(path=str(folder), dtype="auto"),
@@ -73,7 +84,9 @@ class Run:
         )
         self.plan = self._worker.execute(Load(model=MODEL, spec=spec))
         self.plan = self._worker.execute(Allocate(model=MODEL, num_blocks=NUM_BLOCKS))
-        self.results["path"] = self.plan.info.path
+        info = self.plan.info
+        self.results["path"] = info.path
+        self.results["runs ahead"] = info.runs_ahead and info.is_compiled
 
     def add(self, content: str, adapter: AdapterWeights) -> None:
         """Add an adapter, whose content id is given."""
@@ -92,6 +105,17 @@ class Run:
         for batch in self._batches(slots):
             outputs.append(self._worker.execute(Step(model=MODEL, batch=batch)))
         self.results[name] = outputs
+
+    def run_ahead(self, name: str, *adapters: str) -> None:
+        """Generate tokens; each step begins before the one before it has ended."""
+        slots = dict(enumerate(adapters, 1))
+        pending: list[Pending[StepOutput]] = []
+        outputs: list[StepOutput] = []
+        for batch in self._batches(slots, is_ahead=True):
+            pending.append(self._worker.begin(Step(model=MODEL, batch=batch)))
+            outputs += [step.wait() for step in pending[:-1]]
+            del pending[:-1]
+        self.results[name] = [*outputs, pending[0].wait()]
 
     def prepare(
         self, name: str, tensors: dict[str, HostTensor] | None, folder: Path | None = None
@@ -146,7 +170,13 @@ class Run:
         for op in tensor_ops(MODEL, HANDLE, tensors):
             self._worker.execute(op)
 
-    def _batches(self, slots: dict[int, str]) -> Iterator[ScheduledBatch]:
+    def _batches(
+        self, slots: dict[int, str], *, is_ahead: bool = False
+    ) -> Iterator[ScheduledBatch]:
+        """Yield steps of two chunks of prompts, and of one token more each.
+
+        With ``is_ahead`` these are the tokens that the step before chooses, else given ones.
+        """
         source = np.random.default_rng(1)
         texts = source.integers(0, 90, (NUM_SEQUENCES, PROMPT + DECODE)).tolist()
         first = 0
@@ -155,6 +185,8 @@ class Run:
                 self._row(row, text, first, count, slots if row + 1 in slots else {})
                 for row, text in enumerate(texts)
             ]
+            if is_ahead and first >= PROMPT:
+                rows = [replace(row, token_ids=(PENDING_TOKEN,)) for row in rows]
             self._num_steps += 1
             yield ScheduledBatch(step_id=self._num_steps, sequences=tuple(rows), adapters=slots)
             first += count
@@ -175,6 +207,10 @@ class Run:
             adapter_slot=row + 1 if slots else 0,
             sample=spec,
         )
+
+
+def _compiled_attention(cache: CacheConfig, *_: Any, **__: Any) -> BackendChoice:
+    return BackendChoice(CompiledAttention(cache.block_size), 0.0)
 
 
 def base(run: Run) -> None:
@@ -220,6 +256,16 @@ def updates(run: Run) -> None:
     run.checksums("digests after all")
 
 
+def ahead(run: Run) -> None:
+    """Let compiled steps run ahead, with and without adapters, one of which is replaced."""
+    run.run_ahead("alone")
+    run.add("lora 8", make_adapter(run.folder, 1, 8))
+    run.add("dora 4", make_adapter(run.folder, 2, 4, is_dora=True))
+    run.add("dora 16", make_adapter(run.folder, 3, 16, is_dora=True))
+    run.run_ahead("adapters", "lora 8", "dora 4")
+    run.run_ahead("replaced", "dora 16", "dora 4", "lora 8")
+
+
 def everything(run: Run) -> None:
     """Run all scenarios on one load of the model."""
     base(run)
@@ -228,7 +274,7 @@ def everything(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (base, adapters, everything)
+    scenario.__name__: scenario for scenario in (base, adapters, ahead, everything)
 }
 
 

@@ -45,7 +45,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     ):
         write_model(folder / name, config, bits=bits)
         write_model(folder / f"{name}-other", config, bits=bits, seed=4)
-    return _compare(2, folder, *(f"everything={folder / name}" for name in MODELS))
+    ahead = write_model(folder / "ahead", sharded_models.DENSE)
+    scenarios = [f"everything={folder / name}" for name in MODELS]
+    return _compare(2, folder, *scenarios, f"ahead={ahead}")
 
 
 def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
@@ -59,6 +61,13 @@ def test_exact_tokens_are_those_of_one_process(pair: Compared, model: str) -> No
     steps = [name for name, value in wanted.items() if isinstance(value, list)]
     assert len(steps) == 9
     for name in steps:
+        _assert_alike(actual[name], wanted[name])
+
+
+def test_exact_tokens_of_compiled_steps_that_run_ahead(pair: Compared) -> None:
+    wanted, actual = pair.alone["ahead"], pair.ranks[0]["ahead"]
+    assert all(rank["ahead"]["runs ahead"] for rank in pair.ranks)
+    for name in ("alone", "adapters", "replaced"):
         _assert_alike(actual[name], wanted[name])
 
 
