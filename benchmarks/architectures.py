@@ -1,6 +1,7 @@
 """Tries every architecture of mlx_lm and of this package, and writes docs/models.md.
 
-``python -m benchmarks.architectures``
+``python -m benchmarks.architectures``; ``--ranks 2`` tries those that several processes can compute
+together, and writes that section alone.
 
 Each runs in a process of its own with tiny random float32 weights, through the same self-check that
 decides how a served model runs.
@@ -20,6 +21,13 @@ from typing import Any
 import mlx_lm
 import mlx_lm.models
 
+from benchmarks.architectures_over_ranks import (
+    section,
+    section_of,
+    shardable,
+    try_over_ranks,
+    with_section,
+)
 from mlx_parallm import child_process
 from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from tests.builders.architectures.trial import try_one
@@ -98,7 +106,12 @@ def run_one(name: str) -> dict[str, Any]:
     if done.returncode < 0:
         return {"error": f"ends the process with {signal.Signals(-done.returncode).name}"}
     last = ((done.stderr or done.stdout).strip().splitlines() or ["failed"])[-1]
-    return {"error": next((why for part, why in REASONS.items() if part in last), last)}
+    return {"error": _known(last)}
+
+
+def _known(error: str) -> str:
+    """Return the cause of an error, if it is a known one."""
+    return next((why for part, why in REASONS.items() if part in error), error)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
@@ -155,16 +168,33 @@ def main() -> None:
     parser.add_argument("--one", help="try this one and print JSON")
     parser.add_argument("--output", type=Path, default=Path("docs/models.md"))
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
+    parser.add_argument("--ranks", type=int, help="try architectures over so many ranks instead")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(try_one(options.one)))
+        return
+    old = options.output.read_text() if options.output.exists() else ""
+    if options.ranks:
+        options.output.write_text(with_section(old, _over_ranks(options.ranks)))
         return
     results = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         for name, result in zip(names(), pool.map(run_one, names()), strict=True):
             results[name] = result
             print(name, result, flush=True)
-    options.output.write_text(page(results))
+    options.output.write_text(with_section(page(results), section_of(old)))
+
+
+def _over_ranks(size: int) -> str:
+    """Return the section on what ranks of this number can compute together."""
+    results = {}
+    for name in shardable(names()):
+        result = try_over_ranks(name, size)
+        if "error" in result:
+            result["error"] = _known(result["error"])
+        results[name] = result
+        print(name, result, flush=True)
+    return section(results, size)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, leaves, probe_layout
-from mlx_parallm.worker.generation.path_choice import PathChoice, choose_path
-from mlx_parallm.worker.generation.self_check import TOLERANCE, CheckedText, largest_difference
+from mlx_parallm.worker.generation.path_choice import PathChoice, checked_length, choose_path
+from mlx_parallm.worker.generation.self_check import (
+    TOLERANCE,
+    CheckedText,
+    largest_difference,
+    stock_texts,
+)
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.sharding.check import check_shardable
+from mlx_parallm.worker.sharding.sharding import cut_model
 from tests.builders.architectures.configs import (
     LONG_LIMIT,
     VOCAB_SIZE,
@@ -31,6 +41,28 @@ CHUNK = 11
 def try_one(name: str) -> dict[str, Any]:
     """Return an architecture's path, difference and refusals, and its difference on long texts."""
     return {**_try_short(name), "long": _try_long(name)}
+
+
+def try_ranks(name: str, ranks: Ranks) -> dict[str, Any]:
+    """Return an architecture's path over ranks, and its difference from the whole model alone.
+
+    The result of a model that these ranks cannot compute together is why it is refused.
+    """
+    config = config_of(name)
+    whole = build(config)
+    window = checked_length(whole, probe_layout(whole))
+    texts = stock_texts(whole, config["vocab_size"], window)
+    model = build(config)
+    try:
+        check_shardable(model, config, Path(name), ranks.size)
+    except ConfigError as refusal:
+        return {"refused": str(refusal)}
+    cut_model(model, ranks).add_up()
+    choice = _choose(model, config, ranks)
+    return {
+        "path": choice.name,
+        "difference": largest_difference(choice.path, texts, BLOCK_SIZE),
+    }
 
 
 def build(config: dict[str, Any]) -> Any:
@@ -87,7 +119,7 @@ def _try_long(name: str) -> dict[str, Any]:
         return {"path": path, "error": f"{type(reason).__name__}: {reason}"}
 
 
-def _choose(model: Any, config: dict[str, Any]) -> PathChoice:
+def _choose(model: Any, config: dict[str, Any], ranks: Ranks | None = None) -> PathChoice:
     return choose_path(
         model,
         probe_layout(model),
@@ -96,6 +128,7 @@ def _choose(model: Any, config: dict[str, Any]) -> PathChoice:
         num_blocks=len(LONG_TEXTS) * (-(-(max(LONG_TEXTS) + BLOCK_SIZE) // BLOCK_SIZE)),
         block_size=BLOCK_SIZE,
         dtype="float32",
+        ranks=ranks,
     )
 
 
