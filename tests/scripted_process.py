@@ -11,12 +11,12 @@ import socket
 import sys
 from collections.abc import Callable
 
+from mlx_parallm.channel import Channel
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.interface import BuiltModel
 from mlx_parallm.engine.local_life import Build
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager

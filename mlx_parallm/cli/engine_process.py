@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from mlx_parallm.channel import Channel
 from mlx_parallm.cli.child_modules import begin
-from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
-from mlx_parallm.serving.build import build_engines, training_beside
+from mlx_parallm.serving.build import build_engines, training_beside, worker_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve over an inherited socket until the server sends stop, or is gone."""
     (end,) = begin(arguments)
-    return serve_engines(Channel(end), build_engines, training_beside)
+    return serve_engines(Channel(end), build_engines, training_beside, worker_for)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import queue
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig
@@ -33,6 +34,15 @@ T = TypeVar("T")
 Build = Callable[[EngineConfig, MetricFamilies, Worker, TellProgress], Sequence[BuiltModel]]
 
 
+#: Opens the worker of a life; its block is left when the life ends.
+OpenWorker = Callable[[EngineConfig, MetricFamilies], AbstractContextManager[Worker]]
+
+
+def own_worker(_config: EngineConfig, _families: MetricFamilies) -> AbstractContextManager[Worker]:
+    """Return a worker of this process alone; see ``OpenWorker``."""
+    return nullcontext(Worker())
+
+
 def nothing_beside(_worker: Worker, _families: MetricFamilies) -> Sequence[WorkBeside]:
     """Return no work; see ``MakeBeside``."""
     return ()
@@ -47,8 +57,10 @@ class LocalLife:
         on_progress: TellProgress,
         build: Build,
         beside: MakeBeside = nothing_beside,
+        open_worker: OpenWorker = own_worker,
     ) -> None:
         self._config = config
+        self._open_worker = open_worker
         self._on_progress = on_progress
         self._build = build
         self._beside = beside
@@ -64,7 +76,16 @@ class LocalLife:
         """See ``EngineLife.run``."""
         gc.unfreeze()
         compute_in_batches()
-        worker = Worker()
+        with self._open_worker(self._config, self._families) as worker:
+            self._serve(worker, inbox, deliver, on_loaded)
+
+    def _serve(
+        self,
+        worker: Worker,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Deliver,
+        on_loaded: OnLoaded,
+    ) -> None:
         built = self._build(self._config, self._families, worker, self._on_progress)
         spare_garbage_collection()
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}

@@ -21,6 +21,7 @@
     ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
+    │   └── RankLostError           another process of the model is gone or hangs  (HTTP 503)
     ├── SessionLostError            the engine has no such training session        (HTTP 503)
     ├── StorageError                the data folder does not work                  (HTTP 500)
     │   └── StorageInUseError       another process has the data folder            (HTTP 503)
@@ -189,6 +190,18 @@ class PausedError(ParallmError):
 
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
+
+
+class RankLostError(EngineDeadError):
+    """Another process of a model that several compute is gone, or does not go on.
+
+    Attributes:
+        rank: its number; 0 is the one that decides.
+    """
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"Rank {rank} {why}.")
+        self.rank = rank
 
 
 class SessionLostError(ParallmError):

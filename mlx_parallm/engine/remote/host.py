@@ -12,11 +12,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.interface import Event, MakeBeside, StartedModel
-from mlx_parallm.engine.local_life import Build, LocalLife, nothing_beside
-from mlx_parallm.engine.remote.channel import Channel, UnreadableError
+from mlx_parallm.engine.local_life import (
+    Build,
+    LocalLife,
+    OpenWorker,
+    nothing_beside,
+    own_worker,
+)
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
     Events,
@@ -37,12 +43,17 @@ logger = logging.getLogger(__name__)
 ORPHANED = 3
 
 
-def serve_engines(channel: Channel, build: Build, beside: MakeBeside = nothing_beside) -> int:
+def serve_engines(
+    channel: Channel,
+    build: Build,
+    beside: MakeBeside = nothing_beside,
+    open_worker: OpenWorker = own_worker,
+) -> int:
     """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX."""
     start, _ = channel.receive()
     assert isinstance(start, Start)
     find_remote_code(start.config)
-    return _Host(channel, start.config, build, beside).run()
+    return _Host(channel, start.config, build, beside, open_worker).run()
 
 
 class _Host:
@@ -52,11 +63,16 @@ class _Host:
         config: EngineConfig,
         build: Build,
         beside: MakeBeside = nothing_beside,
+        open_worker: OpenWorker = own_worker,
     ) -> None:
         self._channel = channel
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
-            config, lambda text, share: channel.send(Progress(text, share)), build, beside
+            config,
+            lambda text, share: channel.send(Progress(text, share)),
+            build,
+            beside,
+            open_worker,
         )
         # Pending answers, by the numbers of their queries.
         self._futures: dict[int, Future[Any]] = {}

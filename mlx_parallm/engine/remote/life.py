@@ -18,11 +18,11 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.interface import Ask, Readiness, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
-from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.engine.remote.messages import (

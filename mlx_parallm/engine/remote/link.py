@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from mlx_parallm.channel import Channel
 from mlx_parallm.engine.commands import Abort, Command, Stop
-from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.messages import Query, Withdraw
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import ControlError, EngineDeadError, ParallmError

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm import channel
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.engine.remote import channel
-from mlx_parallm.engine.remote.channel import Channel, UnreadableError
+from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events, unpack_events
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry

@@ -21,10 +21,10 @@ from typing import Any, cast
 
 import pytest
 
+from mlx_parallm.channel import Channel
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import ORPHANED, _Host
 from mlx_parallm.engine.remote.life import RemoteLife, _spawned
 from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw

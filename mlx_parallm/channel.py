@@ -1,4 +1,4 @@
-"""Python objects between two processes of one server, over a pair of sockets."""
+"""Python objects between two processes of one server, over a pair of sockets or TCP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.types.errors import ControlError
@@ -37,19 +38,45 @@ class UnreadableError(ControlError):
         self.number = number
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A message that was pickled once, for several channels.
+
+    Attributes:
+        body: the pickle.
+        buffers: large arrays of it, which were not copied.
+    """
+
+    body: bytes
+    buffers: Sequence[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the message, in bytes."""
+        return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
+
+
 class Channel:
     """One end of a channel. The other end is trusted: both run the same program.
 
     Any thread may send; one receives.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, socket_bytes: int | None = SOCKET_BYTES) -> None:
+        """Take over a socket.
+
+        Args:
+            end: the socket.
+            socket_bytes: the size of the kernel's buffer for what is sent; None for its own choice,
+                which grows to what a network needs.
+        """
         self._socket = end
         self._lock = threading.Lock()
         # Bytes that were read from the socket and belong to no message yet.
         self._unread = memoryview(b"")
         self._buffer = bytearray(BUFFER_BYTES)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        if socket_bytes is not None:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, socket_bytes)
 
     def send(self, message: Any, number: int = 0) -> None:
         """Send an object and a number; large arrays in it are not copied.
@@ -58,7 +85,11 @@ class Channel:
             ControlError: it cannot be pickled; nothing was sent.
             OSError: the other end is gone.
         """
-        body, buffers = _pickled(message)
+        self.send_packed(pack(message), number)
+
+    def send_packed(self, message: Packed, number: int = 0) -> None:
+        """Send a packed message and a number; raise OSError if the other end is gone."""
+        body, buffers = message.body, message.buffers
         sizes = struct.pack(f"<{len(buffers) + 1}{_SIZE}", len(body), *(b.nbytes for b in buffers))
         with self._lock:
             self._socket.sendall(_HEAD.pack(number, len(buffers)) + sizes)
@@ -116,11 +147,12 @@ class Channel:
         return count
 
 
-def _pickled(message: Any) -> tuple[bytes, Sequence[memoryview]]:
+def pack(message: Any) -> Packed:
+    """Return an object as what channels send; raise ControlError if it cannot be pickled."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        return body, [buffer.raw() for buffer in buffers]
+        return Packed(body, [buffer.raw() for buffer in buffers])
     except Exception as cause:
         # Libraries raise errors of their own.
         raise ControlError(f"It cannot be pickled: {type(cause).__name__}: {cause}") from cause
