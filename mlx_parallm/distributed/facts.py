@@ -1,0 +1,54 @@
+"""Facts that all ranks must have alike, as texts that can be compared and shown."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig
+from mlx_parallm.engine.build import model_names
+from mlx_parallm.types.json_values import is_mapping, is_sequence
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.weights.revision import folder_revision
+
+# PACKAGES: whose versions decide what a forward computes.
+PACKAGES = ("mlx", "mlx-lm", "mlx-parallm", "numpy")
+
+
+def process_facts(config: EngineConfig) -> dict[str, str]:
+    """Return the versions, the device's kind and the settings of this process, by name.
+
+    Paths may differ between machines, so a model counts by its names.
+    """
+    python = ".".join(platform.python_version_tuple()[:2])
+    facts = {"Python": python, "backend": backend_name()}
+    facts |= {f"version of {name}": version(name) for name in PACKAGES}
+    models = tuple(_named(model) for model in config.models)
+    ranks = RanksConfig(size=config.ranks.size, backend=config.ranks.backend)
+    shared = replace(config, models=models, ranks=ranks, kernel_cache_dir=None)
+    return facts | dict(_flat("setting", asdict(shared)))
+
+
+def checkpoint_facts(folders: Mapping[str, Path]) -> dict[str, str]:
+    """Return the digest of each model's files, by the model's name."""
+    return {f"files of {name}": folder_revision(path) for name, path in folders.items()}
+
+
+def _named(model: ModelConfig) -> ModelConfig:
+    return replace(model, path=None, served_names=model_names(model))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested settings, each with its path."""
+    if is_mapping(value) and value:
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}", each)
+    elif is_sequence(value) and value:
+        for place, each in enumerate(value):
+            yield from _flat(f"{name}.{place}", each)
+    else:
+        yield name, repr(value)
