@@ -244,6 +244,26 @@ class LoadingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig:
+    """The processes that compute one model together, started by ``mlx.launch`` or MPI.
+
+    Attributes:
+        rank: this process.
+        size: how many there are; 1 for a process that is alone.
+        backend: the name of MLX's backend by which they reach each other.
+        host: the address of rank 0 that the others connect to; None for those that the launcher
+            told, or else those of the machine.
+        timeout_s: seconds without progress after which a rank is taken for lost.
+    """
+
+    rank: int = 0
+    size: int = 1
+    backend: str = "ring"
+    host: str | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All settings of the engine thread.
 
@@ -252,7 +272,8 @@ class EngineConfig:
     decoding. ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
     ``warm_up``: run steps of the usual shapes while the server is idle, on devices that compile per
     shape. ``kernel_cache_dir``: the folder of compiled CUDA kernels; None for the user's cache.
-    ``enable_prompt_embeds``: prompts may be rows of numbers in place of tokens.
+    ``enable_prompt_embeds``: prompts may be rows of numbers in place of tokens. ``ranks``: the
+    processes that compute the generation models together.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -268,6 +289,7 @@ class EngineConfig:
     warm_up: bool = True
     kernel_cache_dir: str | None = None
     enable_prompt_embeds: bool = False
+    ranks: RanksConfig = field(default_factory=RanksConfig)
 
     def max_len_of(self, model: ModelConfig, own: int | None) -> int | None:
         """Return the context cap, in tokens, of a model whose own context length is ``own``."""

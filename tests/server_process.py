@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -25,6 +26,8 @@ PATIENT = {
     "MLX_PARALLM_SSE_KEEP_ALIVE_INTERVAL": "0",
     "MLX_PARALLM_SHUTDOWN_TIMEOUT": "3600",
 }
+#: The variable that says how many ranks compute the models of every server of a run of tests.
+RANKS = "MLX_PARALLM_TEST_RANKS"
 #: What mlx_lm sets for its process when it is imported; a user's shell does not have it.
 SET_BY_LIBRARIES = frozenset({"TRANSFORMERS_NO_ADVISORY_WARNINGS"})
 
@@ -42,7 +45,18 @@ class ServerProcess:
     be another server's by then.
     """
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *flags: str, env: dict[str, str] | None = None, num_ranks: int | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            flags: of the command.
+            env: variables of the environment.
+            num_ranks: the processes that compute its models together; None for as many as
+                ``RANKS`` says, or 1.
+        """
+        size = num_ranks or int(os.environ.get(RANKS, "1"))
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
         # The tests must not read or write the data folder of the user.
         self._data = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -51,14 +65,21 @@ class ServerProcess:
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
             fd = listener.fileno()
-            self.process = ChildProcess(
-                ["mlx_parallm", "serve", "--fd", str(fd), *flags],
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**user_environment(), **POOL, **PATIENT, **data_dir, **(env or {})},
-                pass_fds=[fd],
-            )
+            environment = {**user_environment(), **POOL, **PATIENT, **data_dir, **(env or {})}
+            launched = launched_ranks(size, Path(self._data.name)) if size > 1 else [{}]
+            #: All ranks; the first serves.
+            self.ranks = [
+                ChildProcess(
+                    ["mlx_parallm", "serve", "--fd", str(fd), *flags],
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    env=environment | variables,
+                    pass_fds=[fd],
+                )
+                for variables in launched
+            ]
+            self.process = self.ranks[0]
 
     @property
     def log(self) -> str:
@@ -94,9 +115,24 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(how)
         code = self.process.wait()
+        for rank in self.ranks[1:]:
+            rank.wait()
         self._log.close()
         self._data.cleanup()
         return code
+
+
+def launched_ranks(size: int, folder: Path) -> list[dict[str, str]]:
+    """Return the variables that ``mlx.launch --backend ring`` would set for each rank.
+
+    mlx.launch itself hides exit codes.
+    """
+    with ExitStack() as opened:
+        listeners = [opened.enter_context(bind("127.0.0.1", 0)) for _ in range(size)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(size)]
 
 
 @contextmanager

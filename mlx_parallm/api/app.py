@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from importlib import import_module
@@ -43,7 +42,6 @@ from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
-from mlx_parallm.serving.parallel_engines import LAUNCHED
 from mlx_parallm.training.service import SessionLimits, TrainingService
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
@@ -146,7 +144,7 @@ def create_app(
 
 def _training(app: ASGIApp, engine: EngineClient, config: ServerConfig) -> TrainingService | None:
     """Return the training sessions of an application; None if it can have none."""
-    if config.data_dir is None or LAUNCHED in os.environ:
+    if config.data_dir is None or engine.config.ranks.size > 1:
         return None
     limits = SessionLimits(
         max_sessions=config.max_training_sessions,

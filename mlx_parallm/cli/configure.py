@@ -197,6 +197,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         models=_models(parts["model"], kv_cache_dtype),
         adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
         loading=type(DEFAULTS["loading"])(**parts["loading"]),
+        ranks=type(DEFAULTS["ranks"])(**parts["ranks"]),
         cache=type(DEFAULTS["cache"])(**parts["cache"]),
         encoders=type(DEFAULTS["encoders"])(**parts["encoders"]),
         scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),

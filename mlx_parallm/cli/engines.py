@@ -36,7 +36,9 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
     if server_config.data_parallel_size > 1:
         life = parallel_life(engine_config, server_config, on_progress)
         return AsyncEngine(engine_config, life=life)
-    if not server_config.engine_process and server_config.api_server_count == 1:
+    # A lost rank ends the engine's process at once, and this one tells clients of it.
+    is_alone = engine_config.ranks.size == 1
+    if is_alone and not server_config.engine_process and server_config.api_server_count == 1:
         return AsyncEngine(engine_config, on_progress=on_progress)
     life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
     return AsyncEngine(engine_config, life=life)

@@ -35,7 +35,9 @@ from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.ranks import with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.remote.life import ignore_signals
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.processes import HTTP, module_command
 from mlx_parallm.serving.remote.messages import Start
@@ -54,7 +56,27 @@ def run(args: argparse.Namespace) -> int:
     engine_config, server_config = read_settings(args)
     if server_config.data_dir is None:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
+    engine_config = with_ranks(engine_config, server_config, os.environ)
+    if engine_config.ranks.rank > 0:
+        return follow(engine_config, server_config)
     return serve(engine_config, with_engine_count(server_config))
+
+
+def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Be a rank above 0, which ends when rank 0 does; return the exit status.
+
+    Raises:
+        ConfigError: this rank differs from rank 0, or cannot reach it.
+    """
+    configure_logging(server_config.log_level, server_config.log_format)
+    warn_of_unknown_variables()
+    # The launcher signals all ranks. Rank 0 drains, and then tells this one to end.
+    ignore_signals()
+    # This process has MLX, unlike one that speaks HTTP.
+    from mlx_parallm.serving.build import follow_ranks  # noqa: PLC0415
+
+    follow_ranks(engine_config)
+    return 0
 
 
 def default_data_dir(environment: Mapping[str, str], platform: str) -> str:

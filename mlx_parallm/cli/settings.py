@@ -18,6 +18,7 @@ from mlx_parallm.config import (
     LoadingConfig,
     MediaLimits,
     ModelConfig,
+    RanksConfig,
     SchedulerConfig,
     ServerConfig,
 )
@@ -116,6 +117,7 @@ DEFAULTS: dict[str, Any] = {
     "adapters": AdapterConfig(),
     "encoders": EncoderConfig(),
     "loading": LoadingConfig(),
+    "ranks": RanksConfig(),
     "engine": EngineConfig(),
     "server": ServerConfig(),
     "media": MediaLimits(),
@@ -388,6 +390,12 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("data-parallel-devices", "server.data_parallel_devices", values.listed, PROCESS,
              "index of the NVIDIA GPU of each engine of --data-parallel-size. Engines with the "
              "same index share a GPU. If not given: one GPU for each engine.", metavar="INDEX"),
+    _setting("distributed-timeout", "ranks.timeout_s", values.number(0.1), PROCESS,
+             "under mlx.launch, time without progress after which a rank counts as lost, and all "
+             "ranks end.", metavar="SECONDS"),
+    _setting("distributed-host", "ranks.host", values.text, PROCESS,
+             "under mlx.launch, address of rank 0 to which the other ranks connect. If not given: "
+             "those in the hostfile, then those of the machine.", metavar="ADDRESS"),
     _setting("api-server-count", "server.api_server_count", values.integer(1), ADDRESS,
              "processes that speak HTTP: they read JSON, tokenize and write answers. With more "
              "than one, the models run in a process of their own, as with --engine-process. It "

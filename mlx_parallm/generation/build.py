@@ -189,7 +189,10 @@ class GenerationBuilder(GenerationKind, KindBuilder):
         """See ``KindBuilder``."""
         worker.install(
             GenerationSpec,
-            GenerationLoader(make_sessions=lambda stock: TrainingSessions(TrainedDecoder(stock))),
+            GenerationLoader(
+                make_sessions=lambda stock: TrainingSessions(TrainedDecoder(stock)),
+                ranks=worker.ranks,
+            ),
         )
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_models, loading, sort_by_kind
 from mlx_parallm.engine.interface import BuildContext, KindBuilder, TellProgress, WorkBeside
-from mlx_parallm.engine.local_life import LocalLife
+from mlx_parallm.engine.local_life import LocalLife, own_worker
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.build import GenerationBuilder, kv_shares
 from mlx_parallm.generation.engine import GenerationEngine
@@ -23,6 +25,7 @@ from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.training.engine import TrainingEngine
 from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.worker.device.host_scheduling import compute_in_batches
 from mlx_parallm.worker.worker import Worker
 
 #: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order.
@@ -35,6 +38,37 @@ build_engines = partial(build_models, BUILDERS)
 def training_beside(worker: Worker, families: MetricFamilies) -> Sequence[WorkBeside]:
     """Return what runs training sessions beside the models; see ``MakeBeside``."""
     return [TrainingEngine(worker, TrainingMetrics(families))]
+
+
+def worker_for(config: EngineConfig, families: MetricFamilies) -> AbstractContextManager[Worker]:
+    """Return the worker of an engine's process, which may be one rank of several."""
+    if config.ranks.size == 1:
+        return own_worker(config, families)
+    # A process that is alone does not import what several need.
+    from mlx_parallm.distributed.leading import leading_worker  # noqa: PLC0415
+
+    return leading_worker(config, families, _generator_folders)
+
+
+def follow_ranks(config: EngineConfig) -> None:
+    """Be a rank above 0 until rank 0 says goodbye; see ``distributed.following.follow``."""
+    from mlx_parallm.distributed.following import follow  # noqa: PLC0415
+
+    compute_in_batches()
+    with loading(config, ignore_progress):
+        follow(config, install_loaders, _generator_folders)
+
+
+def install_loaders(worker: Worker) -> None:
+    """Give a worker the loaders of all kinds of models."""
+    for kind in BUILDERS:
+        kind.install(worker)
+
+
+def _generator_folders(config: EngineConfig) -> dict[str, Path]:
+    """Return the folders of the models that generate, by name, fetched where need be."""
+    _, generators = sort_by_kind(BUILDERS, config, ignore_progress)
+    return {folder.names[0]: folder.path for folder in generators}
 
 
 def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
@@ -78,8 +112,7 @@ def planned_kv(config: EngineConfig) -> list[KVShare]:
     Raises as ``build_engines`` does.
     """
     worker = Worker()
-    for kind in BUILDERS:
-        kind.install(worker)
+    install_loaders(worker)
     with loading(config, ignore_progress) as named:
         others, generation = sort_by_kind(BUILDERS, named, ignore_progress)
         context = BuildContext(named, MetricFamilies(), worker, ignore_progress)

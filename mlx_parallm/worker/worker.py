@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.ops import Done, DropTensors, Load, Op, Pending, PutTensors, Unload
 
 R = TypeVar("R")
@@ -73,9 +74,15 @@ class Worker:
     the order of ``begin``, in whatever order they are waited for.
     """
 
-    def __init__(self, tracer: StepTracer | None = None) -> None:
-        """``tracer`` records every step; None records nothing."""
+    def __init__(self, tracer: StepTracer | None = None, *, ranks: Ranks | None = None) -> None:
+        """Begin without models.
+
+        Args:
+            tracer: records every step; None records nothing.
+            ranks: the processes that compute generation models together; None for one process.
+        """
         self.tracer: StepTracer = tracer or NoTracer()
+        self.ranks = ranks
         self._loaders: dict[type, Loader] = {}
         self._models: dict[str, WorkerModel] = {}
         self._tensors: dict[str, dict[str, HostTensor]] = {}

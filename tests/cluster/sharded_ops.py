@@ -6,6 +6,7 @@ their results into ``OUTPUT``, by the folder's name.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from mlx_parallm.types.step import (
 )
 from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
-from mlx_parallm.worker.device.ranks import Ranks, is_launched, join_ranks
+from mlx_parallm.worker.device.ranks import Ranks, join_ranks
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.ops import (
@@ -292,7 +293,7 @@ def run_all(ranks: Ranks | None, scenarios: list[str]) -> dict[str, dict[str, An
 def main() -> None:
     """Run this rank's part."""
     output, *scenarios = sys.argv[1:]
-    ranks = join_ranks() if is_launched() else None
+    ranks = join_ranks("ring") if "MLX_RANK" in os.environ else None
     results = run_all(ranks, scenarios)
     Path(output).write_bytes(pickle.dumps(results))
 

@@ -22,6 +22,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/art",
     "mlx_parallm/batch_jobs",
     "mlx_parallm/bench",
+    "mlx_parallm/channel.py",
     "mlx_parallm/child_process.py",
     "mlx_parallm/cli",
     "mlx_parallm/client",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Annotated, Literal
@@ -62,7 +61,6 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.serving.parallel_engines import LAUNCHED
 from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, StepRecord
@@ -75,7 +73,8 @@ routes = Routes(SERVER, access=Access.ADMIN)
 async def get_training(request: Request) -> TrainingService:
     """Return the sessions of this application; raise ConflictError if it can keep none."""
     service: TrainingService | None = request.app.state.training
-    if service is None and LAUNCHED in os.environ:
+    engine: EngineClient = request.app.state.engine
+    if service is None and engine.config.ranks.size > 1:
         raise ConflictError(
             "Training sessions cannot be used under mlx.launch, which starts one process for each "
             "part of one model."

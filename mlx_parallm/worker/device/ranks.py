@@ -6,8 +6,7 @@ Sums and gathers are lazy like other operations; ``agree``, ``least`` and ``broa
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,33 +16,10 @@ import numpy as np
 
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 
-# RANK_VARIABLES: environment variables by which ``mlx.launch`` and MPI tell a process its rank.
-RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# BACKEND_VARIABLES: variables that mlx.launch sets for one backend only.
-BACKEND_VARIABLES = {
-    "MLX_JACCL_COORDINATOR": "jaccl",
-    "NCCL_HOST_IP": "nccl",
-    "MLX_HOSTFILE": "ring",
-    "OMPI_COMM_WORLD_RANK": "mpi",
-    "PMI_RANK": "mpi",
-}
 #: ``OTHER_RANK``: why a kernel is not used that is right on this rank.
 OTHER_RANK = "another rank does not find them right"
 # BROADCAST_BYTES: bytes of one broadcast; a larger one only takes more memory.
 BROADCAST_BYTES = 256 << 20
-
-
-def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """True if this process was started as one rank of several."""
-    return any(name in environment for name in RANK_VARIABLES)
-
-
-def launched_backend(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the backend that the variables of ``mlx.launch`` or MPI belong to."""
-    for name, backend in BACKEND_VARIABLES.items():
-        if name in environment:
-            return backend
-    return "any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +53,7 @@ class Ranks:
     def least(self, number: int) -> int:
         """Return the least number that a rank passes, at least 0 and below 2**63."""
         words = mx.array([number >> 32, number & 0xFFFFFFFF], mx.uint32)
-        pairs = np.array(self.gather(words)).reshape(-1, 2).astype(np.uint64)
+        pairs = _host(self.gather(words)).reshape(-1, 2).astype(np.uint64)
         return min(int(high) << 32 | int(low) for high, low in pairs)
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -93,7 +69,7 @@ class Ranks:
             words = np.zeros(-(-size // 4), np.uint32)
             if data is not None:
                 words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8, size, start)
-            parts.append(np.array(self.sum(mx.array(words))).tobytes()[:size])
+            parts.append(_host(self.sum(mx.array(words))).tobytes()[:size])
         return b"".join(parts)
 
 
@@ -103,7 +79,7 @@ def agreed(ranks: Ranks | None, verdict: bool) -> bool:
 
 
 @contextmanager
-def all_succeed(ranks: Ranks | None) -> Iterator[None]:
+def all_succeed(ranks: Ranks | None) -> Generator[None]:
     """Raise on every rank if the context fails on one of them; it must not wait for others.
 
     A rank that fails alone would leave the others waiting for its next sum.
@@ -120,18 +96,25 @@ def all_succeed(ranks: Ranks | None) -> Iterator[None]:
         raise ModelLoadError("The model could not be loaded by another rank, whose error says why.")
 
 
-def join_ranks(backend: str | None = None) -> Ranks:
+def join_ranks(backend: str) -> Ranks:
     """Join the group that the environment names; wait until all ranks have joined.
 
+    No other Python thread of the process runs meanwhile, because MLX keeps the GIL.
+
     Args:
-        backend: the name of MLX's backend; None for the one that the launcher prepared.
+        backend: the name of MLX's backend, such as "ring".
 
     Raises:
         ConfigError: there is no such group, or it cannot be reached.
     """
-    name = backend or launched_backend()
     try:
-        group = mx.distributed.init(strict=True, backend=name)
+        group = mx.distributed.init(strict=True, backend=backend)
     except RuntimeError as problem:
-        raise ConfigError(f"The ranks cannot be joined by {name}: {problem}") from problem
-    return Ranks(group.rank(), group.size(), name, group)
+        raise ConfigError(f"The ranks cannot be joined by {backend}: {problem}") from problem
+    return Ranks(group.rank(), group.size(), backend, group)
+
+
+def _host(x: mx.array) -> np.ndarray:
+    # NumPy would evaluate it too, but a lost rank would then end the process without an error.
+    mx.eval(x)
+    return np.array(x)

@@ -41,6 +41,10 @@ COMPOSED = {
     "engine.scheduler",
     "engine.encoders",
     "engine.loading",
+    "engine.ranks",
+    "ranks.backend",
+    "ranks.rank",
+    "ranks.size",
 }
 
 

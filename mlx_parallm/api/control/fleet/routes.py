@@ -82,8 +82,9 @@ def _load(report: EngineReport, max_num_seqs: int) -> Load:
 
 @routes.get("/get_world_size")
 async def world_size(engine: EngineDep, include_dp: bool = True) -> WorldSize:
-    """Return the number of engines (vLLM); 1 without ``include_dp``: one computes each request."""
-    return WorldSize(world_size=len(engine.readiness()) if include_dp else 1)
+    """Return the number of devices (vLLM): of one engine's ranks, or with ``include_dp`` of all."""
+    num_engines = len(engine.readiness()) if include_dp else 1
+    return WorldSize(world_size=engine.config.ranks.size * num_engines)
 
 
 @routes.get("/workers")

@@ -39,9 +39,9 @@ class Loads(BaseModel):
 
 
 class WorldSize(BaseModel):
-    """How many engines there are."""
+    """How many devices compute."""
 
-    world_size: int = Field(description="Engines; each computes on one device.")
+    world_size: int = Field(description="Devices: the ranks of each engine.")
 
 
 class Worker(BaseModel):

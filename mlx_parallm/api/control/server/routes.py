@@ -54,6 +54,7 @@ async def server_info(
         lora_paths=loaded_adapters(engine.control.adapters()),
         is_paused=engine.control.is_paused,
         is_sleeping=engine.control.sleep_level > 0,
+        tp_size=engine.config.ranks.size,
         dp_size=len(engines),
         api_server_count=config.api_server_count,
         max_running_requests=sum(each.max_running_requests for each in engines),
@@ -125,9 +126,9 @@ def vllm_groups(model: GenerationModel, config: EngineConfig, num_engines: int) 
         },
         "parallel_config": {
             "data_parallel_size": num_engines,
-            "tensor_parallel_size": 1,
+            "tensor_parallel_size": config.ranks.size,
             "pipeline_parallel_size": 1,
-            "world_size": 1,
+            "world_size": config.ranks.size,
         },
         "cache_config": {
             "block_size": info.block_size,

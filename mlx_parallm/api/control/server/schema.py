@@ -78,7 +78,7 @@ class ServerInfo(ModelInfo):
     vllm_config: dict[str, Any] | str = Field(description="The settings; a text on request.")
     vllm_env: dict[str, Any] = Field(default_factory=dict, description="Always empty.")
     system_env: dict[str, Any] = Field(default_factory=dict, description="Always empty.")
-    tp_size: int = Field(default=1, description="Always 1.")
+    tp_size: int = Field(description="Ranks that compute one model together.")
     dp_size: int = Field(description="Engines.")
     pp_size: int = Field(default=1, description="Always 1.")
     ep_size: int = Field(default=1, description="Always 1.")
