@@ -111,7 +111,7 @@ def _list(title: str, entries: dict[str, str]) -> str:
 def main() -> None:
     """Try an architecture as one rank."""
     output, name = sys.argv[1:]
-    Path(output).write_bytes(pickle.dumps(try_ranks(name, join_ranks())))
+    Path(output).write_bytes(pickle.dumps(try_ranks(name, join_ranks("ring"))))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
 
 def measure(folder: Path, dtype: str) -> Loaded:
     """Return this rank's memory for a load."""
-    ranks = join_ranks()
+    ranks = join_ranks("ring")
     mx.reset_peak_memory()
     loaded = load_model(ModelConfig(path=str(folder), dtype=dtype), folder, ranks=ranks)
     return Loaded(loaded.weight_bytes, mx.get_peak_memory())
