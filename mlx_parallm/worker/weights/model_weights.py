@@ -13,7 +13,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.adapters.arrays import to_host, to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.numerics.finite import named, not_finite, scale_modes
-from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
@@ -49,14 +49,14 @@ class ModelWeights:
         try:
             ranks = None if self._sharding is None else self._sharding.ranks
             arrays = load_parameters(self._config, path, is_cast=self._is_cast, ranks=ranks)
-        except ModelLoadError as problem:
+        except (ConfigError, ModelLoadError) as problem:
             raise InvalidRequestError(str(problem), param=PARAM) from None
         current = parameters_of(self._model)
         _refuse("are missing", current.keys() - arrays.keys())
         _refuse("are unknown", arrays.keys() - current.keys())
-        arrays = self._fitting(arrays, current)
-        _check_finite(arrays, scale_modes(self._model))
-        return arrays
+        fitting = self._fitting(arrays, current)
+        _check_finite(fitting, scale_modes(self._model))
+        return fitting
 
     def read_tensors(self, tensors: Mapping[str, HostTensor]) -> Arrays:
         """Return some of the weights, by their names in a checkpoint, checked and evaluated.
@@ -166,10 +166,11 @@ class ModelWeights:
         named = {f"{path}.weight": packed, f"{path}.scales": scales}
         return named | ({f"{path}.biases": biases[0]} if biases else {})
 
-    def _fitting(self, arrays: Arrays, current: Arrays) -> dict[str, mx.array]:
-        """Return the arrays in the dtypes that the model has; refuse other shapes.
+    def _fitting(self, arrays: dict[str, mx.array], current: Arrays) -> dict[str, mx.array]:
+        """Return the arrays in the dtypes that the model has, and empty ``arrays``.
 
-        If ranks have parts of the model, arrays are whole, and this rank's parts are returned.
+        Other shapes are refused. If ranks have parts of the model, arrays are whole, and this
+        rank's parts are returned; one array that was lazy is whole in memory at a time.
         """
         shapes = {name: self._whole_shape(name, current[name]) for name in arrays}
         wrong = [name for name, value in arrays.items() if value.shape != shapes[name]]
@@ -187,7 +188,7 @@ class ModelWeights:
             != mx.issubdtype(current[name].dtype, mx.floating)
         }
         _refuse("have another kind of numbers", kinds)
-        fitting = {name: value.astype(current[name].dtype) for name, value in arrays.items()}
+        fitting = {name: arrays.pop(name).astype(current[name].dtype) for name in list(arrays)}
         return fitting if self._sharding is None else self._sharding.parts(fitting)
 
     def _whole_shape(self, name: str, array: mx.array) -> tuple[int, ...]:

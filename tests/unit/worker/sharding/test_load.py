@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.models.vision.with_tower import TOWER
-from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.device.ranks import Ranks, all_succeed
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.ops import Load
 from mlx_parallm.worker.sharding.check import check_shardable
-from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.weights.loader import LoadedModel, load_model
+from mlx_parallm.worker.weights.model_weights import ModelWeights
 from mlx_parallm.worker.worker import Worker
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
@@ -167,14 +169,36 @@ def test_layers_that_mix_their_inputs_are_refused() -> None:
         check_shardable(build(config), config, Path("model"), 2)
 
 
-def test_a_rank_takes_its_share_and_one_tensor(tmp_path: Path) -> None:
-    config = {**DENSE, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
-    folder = write_model(tmp_path / "model", config)
-    files: Any = mx.load(str(folder / "model.safetensors"))
-    sizes = [array.nbytes for array in files.values()]
+#: WIDE: a model whose tensors are large beside what a load takes for itself.
+WIDE = {**DENSE, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Return the bytes that this takes at most, beside those that are in use before."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    loaded = load_model(ModelConfig(dtype="float32"), folder, ranks=ranks_of(2))
-    peak = mx.get_peak_memory() - before
-    assert loaded.weight_bytes < 0.6 * sum(sizes)
-    assert loaded.weight_bytes <= peak <= loaded.weight_bytes + max(sizes)
+    work()
+    return mx.get_peak_memory() - before
+
+
+def test_a_rank_takes_its_share_and_one_tensor(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", WIDE)
+    files: Any = mx.load(str(folder / "model.safetensors"))
+    sizes = [array.nbytes for array in files.values()]
+    loads: list[LoadedModel] = []
+    config = ModelConfig(dtype="float32")
+    peak = peak_of(lambda: loads.append(load_model(config, folder, ranks=ranks_of(2))))
+    share = loads[0].weight_bytes
+    assert share < 0.6 * sum(sizes)
+    assert share <= peak <= share + max(sizes)
+    weights = ModelWeights(loads[0])
+    assert share <= peak_of(lambda: weights.read_folder(folder)) <= share + max(sizes)
+    weights.offload(keeps=False)
+    assert share <= peak_of(weights.fetch) <= share + max(sizes)
+
+
+def test_a_folder_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    loaded = load_model(ModelConfig(), write_model(tmp_path / "a", DENSE), ranks=ranks_of(4))
+    other = write_model(tmp_path / "b", {**DENSE, "num_key_value_heads": 2})
+    with pytest.raises(InvalidRequestError, match="4 does not divide its num_key_value_heads"):
+        ModelWeights(loaded).read_folder(other)
