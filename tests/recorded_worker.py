@@ -16,7 +16,7 @@ from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.worker.attention import backend_choice
 from mlx_parallm.worker.attention.backend_choice import BackendChoice
-from mlx_parallm.worker.generation import path_choice
+from mlx_parallm.worker.generation import path_choice, picture_check
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.lora import adapter_check, adapter_store
@@ -30,6 +30,7 @@ MODULES = 3
 #: What decides when a worker has no plan.
 DECISIONS = (
     (path_choice, "check_path"),
+    (picture_check, "agrees_with"),
     (backend_choice, "_judge"),
     (sampling_check, "why_not"),
     (adapter_check, "why_not"),

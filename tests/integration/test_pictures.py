@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
-from mlx_parallm.models.vision.features import Arrays, Features, Tower, TwoWay
+from mlx_parallm.models.vision.features import Arrays, Features, Tower
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import POSITIONS, TOKEN_IDS, InputKind, ModelInput
-from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.attention.two_way import TwoWaySpan
-from mlx_parallm.worker.generation.input_rows import InputFeatures
-from mlx_parallm.worker.generation.rotary_rows import RotarySeam
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.golden_pictures import vision_names
 from tests.integration.test_parity_generate import BLOCK_SIZE
+from tests.picture_mutations import LOADED_MUTATIONS, SCHEDULED_MUTATIONS, Mutation
 from tests.picture_sessions import PictureSession, golden_of, loaded_of, pictures_of
 
 
@@ -117,73 +111,12 @@ def test_preempted_prompts_compute_their_pictures_again(name: str) -> None:
         session.check(f"{number}", number)
 
 
-def no_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    def zeros(self: InputFeatures, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
-        rows = gather(self, sequences)
-        return None if rows is None else mx.zeros_like(rows)
-
-    gather = InputFeatures.gather
-    monkeypatch.setattr(InputFeatures, "gather", zeros)
-
-
-def other_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reversed_rows(
-        self: InputFeatures, slot: int, run: Any, rows: mx.array, *more: Any, **options: Any
-    ) -> None:
-        put(self, slot, run, rows[::-1], *more, **options)
-
-    put = InputFeatures.put
-    monkeypatch.setattr(InputFeatures, "put", reversed_rows)
-
-
-def plain_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RotarySeam, "positions", lambda *_: None)
-
-
-def plain_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptInputs, "rope_offsets", lambda *_: ())
-
-
-def causal_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InputFeatures, "two_way_spans", lambda *_: [])
-
-
-def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchanged(self: InputFeatures, sequences: Sequence[ScheduledSequence]) -> list[TwoWaySpan]:
-        return [replace(span, two_way=others[span.two_way]) for span in spans(self, sequences)]
-
-    spans = InputFeatures.two_way_spans
-    others = dict(zip(TwoWay, reversed(TwoWay), strict=True))
-    monkeypatch.setattr(InputFeatures, "two_way_spans", exchanged)
-
-
-def cut_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PromptInputs, "cut", lambda self, start, stop: stop)
-
-
-def no_deepstack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InputFeatures, "gather_layers", lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("name", "mutation"),
-    [
-        (name, mutation)
-        for name in ("gemma3", "gemma4", "gemma4_moe")
-        for mutation in (causal_spans, cut_spans, other_layers)
-    ]
-    + [(name, mutation) for name in vision_names() for mutation in (no_features, other_pictures)]
-    + [
-        (name, mutation)
-        for name in vision_names()
-        if name.startswith("qwen")
-        for mutation in (plain_positions, plain_offsets)
-    ]
-    + [(name, no_deepstack) for name in vision_names() if name.startswith("qwen3_vl")],
-)
+@pytest.mark.parametrize(("name", "mutation"), [*LOADED_MUTATIONS, *SCHEDULED_MUTATIONS])
 def test_the_tokens_show_what_is_left_out(
-    name: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    name: str, mutation: Mutation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The model is loaded without the mistake: the check at load would find some.
+    session = PictureSession(name)
     mutation(monkeypatch)
     with pytest.raises(AssertionError):
-        check_all(PictureSession(name))
+        check_all(session)

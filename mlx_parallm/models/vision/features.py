@@ -52,6 +52,11 @@ class Tower(nn.Module):
         """The number of stages, the same for all pictures."""
         raise NotImplementedError
 
+    @property
+    def num_added_layers(self) -> int:
+        """The number of text layers to whose outputs rows of a picture are added."""
+        return 0
+
     def stages(self, pictures: Sequence[Arrays], /) -> Stages:
         """Compute the features of pictures of equal shapes together, a layer a stage, lazily.
 

@@ -158,6 +158,11 @@ class Qwen3Tower(Tower):
         """See ``Tower``."""
         return len(self.visual.blocks) + 1
 
+    @property
+    def num_added_layers(self) -> int:
+        """See ``Tower``."""
+        return len(self.visual.deepstack_merger_list)
+
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
         """See ``Tower``."""
         dtype = self.visual.blocks[0].attn.qkv.bias.dtype

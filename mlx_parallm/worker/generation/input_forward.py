@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ class InputForward:
     """The forward of steps, some of which have rows of inputs.
 
     Attributes:
-        path: runs the forward.
+        path: runs the forward; None before it is chosen.
         embedding: puts rows in place of token embeddings; None if the model takes no inputs.
         deepstack: adds rows to the outputs of the first layers.
         rotary: turns rows by ids on several axes; None if the model has one axis.
@@ -35,21 +35,29 @@ class InputForward:
         two_way_rows: lets them; None if the path cannot.
     """
 
-    path: ForwardPath
+    path: ForwardPath | None = None
     embedding: EmbeddingSeam | None
     deepstack: DeepstackSeam
     rotary: RotarySeam | None = None
     two_way: TwoWay | None = None
     two_way_rows: TwoWayRows | None = None
 
+    def on(self, path: ForwardPath) -> InputForward:
+        """Return the forward of the same model by a path."""
+        two_way_rows = path.two_way if isinstance(path, PackedPath) else None
+        return replace(self, path=path, two_way_rows=two_way_rows)
+
+    @property
+    def why_no_rows(self) -> str | None:
+        """Why no path of the model takes pictures; None if some may."""
+        return "rows cannot replace its token embeddings" if self.embedding is None else None
+
     @property
     def why_no_pictures(self) -> str | None:
         """Why the model takes no pictures on this path; None if it does."""
-        if self.embedding is None:
-            return "rows cannot replace its token embeddings"
         if self.two_way is not None and self.two_way_rows is None:
             return "its layers do not run packed"
-        return None
+        return self.why_no_rows
 
     def logits(
         self,
@@ -66,6 +74,7 @@ class InputForward:
             rows: those whose logits are wanted.
             features: those of the inputs that sequences name.
         """
+        assert self.path is not None, "a path is chosen before the first step"
         spread = spread_proposals(sequences)
         gathered = features.gather(sequences)
         if gathered is None:
@@ -86,17 +95,13 @@ class InputForward:
             return self.path.logits(spread, self.embedding.place(token_ids, sequences), rows)
 
 
-def input_forward(
-    loaded: LoadedModel, path: ForwardPath, embedding: EmbeddingSeam | None
-) -> InputForward:
-    """Return the forward of a model; ``embedding`` as in ``InputForward``."""
+def input_forward(loaded: LoadedModel, embedding: EmbeddingSeam | None) -> InputForward:
+    """Return the forward of a model, without a path; ``embedding`` as in ``InputForward``."""
     family = family_of(loaded.config)
     has_tower = getattr(loaded.model, TOWER, None) is not None
     return InputForward(
-        path=path,
         embedding=embedding,
         deepstack=DeepstackSeam(loaded.model.layers),
         rotary=find_rotary(loaded.model, loaded.config) if has_tower else None,
         two_way=None if family is None or not has_tower else family.two_way(loaded.config),
-        two_way_rows=path.two_way if isinstance(path, PackedPath) else None,
     )

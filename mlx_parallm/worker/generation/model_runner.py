@@ -37,6 +37,7 @@ from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.generation.picture_check import PictureCheck
 from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
@@ -113,6 +114,12 @@ class ModelRunner:
             else None
         )
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
+        forward = input_forward(loaded, embedding)
+
+        def make_check() -> PictureCheck:
+            assert tower is not None, "a model without a tower takes no pictures"
+            return PictureCheck(loaded.model, forward, dtype, tower.num_added_layers)
+
         choice = choose_path(
             loaded.model,
             layouts,
@@ -123,6 +130,7 @@ class ModelRunner:
             dtype=loaded.dtype,
             chosen=chosen.path,
             ranks=ranks,
+            make_check=None if tower is None else make_check,
         )
         self._path = choice.path
         #: True if the first step of each shape takes longer than others: see ``warm_up``.
@@ -134,6 +142,7 @@ class ModelRunner:
         self.choices = replace(
             chosen,
             path=choice.name,
+            why_no_pictures=chosen.why_no_pictures or choice.why_no_pictures,
             samples_by_kernel=kernels is not None,
             adapts_by_kernel=change_kernels is not None,
         )
@@ -150,7 +159,7 @@ class ModelRunner:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
         self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
         self._ranks = ranks and RankTokens(ranks, runs_ahead=self._info.runs_ahead)
-        self._forward = input_forward(loaded, self._path, embedding)
+        self._forward = forward.on(self._path)
         #: Computes the features of inputs besides tokens.
         self.inputs = self._computer(loaded, tower, dtype)
         self._info = self._with_inputs(takes_embeds=takes_embeds)
@@ -174,8 +183,8 @@ class ModelRunner:
     def _computer(self, loaded: LoadedModel, tower: Tower | None, dtype: mx.Dtype) -> InputComputer:
         """Return what computes inputs; a model that cannot run pictures takes none."""
         forward = self._forward
-        why_not = None if tower is None else forward.why_no_pictures
-        if why_not is not None:
+        why_not = self.choices.why_no_pictures or forward.why_no_pictures
+        if tower is not None and why_not is not None:
             logger.warning("%s takes no pictures: %s", loaded.path.name, why_not)
             tower = None
         return InputComputer(

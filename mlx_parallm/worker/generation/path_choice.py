@@ -26,6 +26,7 @@ from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.paths.split import SplitPath
+from mlx_parallm.worker.generation.picture_check import PictureCheck
 from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
 from mlx_parallm.worker.generation.self_check import (
     CheckedText,
@@ -66,15 +67,22 @@ class PathAttempt:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """The chosen path, the name of that choice, all attempts, and the selector of the head's rows.
+    """The chosen path, and what is known about it.
 
-    The selector is inactive if none was installed.
+    Attributes:
+        path: the path.
+        name: of the choice.
+        attempts: all paths that were tried.
+        selector: of the head's rows; inactive if none was installed.
+        why_no_pictures: why the path cannot compute rows of pictures; None if it can, or if that
+            was not checked.
     """
 
     path: ForwardPath
     name: str
     attempts: tuple[PathAttempt, ...] = ()
     selector: RowSelector = field(default_factory=RowSelector)
+    why_no_pictures: str | None = None
 
 
 def choose_path(  # noqa: PLR0913 - settings, by name
@@ -88,6 +96,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     dtype: str,
     chosen: str | None = None,
     ranks: Ranks | None = None,
+    make_check: Callable[[], PictureCheck] | None = None,
 ) -> PathChoice:
     """Return the first path that agrees with the stock model, from the fastest to the safest.
 
@@ -106,12 +115,22 @@ def choose_path(  # noqa: PLR0913 - settings, by name
             check, and computes exactly as the checked path does. None to choose.
         ranks: the processes that compute the model together and must choose alike; None if there is
             this one alone.
+        make_check: returns the check of rows of pictures in the chosen path; None if the model has
+            no tower. It is not called for an earlier choice.
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
     """
+    if chosen is not None:
+        make_check = None
+    pictures = None if make_check is None else make_check()
+
+    def why_not(path: ForwardPath) -> str | None:
+        return None if pictures is None else pictures.why_not(path, block_size, dtype)
+
     if chosen == ALONE or any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts)):
-        return PathChoice(_alone(model, backend), ALONE)
+        path = _alone(model, backend)
+        return PathChoice(path, ALONE, why_no_pictures=why_not(path))
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)
@@ -132,15 +151,17 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         agrees = agreed(ranks, is_right)
         attempts.append(PathAttempt(name, difference, error, agrees))
         logger.info("path %s: difference %s, error %s", name, difference, error)
+        reason = why_not(path) if agrees else None
         if agrees and backend.quantisation is None:
-            return PathChoice(path, name, tuple(attempts), candidates.selector)
+            return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
         if isinstance(path, SplitPath):
             path.close()
         if agrees:
             candidates.use(backend, blocks)
             path = _runnable(make(), texts, block_size)
-            return PathChoice(path, name, tuple(attempts), candidates.selector)
-    return PathChoice(_alone(model, backend), ALONE, tuple(attempts), candidates.selector)
+            return PathChoice(path, name, tuple(attempts), candidates.selector, reason)
+    path = _alone(model, backend)
+    return PathChoice(path, ALONE, tuple(attempts), candidates.selector, why_not(path))
 
 
 def _alone(model: Any, backend: AttentionBackend) -> AlonePath:

@@ -93,6 +93,36 @@ class RotarySeam:
         with WrappedCalls(self._modules, wrap):
             yield
 
+    @contextmanager
+    def during_stock(self, positions: np.ndarray) -> Iterator[None]:
+        """Let the stock model turn ``[1, heads, tokens, size]`` by ``positions`` for a while.
+
+        Args:
+            positions: the ids of all tokens of a text, int32 ``[tokens, 3]``. A call turns those
+                from its ``offset`` on.
+        """
+        # Each dimension is turned as the module itself turns it, by the ids of its axis.
+        pairs = mx.array(np.concatenate([self._axes, self._axes]))
+        dims = self._dims
+
+        def wrap(original: Any) -> Methods:
+            def turned(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
+                first = int(offset)
+                ids = positions[first : first + x.shape[2]]
+                tokens = x[0].swapaxes(0, 1)[:, :, None]
+                axes = [pairs, mx.zeros((x.shape[3] - dims,), pairs.dtype)]
+                axis_of = mx.concatenate(axes)
+                out = tokens
+                for axis in range(AXES):
+                    by_axis = original.__call__(self, tokens, offset=mx.array(ids[:, axis]))
+                    out = mx.where(axis_of == axis, by_axis, out)
+                return out[:, :, 0].swapaxes(0, 1)[None]
+
+            return {"__call__": turned}
+
+        with WrappedCalls(self._modules, wrap):
+            yield
+
 
 def find_rotary(model: nn.Module, config: Mapping[str, Any]) -> RotarySeam | None:
     """Return the seam of a model whose text part has M-RoPE; None if it has none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,7 +52,8 @@ class CheckedText:
 
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
     """Return ``random_texts`` with the stock model's results: a prompt each, then decode steps."""
-    return [_stock_text(model, text) for text in random_texts(vocab_size, window)]
+    texts = random_texts(vocab_size, window)
+    return [stock_text(model, text, make_prompt_cache(model)) for text in texts]
 
 
 def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
@@ -73,7 +74,7 @@ def rehearse(path: ForwardPath, texts: Sequence[list[int]], block_size: int) -> 
     A compiled path learns from the first decode steps what the layers need of a plan. After a
     rehearsal it computes exactly as a path that was checked.
     """
-    for sequences in _steps(texts, block_size):
+    for sequences in steps_of(texts, block_size):
         logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
         mx.eval(logits, path.arrays())
 
@@ -84,20 +85,45 @@ def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_si
     Sequences join at different steps, and prompts are prefilled in chunks beside decode rows. A
     path that does not suit the model may raise any of ``MODEL_ERRORS``.
     """
+
+    def logits(sequences: Sequence[ScheduledSequence], rows: list[int]) -> mx.array:
+        return path.logits(sequences, token_array(sequences), rows)
+
+    steps = steps_of([text.token_ids for text in texts], block_size)
+    return largest_difference_of(steps, texts, logits, path.arrays)
+
+
+def largest_difference_of(
+    steps: Sequence[Sequence[ScheduledSequence]],
+    texts: Sequence[CheckedText],
+    logits_of: Callable[[Sequence[ScheduledSequence], list[int]], mx.array],
+    arrays: Callable[[], Any],
+    *,
+    all_rows: bool = False,
+) -> float:
+    """Return the largest absolute difference of log-probabilities in steps, in units.
+
+    Args:
+        steps: of the texts; sequence i computes text i.
+        texts: with the stock model's results.
+        logits_of: returns the logits of some rows of a step.
+        arrays: returns the arrays in which a path keeps what steps computed.
+        all_rows: True to compare all rows, False for the last one of each sequence.
+    """
     worst = 0.0
-    for sequences in _steps([text.token_ids for text in texts], block_size):
-        rows = _last_rows(sequences)
-        logits = path.logits(sequences, token_array(sequences), rows).astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        ends = [
-            (texts[sequence.seq_id], sequence.start + len(sequence.token_ids) - 1)
-            for sequence in sequences
+    for sequences in steps:
+        places = [
+            (row, texts[sequence.seq_id], sequence.start + index)
+            for row, sequence, index in _rows_of(sequences)
+            if all_rows or index == len(sequence.token_ids) - 1
         ]
-        target = mx.stack([text.logprobs[end] for text, end in ends])
-        units = mx.stack([text.units[end] for text, end in ends])
+        logits = logits_of(sequences, [row for row, _, _ in places]).astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        target = mx.stack([text.logprobs[place] for _, text, place in places])
+        units = mx.stack([text.units[place] for _, text, place in places])
         # Where both are minus infinity they agree.
         difference = mx.where(logprobs == target, 0.0, mx.abs(logprobs - target) / units).max()
-        mx.eval(difference, path.arrays())
+        mx.eval(difference, arrays())
         value = cast("float", difference.item())
         worst = max(worst, value if value == value else float("inf"))
     return worst
@@ -114,7 +140,12 @@ def check_path(
         worst = largest_difference(path, texts, block_size)
     except MODEL_ERRORS as reason:
         return None, f"{type(reason).__name__}: {reason}", False
-    return worst, None, worst <= TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+    return worst, None, agrees_with(worst, dtype)
+
+
+def agrees_with(difference: float, dtype: str) -> bool:
+    """True if rounding in a dtype explains a difference of log-probabilities."""
+    return difference <= TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
 
 
 def blocks_needed(block_size: int, window: int | None) -> int:
@@ -133,9 +164,8 @@ def _prompt_lengths(window: int | None) -> list[int]:
     return lengths
 
 
-def _stock_text(model: Any, text: list[int]) -> CheckedText:
-    """Run the stock model on a prompt, then on single tokens."""
-    caches = make_prompt_cache(model)
+def stock_text(model: Any, text: list[int], caches: Sequence[Any]) -> CheckedText:
+    """Return what the stock model computes for a prompt, then for single tokens."""
     prompt_len = len(text) - DECODE_STEPS
     parts = [text[:prompt_len], *([token] for token in text[prompt_len:])]
     logits = mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
@@ -146,10 +176,20 @@ def _stock_text(model: Any, text: list[int]) -> CheckedText:
     return CheckedText(text, logprobs, units)
 
 
-def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
+def steps_of(
+    texts: Sequence[list[int]],
+    block_size: int,
+    end_of: Callable[[int, int, int], int] = lambda number, start, stop: stop,
+) -> list[list[ScheduledSequence]]:
     """Return steps in which sequence i joins at step i, is prefilled in chunks, then decodes.
 
     Each keeps its last two tokens until all prompts are computed, so that all decode in one batch.
+
+    Args:
+        texts: of the sequences.
+        block_size: of the KV pool.
+        end_of: returns where the rows of text ``number`` from ``start`` end, which should end at
+            ``stop``.
     """
     num_computed = [0] * len(texts)
     steps: list[list[ScheduledSequence]] = []
@@ -159,7 +199,7 @@ def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSe
         step = []
         for i, text in enumerate(texts[: len(steps) + 1]):
             start = num_computed[i]
-            end = _next_end(len(text), start, is_prefilling=is_prefilling)
+            end = end_of(i, start, _next_end(len(text), start, is_prefilling=is_prefilling))
             if end > start:
                 # Blocks are spread over the pool, so that no sequence has neighbouring blocks.
                 blocks = range(i, -(-end // block_size) * len(texts), len(texts))
@@ -182,6 +222,17 @@ def _next_end(length: int, start: int, *, is_prefilling: bool) -> int:
     if start == length or (is_prefilling and start >= length - 2):
         return start
     return start + 1
+
+
+def _rows_of(
+    sequences: Sequence[ScheduledSequence],
+) -> Iterator[tuple[int, ScheduledSequence, int]]:
+    """Yield each row of a step, its sequence and its index in that."""
+    row = 0
+    for sequence in sequences:
+        for index in range(len(sequence.token_ids)):
+            yield row, sequence, index
+            row += 1
 
 
 def _last_rows(sequences: Sequence[ScheduledSequence]) -> list[int]:
