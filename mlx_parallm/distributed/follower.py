@@ -16,7 +16,7 @@ from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,
-    ComputeInput,
+    ComputeInputs,
     DropAdapter,
     DropInputs,
     DropTensors,
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # UNSETTLED: ops that rank 0 applies while a step is in flight.
 UNSETTLED = (
-    *(AddAdapter, ComputeInput, DropAdapter, DropInputs, DropTensors),
+    *(AddAdapter, ComputeInputs, DropAdapter, DropInputs, DropTensors),
     *(PrepareWeights, PutTensors, StageAdapter),
 )
 # VERDICTS: ops whose result rank 0 waits for, and which any rank may refuse.
