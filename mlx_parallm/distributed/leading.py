@@ -76,5 +76,6 @@ def leading_worker(
         watch.close()
         link.close(goodbye=False)
         raise
-    watch.close()
+    watch.stop()
     link.close()
+    watch.close()

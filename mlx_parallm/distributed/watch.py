@@ -167,11 +167,15 @@ class Watch:
             pulse.heard_s = pulse.moved_s = now
         self._thread.start()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Notice nothing any more; streams that end from now on are no losses."""
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def close(self) -> None:
+        """Stop, and end the streams: the other ranks must have heard that this one ends."""
+        self.stop()
         for end in self._ends.values():
             end.close()
 
