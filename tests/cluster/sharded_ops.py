@@ -74,8 +74,9 @@ class Run:
         attention = _compiled_attention if "ahead" in folder.name else choose_backend
         self._worker.install(GenerationSpec, GenerationLoader(attention, ranks=ranks))
         self._num_steps = 0
+        kv_dtype = "int8" if "int8" in folder.name else None
         spec = GenerationSpec(
-            config=ModelConfig(path=str(folder), dtype="auto"),
+            config=ModelConfig(path=str(folder), dtype="auto", kv_cache_dtype=kv_dtype),
             path=folder,
             settings=EngineConfig(
                 cache=CacheConfig(block_size=BLOCK_SIZE),

@@ -73,6 +73,16 @@ class ModelWeights:
                 param=PARAM,
             )
         current = parameters_of(self._model)
+        if self._sharding is None or tensors.keys() - current.keys():
+            return self._read_tensors(tensors, current)
+        # A rank has room for its part of them and for one whole tensor.
+        parts: dict[str, mx.array] = {}
+        for name, tensor in tensors.items():
+            parts |= self._read_tensors({name: tensor}, current)
+        return parts
+
+    def _read_tensors(self, tensors: Mapping[str, HostTensor], current: Arrays) -> Arrays:
+        """Return tensors as the model keeps them, checked and evaluated; see ``read_tensors``."""
         arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
         # Packing would hide numbers that are not finite.
         _check_finite(arrays)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
@@ -169,6 +170,8 @@ def test_layers_that_mix_their_inputs_are_refused() -> None:
         check_shardable(build(config), config, Path("model"), 2)
 
 
+#: ROUNDING: what an allocator adds to arrays of a few bytes, such as the results of checks.
+ROUNDING = 1 << 14
 #: WIDE: a model whose tensors are large beside what a load takes for itself.
 WIDE = {**DENSE, "hidden_size": 512, "intermediate_size": 2048, "vocab_size": 128}
 
@@ -190,11 +193,14 @@ def test_a_rank_takes_its_share_and_one_tensor(tmp_path: Path) -> None:
     peak = peak_of(lambda: loads.append(load_model(config, folder, ranks=ranks_of(2))))
     share = loads[0].weight_bytes
     assert share < 0.6 * sum(sizes)
-    assert share <= peak <= share + max(sizes)
+    most = share + max(sizes) + ROUNDING
+    assert share <= peak <= most
     weights = ModelWeights(loads[0])
-    assert share <= peak_of(lambda: weights.read_folder(folder)) <= share + max(sizes)
+    assert share <= peak_of(lambda: weights.read_folder(folder)) <= most
+    tensors = {name: to_host(array) for name, array in files.items()}
+    assert share <= peak_of(lambda: weights.read_tensors(tensors)) <= most
     weights.offload(keeps=False)
-    assert share <= peak_of(weights.fetch) <= share + max(sizes)
+    assert share <= peak_of(weights.fetch) <= most
 
 
 def test_a_folder_that_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
