@@ -12,7 +12,9 @@ import pytest
 from transformers import (
     AutoImageProcessor,
     Gemma3Processor,
+    Gemma4Processor,
     Idefics3Processor,
+    InternVLProcessor,
     LlavaNextProcessor,
     LlavaProcessor,
     Qwen2VLProcessor,
@@ -62,6 +64,19 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
         Qwen3VLProcessor,
         {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16},
     ),
+    "gemma4": (
+        {"text_config": {}},
+        Gemma4Processor,
+        {"image_processor_type": "Gemma4ImageProcessor"},
+    ),
+    "internvl": (
+        {"vision_config": {"image_size": [448, 448], "patch_size": [14, 14]}},
+        InternVLProcessor,
+        {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 448, "width": 448},
+        },
+    ),
     "gemma3": (
         {"mm_tokens_per_image": 256},
         Gemma3Processor,
@@ -74,6 +89,11 @@ PROCESSOR: dict[str, Any] = {
     "num_additional_image_tokens": 1,
     "vision_feature_select_strategy": "default",
     "image_seq_len": 169,
+    "image_seq_length": 256,
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
     "fake_image_token": "<fake_token_around_image>",
     "global_image_tag": "<global-img>",
     "full_image_sequence": f"\n\n{GEMMA}\n\n",
