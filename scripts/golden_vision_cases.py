@@ -484,7 +484,7 @@ GEMMA4_TEXT: dict[str, Any] = {
 GEMMA4_VISION: dict[str, Any] = {
     "model_type": "gemma4_vision",
     "hidden_size": 16,
-    "intermediate_size": 24,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,

@@ -14,10 +14,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.vision.internvl import INTERNVL
 from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.worker.weights.loader import load_model
-from tests.golden_pictures import GoldenPictures, read_vision, write_vision
+from tests.golden_pictures import GoldenPictures, read_vision, vision_names, write_vision
 
 PATCHES = "patch_embed.proj.weight"
 
@@ -42,12 +43,12 @@ def patch_shape(golden: Mapping[str, Any]) -> tuple[int, ...]:
     return 3, golden["processor"]["temporal_patch_size"], side, side
 
 
-def tower_rows(model: Any, folder: Path) -> np.ndarray:
-    """Return the features of the first picture of Qwen3-VL's golden prompts."""
-    source = GoldenPictures(read_vision("qwen3_vl"), folder).inputs(0)[0]
+def tower_rows(model: Any, name: str, folder: Path) -> np.ndarray:
+    """Return the features of the first picture of a golden model's prompts."""
+    source = GoldenPictures(read_vision(name), folder).inputs(0)[0]
     arrays = {
-        name: mx.array(np.frombuffer(each.data, each.dtype).reshape(each.shape))
-        for name, each in source.arrays.items()
+        key: mx.array(np.frombuffer(each.data, each.dtype).reshape(each.shape))
+        for key, each in source.arrays.items()
     }
     return np.array(getattr(model, TOWER)(arrays).rows)
 
@@ -68,28 +69,83 @@ def test_both_names_load_the_same_weights(name: str, tmp_path: Path) -> None:
     assert all(mx.array_equal(loaded[key], expected[key]) for key in expected)
 
 
-def test_quantised_layers_of_text_and_tower_are_read(tmp_path: Path) -> None:
-    golden = read_vision("qwen3_vl")
+#: How mlx-community's checkpoints name towers, by how the loaded models do; the first that fits.
+COMMUNITY_NAMES = {
+    f"{TOWER}.visual.": "vision_tower.",
+    f"{TOWER}.vision_model.": "vision_model.",
+    f"{TOWER}.vision_tower.": "vision_tower.vision_model.",
+    f"{TOWER}.": "",
+}
+GROUP, BITS = 32, 8
+
+
+def community_name(name: str, model_type: str) -> str:
+    """Return the name of a parameter of a loaded model in mlx-community's checkpoints."""
+    for own, community in COMMUNITY_NAMES.items():
+        if name.startswith(own):
+            name = community + name.removeprefix(own)
+            break
+    if model_type == "idefics3":
+        return name.replace("language_model.model.", "language_model.")
+    # The tower of Gemma 4 has no parts between its name and those of its layers.
+    return (
+        name.replace("vision_tower.vision_model.", "vision_tower.") if "4" in model_type else name
+    )
+
+
+def quantised(model: Any, model_type: str) -> dict[str, mx.array]:
+    """Return a loaded model as mlx-community publishes it, each layer quantised that can be."""
+    layers = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if type(module) in (nn.Linear, nn.Embedding)
+        and not (type(module) is nn.Embedding and path.startswith(TOWER))
+        and module.weight.shape[-1] % GROUP == 0
+    }
+    weights: dict[str, mx.array] = {}
+    for own, array in dict[str, Any](tree_flatten(model.parameters())).items():
+        name = community_name(own, model_type)
+        if own not in layers:
+            weights[name] = array
+            continue
+        packed, scales, biases = mx.quantize(array, GROUP, BITS)
+        layer = name.removesuffix(".weight")
+        weights |= {name: packed, f"{layer}.scales": scales, f"{layer}.biases": biases}
+    return weights
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vision_names() if not name.startswith("internvl")]
+)
+def test_quantised_layers_of_text_and_tower_are_read(name: str, tmp_path: Path) -> None:
+    golden = read_vision(name)
     folder = write_vision(tmp_path, golden)
     model: Any = load_model(ModelConfig(dtype="float32"), folder).model
-    expected = tower_rows(model, folder)
-    patch = patch_shape(golden)
-    weights: dict[str, mx.array] = {}
-    for key, array in dict[str, Any](tree_flatten(model.parameters())).items():
-        name, value = as_mlx_community(key, array, patch)
-        weights[name] = value
-        if name.endswith("weight") and ("mlp.up_proj" in name or "merger.linear_fc1" in name):
-            layer = name.removesuffix(".weight")
-            packed, scales, biases = mx.quantize(value, 32, 8)
-            weights |= {name: packed, f"{layer}.scales": scales, f"{layer}.biases": biases}
+    expected = tower_rows(model, name, folder)
+    weights = quantised(model, golden["config"]["model_type"])
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    config = {**golden["config"], "quantization": {"group_size": 32, "bits": 8}}
+    config = {**golden["config"], "quantization": {"group_size": GROUP, "bits": BITS}}
     (folder / "config.json").write_text(json.dumps(config))
     loaded: Any = load_model(ModelConfig(dtype="float32"), folder).model
-    layers = [loaded.layers[0].mlp.up_proj, getattr(loaded, TOWER).visual.merger.linear_fc1]
-    assert all(isinstance(layer, nn.QuantizedLinear) for layer in layers)
-    rows = tower_rows(loaded, folder)
-    assert 0 < np.abs(rows - expected).max() < 0.02 * np.abs(expected).max()
+    paths = [
+        path for path, module in loaded.named_modules() if isinstance(module, nn.QuantizedLinear)
+    ]
+    assert {path.startswith(TOWER) for path in paths} == {True, False}
+    rows = tower_rows(loaded, name, folder)
+    assert 0 < np.abs(rows - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_quantised_layers_of_the_authors_internvl_are_divided() -> None:
+    layer = "encoder.layers.0.attn.qkv"
+    parts = {part: mx.arange(12).reshape(6, 2) for part in ("weight", "scales", "biases")}
+    weights = INTERNVL.weights({f"vision_model.{layer}.{key}": each for key, each in parts.items()})
+    assert weights.keys() == {
+        f"vision_tower.encoder.layer.0.attention.{kind}_proj.{part}"
+        for kind in "qkv"
+        for part in parts
+    }
+    keys = weights["vision_tower.encoder.layer.0.attention.k_proj.scales"]
+    assert keys.tolist() == [[4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])

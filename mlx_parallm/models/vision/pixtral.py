@@ -227,6 +227,10 @@ def _not_pixtral(config: Mapping[str, Any]) -> str | None:
 #: ``PIXTRAL``: Pixtral, in folders of the ``model_type`` llava, and Mistral 3.
 PIXTRAL = TowerFamily(
     PixtralTower,
-    {"vision_tower.": "vision_tower.", "multi_modal_projector.": "multi_modal_projector."},
+    {
+        "vision_tower.vision_model.": "vision_tower.",
+        "vision_tower.": "vision_tower.",
+        "multi_modal_projector.": "multi_modal_projector.",
+    },
     _not_pixtral,
 )

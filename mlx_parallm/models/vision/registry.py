@@ -34,6 +34,13 @@ TOWERS: Mapping[str, tuple[TowerFamily, ...]] = {
     "qwen3_vl_moe": (QWEN3,),
     "smolvlm": (IDEFICS3,),
 }
+#: ``TOWER_PARTS``: how names of towers' weights begin in checkpoints, besides "model.".
+TOWER_PARTS = frozenset(
+    prefix.partition(".")[0]
+    for families in TOWERS.values()
+    for family in families
+    for prefix in family.parts
+)
 
 
 def family_of(config: Mapping[str, Any]) -> TowerFamily | None:

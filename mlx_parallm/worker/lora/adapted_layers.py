@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.models.vision.registry import TOWER_PARTS
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.properties import backend_name
@@ -34,10 +35,8 @@ from mlx_parallm.worker.lora.stack import (
 from mlx_parallm.worker.sharding.sharding import Sharding
 from mlx_parallm.worker.weights.loader import DTYPES
 
-# TOWERS: parts of module paths by which checkpoints tell a tower from the text model.
-TOWERS = frozenset(
-    (TOWER, "connector", "multi_modal_projector", "vision_model", "vision_tower", "visual")
-)
+# TOWERS: how module paths of a tower begin, here and in checkpoints.
+TOWERS = frozenset((TOWER, *TOWER_PARTS))
 
 
 def product_dtype(dtype: str) -> mx.Dtype:
@@ -276,7 +275,7 @@ def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
         InvalidRequestError: the model has no such module, or it is a part of the pictures' tower,
             whose layers may end like those of the text model.
     """
-    if not TOWERS.isdisjoint(path.split(".")):
+    if path.removeprefix("model.").partition(".")[0] in TOWERS:
         raise unfit_error(f"{path[:120]} is a part of the pictures' tower", param)
     if path in modules:
         return path
