@@ -91,9 +91,12 @@ class Channel:
         """Send a packed message and a number; raise OSError if the other end is gone."""
         body, buffers = message.body, message.buffers
         sizes = struct.pack(f"<{len(buffers) + 1}{_SIZE}", len(body), *(b.nbytes for b in buffers))
+        parts = [memoryview(part) for part in (_HEAD.pack(number, len(buffers)) + sizes, body)]
+        if len(body) < BUFFER_BYTES:
+            # One call and one packet for a small message.
+            parts = [memoryview(b"".join(parts))]
         with self._lock:
-            self._socket.sendall(_HEAD.pack(number, len(buffers)) + sizes)
-            for part in (memoryview(body), *buffers):
+            for part in (*parts, *buffers):
                 for begin in range(0, part.nbytes, SLICE_BYTES):
                     self._socket.sendall(part[begin : begin + SLICE_BYTES])
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.types.errors import ConfigError
 
@@ -50,10 +50,13 @@ def _ring_hosts(path: str | None) -> list[str]:
         return []
     try:
         ranks: Any = json.loads(Path(path).read_text())
-        return [host_of(str(address)) for address in ranks[0]]
+        addresses: Any = ranks[0]
     except (OSError, ValueError, LookupError, TypeError):
         # The backend has read the file, so another form of it is no reason to stop.
         return []
+    if not isinstance(addresses, list):
+        return []
+    return [host_of(str(address)) for address in cast("list[Any]", addresses)]
 
 
 def host_of(address: str) -> str:

@@ -71,14 +71,6 @@ class Message:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A follower's reply: the number is that of the message it answers."""
-
-    rank: int
-    value: Any
-
-
 class LeaderLink:
     """Rank 0's end.
 
@@ -239,14 +231,9 @@ class FollowerLink:
             # The addresses that are left share the time that is left.
             share_s = (until - time.monotonic()) / (len(where["hosts"]) - place)
             try:
-                log, beats = (
-                    connect((host, port), secret, Caller(ranks.rank, kind), share_s)
-                    for kind in StreamKind
-                )
+                return cls(ranks.rank, *_connect_both((host, port), secret, ranks.rank, share_s))
             except (OSError, StrangerError) as problem:
                 problems.append(f"{host}:{port}: {problem}")
-            else:
-                return cls(ranks.rank, log, beats)
         raise ConfigError(
             f"Rank {ranks.rank} cannot reach rank 0 ({'; '.join(problems)}). Name an address of "
             "rank 0 that all ranks can reach."
@@ -284,6 +271,18 @@ class FollowerLink:
     def close(self) -> None:
         """End the link; rank 0 takes this process for dead unless it has said goodbye."""
         self._channel.close()
+
+
+def _connect_both(
+    address: tuple[str, int], secret: bytes, rank: int, timeout_s: float
+) -> tuple[socket.socket, socket.socket]:
+    """Return the connections for a follower's log and for its beats."""
+    log = connect(address, secret, Caller(rank, StreamKind.LOG), timeout_s)
+    try:
+        return log, connect(address, secret, Caller(rank, StreamKind.BEATS), timeout_s)
+    except BaseException:
+        log.close()
+        raise
 
 
 def connect(
