@@ -74,6 +74,8 @@ class PictureSession(Session):
         budget = max(budget, longest_uncut(name))
         super().__init__(runner_of(name, backend), num_blocks=num_blocks, budget=budget)
         self.pictures = self.runner = InputRunner(runner_of(name, backend))
+        # Another session's features are no part of this one.
+        self.pictures.runner.inputs.features.clear()
         self.name = name
 
     def add_prompt(

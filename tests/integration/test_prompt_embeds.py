@@ -46,6 +46,11 @@ class InputRunner:
         self._open: dict[int, InputRun] = {}
 
     @property
+    def is_empty(self) -> bool:
+        """True if no features are kept, and none are being computed."""
+        return not self._open and not self.runner.inputs.features
+
+    @property
     def num_computed(self) -> int:
         return sum(self.runs)
 

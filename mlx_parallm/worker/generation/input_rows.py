@@ -140,6 +140,9 @@ class InputFeatures:
         self._positions: dict[int, np.ndarray] = {}
         self._two_way: dict[int, TwoWay] = {}
 
+    def __len__(self) -> int:
+        return len(self._expected.keys() | self._rows.keys())
+
     def expect(self, slots: Sequence[int], run: Droppable) -> None:
         """Drop what is in these slots, because ``run`` will put features there."""
         self.drop(slots)
