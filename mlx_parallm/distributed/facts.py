@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def process_facts(config: EngineConfig) -> dict[str, str]:
     """
     python = ".".join(platform.python_version_tuple()[:2])
     facts = {"Python": python, "backend": backend_name()}
-    facts |= {f"version of {name}": version(name) for name in PACKAGES}
+    facts |= {f"version of {name}": _version(name) for name in PACKAGES}
     models = tuple(_named(model) for model in config.models)
     ranks = RanksConfig(size=config.ranks.size, backend=config.ranks.backend)
     shared = replace(config, models=models, ranks=ranks, kernel_cache_dir=None)
@@ -36,6 +36,14 @@ def process_facts(config: EngineConfig) -> dict[str, str]:
 def checkpoint_facts(folders: Mapping[str, Path]) -> dict[str, str]:
     """Return the digest of each model's files, by the model's name."""
     return {f"files of {name}": folder_revision(path) for name, path in folders.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        # It runs from a folder that was not installed.
+        return "unknown"
 
 
 def _named(model: ModelConfig) -> ModelConfig:
