@@ -1,0 +1,239 @@
+"""Bad pictures are refused on every route, by the part of the request that has them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from PIL import Image
+
+from tests.picture_folders import write_llava
+from tests.server_process import ServerProcess
+from tests.unit.media.pictures import file_of, noise, png_of_size
+
+SEES, TEXT = "see", "mlx-parallm-demo"
+MOST = 3
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def long_gif() -> bytes:
+    """Return a GIF of 10,000 equal frames."""
+    short = file_of(Image.new("P", (2, 2)), "gif")
+    start = short.index(b"\x2c")
+    return short[:start] + short[start:-1] * 10_000 + short[-1:]
+
+
+GOOD = data_url(file_of(noise(size=(40, 50))))
+BAD: dict[str, tuple[str, str]] = {
+    "truncated": (data_url(file_of(noise())[:60]), "PNG file is truncated or damaged"),
+    "renamed": (data_url(file_of(noise(), "jpeg")), "image/jpeg"),
+    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "This is SVG"),
+    "html": (data_url(b"<html>private</html>"), "This is HTML"),
+    "bomb": (data_url(png_of_size(60_000, 60_000)), "60000 x 60000 pixels; at most 40000000"),
+    "frames": (data_url(long_gif(), "gif"), "more than 1000 frames"),
+    "base64": ("data:image/png;base64,iVBO*w0K", "not valid base64"),
+    "avif": (data_url(bytes(4) + b"ftypavif" + bytes(40), "avif"), "This is AVIF"),
+    "heic": (data_url(bytes(4) + b"ftypheic" + bytes(40), "heic"), "This is HEIC"),
+    "jpeg 2000": (data_url(b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(30), "jp2"), "This is JPEG 2000"),
+    "16 bits": (data_url(png_of_size(4, 4, depth=16)), "16 bits per channel"),
+    "file": ("file:///etc/passwd", "not read"),
+    "ftp": ("ftp://example.org/x", "must begin with"),
+    "loopback": ("http://127.0.0.1/private", "not fetched"),
+    "mapped": ("http://[::ffff:127.0.0.1]/private", "not fetched"),
+    "credentials": ("http://user:private@example.org/x", "a user or a password"),
+}
+
+
+def chat_part(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def messages(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "w20"}, *parts]}]
+
+
+def chat(*urls: str) -> dict[str, Any]:
+    return {"messages": messages(*map(chat_part, urls)), "max_tokens": 2}
+
+
+def responses(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "input_image", "image_url": url} for url in urls]
+    content = [{"type": "input_text", "text": "w20"}, *parts]
+    return {"input": [{"role": "user", "content": content}], "max_output_tokens": 2}
+
+
+def anthropic(*urls: str) -> dict[str, Any]:
+    sources = []
+    for url in urls:
+        head, _, data = url.partition(",")
+        kind = head.removeprefix("data:").partition(";")[0]
+        base64_source = {"type": "base64", "media_type": kind, "data": data}
+        sources.append(base64_source if data else {"type": "url", "url": url})
+    return {
+        "messages": messages(*({"type": "image", "source": source} for source in sources)),
+        "max_tokens": 2,
+    }
+
+
+def generate(*urls: str) -> dict[str, Any]:
+    text = "w20 " + "<image> " * len(urls)
+    return {"text": text, "image_data": list(urls), "sampling_params": {"max_new_tokens": 2}}
+
+
+def token_generate(*urls: str) -> dict[str, Any]:
+    return {
+        "token_ids": [4, *[3] * len(urls)],
+        "content_parts": list(map(chat_part, urls)),
+        "sampling_params": {"max_tokens": 2},
+    }
+
+
+def rollout(*urls: str) -> dict[str, Any]:
+    return {"prompts": [{"messages": messages(*map(chat_part, urls))}], "max_tokens": 2}
+
+
+def written_rollout(*urls: str) -> dict[str, Any]:
+    text = "w20 " + "<image> " * len(urls)
+    return {"prompts": [{"text": text, "images": list(urls)}], "max_tokens": 2}
+
+
+def scores(*urls: str) -> dict[str, Any]:
+    item = {"prompt_token_ids": [4, *[3] * len(urls)], "images": list(urls)}
+    return {"items": [{**item, "completion_token_ids": [20]}]}
+
+
+#: Routes, their bodies for some pictures, and the name of the picture of a given number.
+ROUTES: dict[str, tuple[str, Callable[..., dict[str, Any]], str]] = {
+    "chat": ("/v1/chat/completions", chat, "messages[0].content[{part}].image_url"),
+    "responses": ("/v1/responses", responses, "input[0].content[{part}].image_url"),
+    "messages": ("/v1/messages", anthropic, "messages.0.content.{part}.source"),
+    "count": ("/v1/messages/count_tokens", anthropic, "messages.0.content.{part}.source"),
+    "generate": ("/generate", generate, "image_data[{number}]"),
+    "tokens": ("/inference/v1/generate", token_generate, "content_parts[{number}]"),
+    "rollout": ("/v1/rl/rollout", rollout, "prompts[0].messages[0].content[{part}].image_url"),
+    "written": ("/v1/rl/rollout", written_rollout, "prompts[0].images[{number}]"),
+    "scores": ("/v1/rl/logprobs", scores, "items[0].images[{number}]"),
+    "tokenize": ("/tokenize", chat, "messages[0].content[{part}].image_url"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("bad")
+    model = str(write_llava(folder / "model"))
+    process = ServerProcess(
+        *("--model", model, TEXT, "--served-model-name", f"{model}={SEES}"),
+        *("--max-images-per-request", f"{MOST}", "--data-dir", str(folder / "data")),
+    )
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+def posted(
+    server: ServerProcess, route: str, *urls: str, model: str = SEES, **more: Any
+) -> httpx2.Response:
+    path, body, _ = ROUTES[route]
+    return httpx2.post(f"{server.url}{path}", json={"model": model, **body(*urls), **more})
+
+
+def assert_refused(response: httpx2.Response, route: str, why: str, number: int = 0) -> None:
+    """Check for a 400 that names a picture by its part."""
+    assert response.status_code == 400
+    error = response.json()["error"]
+    name = ROUTES[route][2].format(number=number, part=number + 1)
+    # Anthropic's errors have no field for it.
+    assert (error.get("param") or error["message"].partition(": ")[0]) == name
+    assert why in error["message"]
+    assert "private" not in response.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_bad_pictures_name_their_part(server: ServerProcess, route: str) -> None:
+    for url, why in BAD.values():
+        assert_refused(posted(server, route, GOOD, url), route, why, number=1)
+    assert posted(server, route, GOOD).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_text_models_take_no_pictures(server: ServerProcess, route: str) -> None:
+    assert_refused(posted(server, route, GOOD, model=TEXT), route, "take")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_ten_thousand_pictures_are_refused(server: ServerProcess, route: str) -> None:
+    response = posted(server, route, *["http://127.0.0.1/private"] * 10_000)
+    assert response.status_code == 400
+    assert "1" in response.text
+    assert "private" not in response.text
+
+
+def test_a_wrong_detail_is_named(server: ServerProcess) -> None:
+    for route, name in (("chat", "messages"), ("rollout", "prompts[0].messages")):
+        path, body, _ = ROUTES[route]
+        content: Any = body(GOOD)
+        parts: Any = content["prompts"][0] if route == "rollout" else content
+        parts["messages"][0]["content"][1]["image_url"]["detail"] = "most"
+        error = httpx2.post(f"{server.url}{path}", json={"model": SEES, **content}).json()["error"]
+        assert error["param"] == f"{name}[0].content[1].image_url.detail"
+    body = responses(GOOD)
+    body["input"][0]["content"][1]["detail"] = "most"
+    error = httpx2.post(f"{server.url}/v1/responses", json={"model": SEES, **body}).json()["error"]
+    assert error["param"] == "input[0].content[1].detail"
+
+
+def test_bad_lines_of_a_batch_are_refused_alone(server: ServerProcess) -> None:
+    def line(name: str, url: str, model: str = SEES) -> str:
+        body = {"model": model, **chat(url)}
+        call = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        return json.dumps(call)
+
+    lines = [line(name, url) for name, (url, _) in BAD.items()] + [line("good", GOOD)]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        content = "\n".join(lines).encode()
+        file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        while batch.status not in ("completed", "failed"):
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        (good,) = client.files.content(batch.output_file_id).text.splitlines()
+        errors = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+        answers = {error["custom_id"]: error["response"] for error in errors}
+    assert json.loads(good)["custom_id"] == "good"
+    assert answers.keys() == BAD.keys()
+    for name, answer in answers.items():
+        assert answer["status_code"] == 400
+        error = answer["body"]["error"]
+        assert error["param"] == "messages[0].content[1].image_url"
+        assert BAD[name][1] in error["message"]
+
+
+def test_more_pictures_than_fit_name_both_numbers(server: ServerProcess) -> None:
+    # The context has 512 tokens.
+    words = " ".join(["w30"] * 490)
+    for route in ("chat", "responses", "messages", "generate", "rollout"):
+        path, body, _ = ROUTES[route]
+        content = json.dumps(body(GOOD, GOOD)).replace("w20", words)
+        response = httpx2.post(f"{server.url}{path}", json={"model": SEES, **json.loads(content)})
+        assert response.status_code == 400
+        numbers = [int(number) for number in re.findall(r"(\d+) (?:tokens|maximum)", response.text)]
+        # Anthropic's words say how long a prompt may be: one token is for the answer.
+        assert min(numbers) in (511, 512)
+        assert max(numbers) > 512, response.text
+
+
+def test_logs_have_no_credentials(server: ServerProcess) -> None:
+    posted(server, "chat", "http://user:private@example.org/x?token=private")
+    assert "private" not in server.log
