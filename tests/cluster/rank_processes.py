@@ -15,7 +15,7 @@ from typing import Any
 from mlx_parallm.child_process import ChildProcess
 
 # LIMIT_S ends ranks that wait for each other for ever.
-LIMIT_S = 100
+LIMIT_S = 150
 
 
 def run_ranks(size: int, folder: Path, target: Sequence[str]) -> list[Any]:

@@ -7,6 +7,7 @@ them remain tells what a rank keeps.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -19,6 +20,11 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.sharding.cuts import Cut, FirstOnly, as_pieces
 from mlx_parallm.worker.sharding.stock_shard import Rank, Record, copy_structure, run_shard
 
+#: ``LAYER``: the number of a layer in the name of a parameter.
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+#: ``Key``: a parameter's name without its layer, its shape, and that of a rank's part.
+Key = tuple[str, tuple[int, ...], tuple[int, ...]]
 Cuts = dict[str, Cut | FirstOnly]
 
 
@@ -79,7 +85,11 @@ def _indices(
 def _kept(
     model: nn.Module, shapes: dict[str, tuple[int, ...]], axis: int, rank: Rank
 ) -> dict[str, NDArray[np.floating]]:
-    """Return the indices of one axis that a rank keeps, by the name of the parameter."""
+    """Return the indices of one axis that a rank keeps, by the name of the parameter.
+
+    Parameters of the same name, shape and part in several layers are cut alike, so the indices of
+    one of them are computed: some models concatenate parts, which takes as long as real numbers do.
+    """
     marked = copy_structure(model)
     markers = {name: _marker(shape, axis) for name, shape in shapes.items()}
     marked.update(tree_unflatten(list(markers.items())))
@@ -87,13 +97,18 @@ def _kept(
     after = flat_parameters(marked)
     if markers.keys() - after.keys():
         raise ConfigError(f"mlx_lm's shard renames {min(markers.keys() - after.keys())}.")
-    lines = {
-        name: after[name][(0,) * axis + (slice(None),) + (0,) * (len(shapes[name]) - axis - 1)]
+    keys = {
+        name: (LAYER.sub("", name), shapes[name], after[name].shape)
         for name, marker in markers.items()
         if after[name] is not marker
     }
+    lines: dict[Key, mx.array] = {}
+    for name, key in keys.items():
+        others = (0,) * (len(shapes[name]) - axis - 1)
+        lines.setdefault(key, after[name][(0,) * axis + (slice(None), *others)])
     mx.eval(list(lines.values()))
-    return {name: np.array(line.astype(mx.float32)) for name, line in lines.items()}
+    kept = {key: np.array(line.astype(mx.float32)) for key, line in lines.items()}
+    return {name: kept[key] for name, key in keys.items()}
 
 
 def _marker(shape: tuple[int, ...], axis: int) -> mx.array:
@@ -113,8 +128,9 @@ def _cut_of(name: str, shape: tuple[int, ...], by_axis: _Indices) -> Cut | None:
         if all(np.array_equal(line, whole) for line in lines):
             continue
         rounded = [line.astype(np.int64) for line in lines]
-        kept = set(np.concatenate(rounded).tolist())
-        if kept != set(range(shape[axis])) or any(map(np.any, map(np.subtract, lines, rounded))):
+        is_kept = np.zeros(shape[axis], bool)
+        is_kept[np.concatenate(rounded)] = True
+        if not is_kept.all() or any(map(np.any, map(np.subtract, lines, rounded))):
             raise ConfigError(f"It is not known how mlx_lm's shard cuts {name}.")
         cuts.append(Cut(shape, axis - len(shape), tuple(map(as_pieces, rounded))))
     if len(cuts) > 1:
