@@ -13,7 +13,7 @@ from PIL import Image
 
 from mlx_parallm.client import RequestFailedError, RLClient, Rollout
 from mlx_parallm.media.picture_file import picture_url
-from scripts.golden_vision_cases import golden_picture
+from scripts.golden_vision_cases import SPECIALS, golden_picture
 from tests.picture_folders import write_llava, write_qwen
 from tests.server_process import ServerProcess
 
@@ -21,6 +21,8 @@ NUM_TOKENS = 16
 MODEL, QWEN = "see", "see-qwen"
 # IMAGE, USER, ASSISTANT: tokens of both tiny models' words.
 IMAGE, USER, ASSISTANT = 3, 4, 5
+# IMAGE_PAD: the placeholder of the tiny Qwen2.5-VL.
+IMAGE_PAD = SPECIALS.index("<|image_pad|>")
 # TOLERANCE: between log-probabilities of decode and of prefill, in float32.
 TOLERANCE = 1e-4
 
@@ -210,6 +212,62 @@ async def test_pictures_may_be_resized_to_a_number_of_pixels(client: RLClient) -
 
 def post(server: ServerProcess, path: str, **body: Any) -> Any:
     return httpx2.post(f"{server.url}{path}", json=body).json()
+
+
+LARGE_FILE = io.BytesIO()
+Image.fromarray(golden_picture(1, 140, 196)).save(LARGE_FILE, "PNG")
+LARGE = picture_url(LARGE_FILE.getvalue())
+SOURCE = {"type": "base64", "media_type": "image/png", "data": LARGE.partition(",")[2]}
+# ROUTES: bodies about a large picture, in the form of each route, and where its tokens are counted.
+ROUTES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "/v1/responses": (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": LARGE}]},
+            ],
+            "max_output_tokens": 2,
+        },
+        ("usage", "input_tokens"),
+    ),
+    "/v1/responses/input_tokens": (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": LARGE}]}]},
+        ("input_tokens",),
+    ),
+    "/v1/messages/count_tokens": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+        ("input_tokens",),
+    ),
+    "/generate": (
+        {
+            "text": "user: <|image_pad|> assistant:",
+            "image_data": LARGE,
+            "sampling_params": {"max_new_tokens": 2},
+        },
+        ("meta_info", "prompt_tokens"),
+    ),
+    "/inference/v1/generate": (
+        {
+            "token_ids": [IMAGE_PAD, IMAGE_PAD + 30],
+            "content_parts": [{"type": "image_url", "url": LARGE}],
+            "sampling_params": {"max_tokens": 2},
+        },
+        ("usage", "prompt_tokens"),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_route_resizes_or_refuses(server: ServerProcess, path: str) -> None:
+    body, places = ROUTES[path]
+    counts: list[int] = []
+    for options in ({}, {"mm_processor_kwargs": {"max_pixels": 56 * 84}}):
+        count: Any = post(server, path, model=QWEN, **body, **options)
+        for place in places:
+            count = count[place]
+        counts.append(count)
+    assert counts[0] - counts[1] > 10
+    refused = post(server, path, model=QWEN, **body, mm_processor_kwargs={"num_crops": 4})
+    assert "num_crops" in refused["error"]["message"]
 
 
 def scores(answer: dict[str, Any]) -> list[float]:

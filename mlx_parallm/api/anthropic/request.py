@@ -10,6 +10,7 @@ from typing import Any
 from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
 from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.pictures import pixel_range_of
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -50,6 +51,7 @@ def counted_turn(body: CountTokensRequest, *, request_id: str, client: str) -> T
         tools=tools,
         tool_choice=choice,
         template_kwargs=_template_kwargs(body),
+        pixel_range=pixel_range_of(body.mm_processor_kwargs),
         add_generation_prompt=not continued,
         continue_final_message=continued,
         client=client,

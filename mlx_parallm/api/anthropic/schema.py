@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import INT64, MAX_MESSAGES, NullIsAbsent, Number
-from mlx_parallm.api.turns.fields import ANY_GENERATOR, MAX_STOPS, SamplingRequest
+from mlx_parallm.api.turns.fields import ANY_GENERATOR, MAX_STOPS, ProcessorKwargs, SamplingRequest
 
 
 class InputMessage(BaseModel):
@@ -101,6 +101,7 @@ class CountTokensRequest(NullIsAbsent):
     output_format: dict[str, Any] | None = Field(
         None, description="The older name of output_config.format."
     )
+    mm_processor_kwargs: ProcessorKwargs = None
 
 
 class MessagesRequest(CountTokensRequest, SamplingRequest):

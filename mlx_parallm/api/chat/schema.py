@@ -191,7 +191,7 @@ def _content(
             parts.append({"type": "text", "text": part[kind]})
         else:
             raise InvalidRequestError(
-                f"messages[{number}].content: only parts of type text are supported"
+                f"{where}: only parts of type text are supported"
                 + (", and image_url where the model takes pictures." if takes_pictures else "."),
                 param="messages",
             )

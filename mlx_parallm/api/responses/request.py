@@ -9,6 +9,7 @@ from mlx_parallm.api.responses.items import Item, picture_places
 from mlx_parallm.api.responses.messages import item_messages
 from mlx_parallm.api.responses.schema import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
+from mlx_parallm.api.turns.pictures import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -48,6 +49,7 @@ def input_turn(
         tool_choice=response_tool_choice(body.tool_choice, tools),
         parallel_tool_calls=body.parallel_tool_calls,
         template_kwargs=body.template_kwargs(),
+        pixel_range=pixel_range_of(body.mm_processor_kwargs),
     )
 
 

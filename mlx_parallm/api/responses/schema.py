@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.http.forms import MAX_MESSAGES, NullIsAbsent
 from mlx_parallm.api.turns.fields import (
+    ProcessorKwargs,
     SamplingRequest,
     StreamFields,
     TemplateKwargs,
@@ -74,6 +75,7 @@ class ResponsesInput(BaseModel):
         "disabled", description="auto leaves the oldest items out of an input that is too long."
     )
     chat_template_kwargs: TemplateKwargs
+    mm_processor_kwargs: ProcessorKwargs = None
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the template's variables; ``chat_template_kwargs`` win over ``reasoning``."""

@@ -14,6 +14,7 @@ from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, item
 from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.pictures import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -55,6 +56,7 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
                 for item, model in pairs
             ],
             prelude.pictures,
+            pixel_range_of(body.mm_processor_kwargs),
         )
         requests = [
             await _request(body, item, model, prompt, prelude)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import INT64, Ids, PromptIds, PromptTexts
-from mlx_parallm.api.turns.fields import SamplingFields
+from mlx_parallm.api.turns.fields import ProcessorKwargs, SamplingFields
 from mlx_parallm.api.vllm.schema import TokenSamplingParams
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
@@ -111,6 +111,7 @@ class GenerateBody(TokenSamplingParams):
         description="Pictures in place of the prompt's placeholders, as URLs or base64: of one "
         "prompt, or an entry for each.",
     )
+    mm_processor_kwargs: ProcessorKwargs = None
     return_text_in_logprobs: StrictBool = Field(False, description="The text of each token.")
     return_prompt_token_ids: StrictBool = Field(False, description="Give back the prompts' tokens.")
     return_entropy: StrictBool = Field(

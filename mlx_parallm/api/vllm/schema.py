@@ -7,7 +7,12 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import INT64, Ids
-from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS, SamplingFields, StreamFields
+from mlx_parallm.api.turns.fields import (
+    MAX_NAMED_TOKENS,
+    ProcessorKwargs,
+    SamplingFields,
+    StreamFields,
+)
 from mlx_parallm.api.turns.pictures import PictureSource
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
@@ -99,6 +104,7 @@ class TokenGenerateRequest(StreamFields):
         max_length=MAX_PARTS,
         description='Pictures of the prompt, in order: {"type": "image_url", "url": …}.',
     )
+    mm_processor_kwargs: ProcessorKwargs = None
     sampling_params: TokenSamplingParams = Field(description="vLLM's SamplingParams.")
     model: StrictStr | None = Field(
         None, description="A served model or adapter; default: the first model."
