@@ -268,11 +268,14 @@ class GenerateRequest:
 
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
+        # An input that costs something is computed besides its rows, unless it is kept.
+        costly = [(hash((each.kind, each.content)),) * each.cost for each in self.inputs]
         return RequestWork(
-            num_tokens=len(self.prompt_ids),
+            num_tokens=len(self.prompt_ids) + sum(map(len, costly)),
             num_samples=self.params.n,
             max_output=self.params.max_tokens,
             prefix=self._meanings(),
+            inputs=[each for each in costly if each],
             cache_key=(
                 *(self.model, self.adapter, self.scope, self.cache_salt, self.extra_key),
                 *(each.content for each in self.inputs if each.span is None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from mlx_parallm.engine.parallel.prefixes import CHUNK
 from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.types.model_input import InputKind, ModelInput, Span
+from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest
 from mlx_parallm.types.work import Ends, RequestWork
 from tests.fleet_simulator import BLOCK, SimFleet, SimRequest, chats, tokens
 
@@ -360,3 +363,41 @@ def test_equal_inputs_go_where_their_results_are_kept() -> None:
         router.on_event(name, first, 0, Ends.REQUEST)
     other = RequestWork(num_tokens=90, inputs=inputs, cache_key="another client")
     assert router.place("g", other) != first
+
+
+def ask_about(content: str, *words: int) -> GenerateRequest:
+    """Return a request about a picture of 40 rows behind some tokens."""
+    start = len(words)
+    picture = ModelInput(
+        kind=InputKind.PICTURE,
+        content=content,
+        arrays={},
+        nbytes=40,
+        cost=40,
+        span=Span(start, start + 40),
+    )
+    ids = (*words, *((INPUT_TOKEN,) * 40), 1, 2, 3)
+    return GenerateRequest(request_id="r", model="m", prompt_ids=ids, inputs=(picture,))
+
+
+def test_a_picture_goes_where_its_features_are_kept() -> None:
+    router = Router(3, max_num_seqs=4)
+
+    def place(request: GenerateRequest) -> int:
+        rank = router.place("r", request.work())
+        router.on_event("r", rank, 0, Ends.REQUEST)
+        return rank
+
+    homes = [place(ask_about(content, 5)) for content in "abc"]
+    assert sorted(homes) == [0, 1, 2]
+    # Behind the same text and behind others, which no prefix has in common.
+    for words in ((5,), (6,), (7, 8, 9)):
+        assert [place(ask_about(content, *words)) for content in "abc"] == homes
+
+
+def test_computing_a_picture_is_part_of_the_work() -> None:
+    request = ask_about("a", 5, 6)
+    work = request.work()
+    assert work.num_tokens == len(request.prompt_ids) + 40
+    assert [len(each) for each in work.inputs] == [40]
+    assert replace(request, inputs=()).work().inputs == []
