@@ -4,16 +4,21 @@
 the second question about a picture against the first one, 32 clients with a picture each against
 one at a time and against one picture for all, what pictures that arrive do to 16 text streams,
 beside what text prompts of as many tokens do, and texts alone against the same model without a
-tower. ``--shape 3B`` has the shape of Qwen2.5-VL-3B, for a GPU.
+tower. ``--shape 3B`` has the shape of Qwen2.5-VL-3B, for a GPU. ``--mlx-vlm`` also measures
+mlx-vlm's generation in a process of its own, with the same shape, pictures and numbers of tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import statistics
+import subprocess
+import sys
+import urllib.request
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -22,12 +27,15 @@ from typing import Any
 from benchmarks.checks import Check, conclude
 from benchmarks.make_vision_model import SHAPES, make_vision_model, picture_part, words
 from benchmarks.measure import first_text_ms, make_client, make_parser, send_all, with_model
-from benchmarks.servers import Server, mlx_parallm_server
+from benchmarks.servers import Server, mlx_parallm_server, server_environment
 from mlx_parallm.bench.load import open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 
 # MOST_SECOND, LEAST_AT_ONCE, MOST_GAP, LEAST_TEXT: the targets.
 MOST_SECOND, LEAST_AT_ONCE, MOST_GAP, LEAST_TEXT = 0.25, 6.0, 1.2, 0.99
+# LEAST_OVER_VLM, MOST_TTFT_OVER_VLM: the targets beside mlx-vlm.
+LEAST_OVER_VLM, MOST_TTFT_OVER_VLM = 2.0, 0.5
+TOWER_RUNS = "vllm:image_tower_runs_total"
 NUM_CLIENTS, NUM_STREAMS, NUM_ARRIVALS = 32, 16, 8
 QUESTION, ANSWER = 16, 32
 Content = str | list[dict[str, Any]]
@@ -78,6 +86,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--size", default="", help="of pictures: WIDTHxHEIGHT in pixels")
     parser.add_argument("--max-tokens", type=int, default=0, help="new tokens of an answer")
+    parser.add_argument("--mlx-vlm", action="store_true", help="measure mlx-vlm too; it is needed")
     parser.add_argument("--interval", type=float, default=0.3, help="between arrivals, seconds")
     args = parser.parse_args()
     is_tiny = args.shape == "tiny"
@@ -87,13 +96,14 @@ def main() -> int:
     options = shlex.split(args.server_options)
     chats = Chats(width, height)
     rates: dict[str, float] = {}
+    peer = mlx_vlm_round(whole, args, (width, height)) if args.mlx_vlm else None
     with mlx_parallm_server(text, options) as server:
         rates["text model"] = text_rate(server, chats, args)
     with mlx_parallm_server(whole, options) as server:
         rates["vision model"] = text_rate(server, chats, args)
         checks = [
             *turns(server, chats, args),
-            *at_once(server, chats, args),
+            *at_once(server, chats, args, peer),
             *beside_streams(server, chats, args),
         ]
     for name, rate in rates.items():
@@ -134,8 +144,30 @@ def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
     ]
 
 
-def at_once(server: Server, chats: Chats, args: Namespace) -> list[Check]:
-    """Return what 32 clients get with a picture each, one after the other, and with one for all."""
+def mlx_vlm_round(folder: Path, args: Namespace, size: tuple[int, int]) -> Mapping[str, float]:
+    """Return what 32 clients get of mlx-vlm, see ``vision_mlx_vlm.Round``."""
+    command = [sys.executable, "-m", "benchmarks.vision_mlx_vlm", str(folder)]
+    command += [f"{size[0]}x{size[1]}", str(NUM_CLIENTS), str(args.max_tokens)]
+    done = subprocess.run(
+        command, env=server_environment(), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tower_runs(server: Server) -> float:
+    """Return for how many pictures the server computed features so far."""
+    with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOWER_RUNS))
+
+
+def at_once(
+    server: Server, chats: Chats, args: Namespace, peer: Mapping[str, float] | None
+) -> list[Check]:
+    """Return what 32 clients get with a picture each, one after the other, and with one for all.
+
+    ``peer`` is what they get of mlx-vlm; None if it is not measured.
+    """
 
     def of(pictures: Sequence[dict[str, Any]]) -> list[PlannedRequest]:
         return [
@@ -149,6 +181,7 @@ def at_once(server: Server, chats: Chats, args: Namespace) -> list[Check]:
     send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
     alone = send_all(server, of(new(4)), 1)
     apart = send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
+    before = tower_runs(server)
     same = send_all(server, of(new(1) * NUM_CLIENTS), NUM_CLIENTS)
     return [
         Check("one at a time: tokens/s", rate(alone)),
@@ -157,6 +190,23 @@ def at_once(server: Server, chats: Chats, args: Namespace) -> list[Check]:
         Check("32 clients: TTFT p99, ms", latest(apart)),
         Check("32 clients, one picture: tokens/s", rate(same)),
         Check("32 clients, one picture: TTFT p99, ms", latest(same)),
+        Check("32 clients, one picture: tower runs", tower_runs(server) - before, "<=", 1),
+        *beside_mlx_vlm(peer, rate(apart), latest(apart)),
+    ]
+
+
+def beside_mlx_vlm(
+    peer: Mapping[str, float] | None, tokens_per_s: float, ttft_ms: float
+) -> list[Check]:
+    """Compare 32 clients with a picture each with what they get of mlx-vlm."""
+    if peer is None:
+        return []
+    over, ttft = tokens_per_s / peer["tokens_per_s"], ttft_ms / peer["ttft_p99_ms"]
+    return [
+        Check("32 clients, mlx-vlm: tokens/s", peer["tokens_per_s"]),
+        Check("32 clients, mlx-vlm: TTFT p99, ms", peer["ttft_p99_ms"]),
+        Check("32 clients over mlx-vlm", over, ">=", LEAST_OVER_VLM),
+        Check("32 clients: TTFT p99 over mlx-vlm's", ttft, "<=", MOST_TTFT_OVER_VLM),
     ]
 
 
