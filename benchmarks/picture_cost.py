@@ -1,4 +1,4 @@
-"""What a picture costs each family: its tokens, and the CPU's time that prepares it.
+"""Measure what a picture costs each family: its tokens, and the CPU time that prepares it.
 
     python -m benchmarks.picture_cost
 
@@ -40,7 +40,7 @@ VISION_336 = {"vision_config": {"image_size": 336, "patch_size": 14}}
 
 
 class Published(NamedTuple):
-    """What published checkpoints of a family say: ``config.json``, ``preprocessor_config.json``."""
+    """Parts of a family's published ``config.json`` and ``preprocessor_config.json``."""
 
     config: dict[str, Any]
     processor: dict[str, Any]
@@ -120,7 +120,7 @@ DECODING = "(decoding a JPEG)"
 
 @dataclass(slots=True)
 class Cost:
-    """What pictures of each size cost: tokens (None for decoding), and measured times."""
+    """Tokens (None for decoding) and measured times of pictures of each size."""
 
     tokens: list[int | None]
     times_s: list[list[float]]

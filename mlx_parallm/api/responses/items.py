@@ -106,7 +106,7 @@ def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> l
 def picture_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the places of the pictures of a body's checked ``input`` by their URLs.
 
-    Of equal pictures, the first place counts.
+    Equal pictures have the place of the first one.
     """
     if isinstance(content, str):
         return {}
