@@ -1,7 +1,9 @@
 """Ends a process that waits for missing ranks for ever.
 
 MLX keeps the GIL while it joins a group, so no thread of the process can notice; another process
-does, which imports nothing.
+does, which imports little. Connecting to the ports of a ring does not tell which ranks run: a rank
+takes every connection for its neighbour's, and does not listen while it connects to another. So the
+watching processes send each other datagrams, on the UDP ports of the same numbers.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, Self, cast
 
-# PROBE_S: seconds in which a rank's machine answers a connection.
-PROBE_S = 1.0
+# TELL_S: seconds between two datagrams to the same rank.
+TELL_S = 0.5
+# HERE: begins a datagram; the rank that sends it follows.
+HERE = b"mlx_parallm rank "
 
 
 @contextmanager
 def joining_within(timeout_s: float, environment: Mapping[str, str]) -> Generator[None]:
-    """End this process if the block takes longer; a message names the ranks that are missing."""
+    """Kill this process if the block takes longer; a message names the ranks that are missing."""
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(timeout_s)]
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     watcher = subprocess.Popen(
@@ -37,45 +43,137 @@ def joining_within(timeout_s: float, environment: Mapping[str, str]) -> Generato
         watcher.wait()
 
 
-def missing_ranks(hosts: Sequence[Sequence[str]], own: int) -> list[int]:
-    """Return the ranks of a ring that listen on none of their "host:port" addresses."""
-    return [
-        rank
-        for rank, addresses in enumerate(hosts)
-        if rank != own and not any(map(_is_open, addresses))
-    ]
+class Presence:
+    """Says that this rank is there, and hears which others are.
+
+    Attributes:
+        seen: the other ranks that have said so.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[str]], rank: int) -> None:
+        """Open this rank's ports.
+
+        Args:
+            hosts: the "host:port" addresses of each rank, which it may have several of.
+            rank: this rank.
+
+        Raises:
+            OSError, ValueError, LookupError: the addresses are not of this machine, or are none.
+        """
+        self.seen: set[int] = set()
+        self._rank = rank
+        self._others = {
+            other: [_parse(address) for address in addresses]
+            for other, addresses in enumerate(hosts)
+            if other != rank
+        }
+        with ExitStack() as stack:
+            self.ends = [stack.enter_context(_bound(_parse(each))) for each in hosts[rank]]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the ports."""
+        self._stack.close()
+
+    def tell(self) -> None:
+        """Tell all others that this rank is there."""
+        for addresses in self._others.values():
+            for address in addresses:
+                for end in self.ends:
+                    # An address of another network cannot be reached from each of the ports.
+                    with suppress(OSError):
+                        end.sendto(HERE + b"%d" % self._rank, address)
+
+    def hear(self, end: socket.socket) -> None:
+        """Read a datagram that has come to one of the ports."""
+        with suppress(OSError, ValueError):
+            data = end.recv(64)
+            if data.startswith(HERE):
+                self.seen.add(int(data.removeprefix(HERE)))
+
+    def missing(self) -> list[int]:
+        """Return the ranks that were not heard."""
+        return sorted(self._others.keys() - self.seen)
 
 
-def _is_open(address: str) -> bool:
+def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _bound(address: tuple[str, int]) -> socket.socket:
+    end = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        with socket.create_connection((host, int(port)), PROBE_S):
-            return True
-    except (OSError, ValueError):
-        return False
+        end.bind(address)
+        end.setblocking(False)
+    except OSError:
+        end.close()
+        raise
+    return end
 
 
-def describe(environment: Mapping[str, str], timeout_s: float) -> str:
-    """Return which ranks have not joined, as far as can be known."""
-    late = f"have not joined within {timeout_s:g} s"
-    path = environment.get("MLX_HOSTFILE")
-    if path is None:
-        return f"Some ranks {late}. Check that each of them runs."
-    hosts = json.loads(Path(path).read_text())
-    missing = missing_ranks(hosts, int(environment.get("MLX_RANK", "0")))
+def read_hosts(environment: Mapping[str, str]) -> list[list[str]] | None:
+    """Return the addresses of each rank of a ring; None if the launcher has named none."""
+    with suppress(KeyError, OSError, ValueError):
+        hosts: Any = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())
+        if isinstance(hosts, list) and all(isinstance(each, list) for each in cast("Any", hosts)):
+            return [[str(address) for address in each] for each in cast("Any", hosts)]
+    return None
+
+
+def open_presence(environment: Mapping[str, str]) -> Presence | None:
+    """Return the presence of this rank; None if it cannot be known who is there."""
+    hosts = read_hosts(environment)
+    with suppress(KeyError, OSError, ValueError, LookupError):
+        if hosts is not None:
+            return Presence(hosts, int(environment["MLX_RANK"]))
+    return None
+
+
+def describe(hosts: Sequence[Sequence[str]], missing: Sequence[int] | None, late: str) -> str:
+    """Return which ranks have not joined; ``missing`` is None if that is not known."""
+    if missing is None:
+        return f"Some ranks have not joined {late}. Check that each of them runs."
     if not missing:
-        return f"Some ranks {late}, though all listen. Check that they can reach each other."
+        return f"Not all ranks have joined {late}, though all run. Check that they can connect."
     named = ", ".join(f"{rank} ({' '.join(hosts[rank])})" for rank in missing)
-    return f"Ranks {late}: {named}."
+    ranks = "Rank {} has" if len(missing) == 1 else "Ranks {} have"
+    return f"{ranks.format(named)} not joined {late}."
+
+
+def wait(presence: Presence | None, timeout_s: float) -> bool:
+    """Return True once standard input ends; False if that takes too long."""
+    until = time.monotonic() + timeout_s
+    ends = [] if presence is None else presence.ends
+    tell_s = 0.0
+    while (now := time.monotonic()) < until:
+        if presence is not None and now >= tell_s:
+            presence.tell()
+            tell_s = now + TELL_S
+        ready = select.select([sys.stdin, *ends], [], [], min(TELL_S, until - now))[0]
+        if sys.stdin in ready:
+            return True
+        for end in ends:
+            if presence is not None and end in ready:
+                presence.hear(end)
+    return False
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Wait until standard input ends; if that takes too long, end the process."""
+    """Wait until standard input ends; if that takes too long, kill the process."""
     process, timeout_s = int(arguments[0]), float(arguments[1])
-    if select.select([sys.stdin], [], [], timeout_s)[0]:
+    presence = open_presence(os.environ)
+    if wait(presence, timeout_s):
         return
-    sys.stderr.write(f"mlx_parallm serve: error: {describe(os.environ, timeout_s)}\n")
-    sys.stderr.flush()
+    missing = None if presence is None else presence.missing()
+    reason = describe(read_hosts(os.environ) or [], missing, f"within {timeout_s:g} s")
+    with suppress(OSError):
+        sys.stderr.write(f"mlx_parallm serve: error: {reason}\n")
+        sys.stderr.flush()
     os.kill(process, signal.SIGKILL)
 
 
