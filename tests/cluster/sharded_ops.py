@@ -20,6 +20,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.model_input import InputKind, InputRows
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
@@ -38,6 +39,7 @@ from mlx_parallm.worker.ops import (
     Allocate,
     Checksums,
     CommitWeights,
+    ComputeInputs,
     DropTensors,
     Load,
     Pending,
@@ -56,6 +58,8 @@ from tests.compiled_attention import CompiledAttention
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 MODEL, HANDLE = "model", "tensors"
 BLOCK_SIZE, NUM_BLOCKS = 8, 32
+#: NUM_ROWS of a prompt are embeddings in place of tokens.
+NUM_ROWS = 4
 NUM_SEQUENCES, PROMPT, DECODE = 5, 11, 2
 GREEDY = SamplingParams(temperature=0.0, logprobs=8)
 
@@ -81,6 +85,7 @@ class Run:
             settings=EngineConfig(
                 cache=CacheConfig(block_size=BLOCK_SIZE),
                 scheduler=SchedulerConfig(max_num_seqs=NUM_SEQUENCES),
+                enable_prompt_embeds="embeds" in folder.name,
             ),
             free_bytes=0 if "packed" in folder.name else None,
         )
@@ -105,6 +110,24 @@ class Run:
         outputs: list[StepOutput] = []
         slots = dict(enumerate(adapters, 1))
         for batch in self._batches(slots):
+            outputs.append(self._worker.execute(Step(model=MODEL, batch=batch)))
+        self.results[name] = outputs
+
+    def decode_rows(self, name: str) -> None:
+        """Run prompts of which one has rows in place of some tokens' embeddings."""
+        source = np.random.default_rng(5)
+        width = shapes_of(self.folder)["model.embed_tokens"][-1]
+        rows = HostTensor(source.standard_normal((NUM_ROWS, width)).astype(np.float32))
+        self._put({"rows": rows})
+        kind = InputKind.PROMPT_EMBEDS
+        op = ComputeInputs(model=MODEL, slots=(0,), kind=kind, handles=(HANDLE,))
+        self._worker.execute(op)
+        outputs: list[StepOutput] = []
+        inputs = (InputRows(slot=0, first_row=0, num_rows=NUM_ROWS, offset=1),)
+        for batch in self._batches({}):
+            first, *others = batch.sequences
+            if first.start == 0:
+                batch = replace(batch, sequences=(replace(first, inputs=inputs), *others))
             outputs.append(self._worker.execute(Step(model=MODEL, batch=batch)))
         self.results[name] = outputs
 
@@ -268,6 +291,12 @@ def ahead(run: Run) -> None:
     run.run_ahead("replaced", "dora 16", "dora 4", "lora 8")
 
 
+def embeds(run: Run) -> None:
+    """Let a prompt bring rows of embeddings."""
+    run.decode("base")
+    run.decode_rows("embeds")
+
+
 def everything(run: Run) -> None:
     """Run all scenarios on one load of the model."""
     base(run)
@@ -276,7 +305,7 @@ def everything(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (base, adapters, ahead, everything)
+    scenario.__name__: scenario for scenario in (base, adapters, ahead, embeds, everything)
 }
 
 

@@ -50,7 +50,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     ahead = write_model(folder / "ahead", sharded_models.DENSE)
     scenarios = [f"everything={folder / name}" for name in MODELS]
     int8 = write_model(folder / "int8", sharded_models.DENSE)
-    return _compare(2, folder, *scenarios, f"ahead={ahead}", f"base={int8}")
+    embeds = write_model(folder / "embeds", sharded_models.DENSE)
+    others = [f"ahead={ahead}", f"base={int8}", f"embeds={embeds}"]
+    return _compare(2, folder, *scenarios, *others)
 
 
 def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
@@ -78,6 +80,13 @@ def test_exact_tokens_with_quantised_kv(pair: Compared) -> None:
     wanted, actual = pair.alone["int8"]["base"], pair.ranks[0]["int8"]["base"]
     _assert_alike(actual, wanted, tolerance=INT8_TOLERANCE)
     assert wanted[-1].tokens != pair.alone["dense"]["base"][-1].tokens
+
+
+def test_exact_tokens_of_prompts_with_embeddings(pair: Compared) -> None:
+    wanted, actual = pair.alone["embeds"], pair.ranks[0]["embeds"]
+    _assert_alike(actual["embeds"], wanted["embeds"])
+    assert wanted["embeds"][-1].tokens[0] != wanted["base"][-1].tokens[0]
+    assert wanted["embeds"][-1].tokens[1] == wanted["base"][-1].tokens[1]
 
 
 @pytest.mark.parametrize("model", MODELS)

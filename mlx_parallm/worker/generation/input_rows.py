@@ -14,6 +14,7 @@ from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.two_way import TwoWaySpan
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.row_selection import embedding_tables
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -265,7 +266,11 @@ class PictureTokens(NamedTuple):
 
 
 def find_embedding(
-    model: nn.Module, vocab_size: int, dtype: mx.Dtype, pictures: PictureTokens | None = None
+    model: nn.Module,
+    vocab_size: int,
+    dtype: mx.Dtype,
+    pictures: PictureTokens | None = None,
+    ranks: Ranks | None = None,
 ) -> EmbeddingSeam | None:
     """Return the seam of the model's token embedding; None if rows cannot replace tokens.
 
@@ -278,6 +283,8 @@ def find_embedding(
         vocab_size: rows of its token embedding.
         dtype: of the model.
         pictures: of a model with a tower; others take no rows if they have further tables.
+        ranks: the processes that compute the model together and must find the same; None if there
+            is this one alone.
     """
     tables = embedding_tables(model, vocab_size)
     for table in tables:
@@ -291,21 +298,26 @@ def find_embedding(
                 padded = EmbeddingSeam(table, width, others=others, padding_id=pictures.padding_id)
                 seams.append(padded)
             for seam in seams:
-                if _replaces(model, seam, rows.astype(dtype), tokens):
+                if _replaces(model, seam, rows.astype(dtype), tokens, ranks):
                     return seam
         except MODEL_ERRORS:
             continue
     return None
 
 
-def _replaces(model: Any, seam: EmbeddingSeam, rows: mx.array, tokens: mx.array) -> bool:
+def _replaces(
+    model: Any, seam: EmbeddingSeam, rows: mx.array, tokens: mx.array, ranks: Ranks | None
+) -> bool:
     """True if the tokens' own rows give their logits, and swapped rows give other logits."""
     with seam.padded_from(0):
         expected = model(tokens)
+        # Ranks must add up the forwards in the same order.
+        mx.eval(expected)
     ids = mx.arange(tokens.size).reshape(tokens.shape) + seam.first_id
 
     def is_expected(features: mx.array) -> bool:
         with seam.during(features):
-            return bool(mx.allclose(model(ids), expected, rtol=1e-3, atol=1e-3))
+            is_close = bool(mx.allclose(model(ids), expected, rtol=1e-3, atol=1e-3))
+        return agreed(ranks, is_close)
 
     return is_expected(rows) and not is_expected(rows[::-1])

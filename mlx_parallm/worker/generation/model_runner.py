@@ -109,7 +109,7 @@ class ModelRunner:
         kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
         tower: Tower | None = getattr(loaded.model, TOWER, None)
         embedding = (
-            find_embedding(loaded.model, vocab_size, dtype, _picture_tokens(loaded))
+            find_embedding(loaded.model, vocab_size, dtype, _picture_tokens(loaded), ranks)
             if takes_embeds or tower is not None
             else None
         )

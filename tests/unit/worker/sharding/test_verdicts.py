@@ -8,6 +8,7 @@ from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.input_rows import find_embedding
 from mlx_parallm.worker.generation.path_choice import ALONE, choose_path
 from mlx_parallm.worker.generation.row_selection import install_row_selection
 from mlx_parallm.worker.weights.loader import CastRule
@@ -73,6 +74,12 @@ def test_rows_of_the_head_are_selected_if_all_ranks_find_them_right() -> None:
     model = build(config_of("llama"))
     assert not install_row_selection(model, VOCAB_SIZE, Verdicts(num_refused=1)).active
     assert install_row_selection(model, VOCAB_SIZE, Verdicts(num_refused=0)).active
+
+
+def test_rows_replace_tokens_if_all_ranks_find_them_right() -> None:
+    model = build(config_of("llama"))
+    assert find_embedding(model, VOCAB_SIZE, mx.float32, None, Verdicts(num_refused=1)) is None
+    assert find_embedding(model, VOCAB_SIZE, mx.float32, None, Verdicts(num_refused=0)) is not None
 
 
 def test_a_kernel_is_used_if_all_ranks_find_it_right() -> None:
