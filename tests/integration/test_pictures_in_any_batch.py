@@ -114,18 +114,18 @@ def run_all(
     session: PictureSession, order: list[tuple[int, int]], aborted: set[int]
 ) -> dict[str, int]:
     """Run prompts that join after some steps each; the number of each that was not aborted."""
-    asked: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for place, (number, steps) in enumerate(order):
-        asked[f"r{place}"] = number
+        numbers[f"r{place}"] = number
         ask(session, f"r{place}", number)
         for _ in range(steps):
             session.step()
         late = f"r{place - 1}"
         if place in aborted and session.scheduler.has_request(late):
             session.scheduler.abort(late)
-            del asked[late]
+            del numbers[late]
     session.finish()
-    return asked
+    return numbers
 
 
 def assert_nothing_is_lost(session: PictureSession) -> None:
@@ -205,5 +205,5 @@ def test_mistakes_of_the_scheduler_show(
     mutation(monkeypatch)
     session = PictureSession(name, budget=24)
     order = [(number, 1) for number in range(NUM_PROMPTS)]
-    asked = run_all(session, order, set())
-    assert [session.result(each).tokens for each in asked] != wanted
+    numbers = run_all(session, order, set())
+    assert [session.result(each).tokens for each in numbers] != wanted

@@ -1,0 +1,129 @@
+"""Weights of towers are replaced, checked and put to sleep with those of the text model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.client.tensors import encode_safetensors
+from tests.e2e.test_pictures import picture, text
+from tests.picture_folders import write_llava
+from tests.server_process import ServerProcess
+
+RAW = {"content-type": "application/octet-stream"}
+#: ``PARTS``: a weight of the tower, of the projector and of the text model.
+PARTS = (
+    "vision_tower.encoder.layers.0.mlp.fc1.weight",
+    "multi_modal_projector.linear_1.weight",
+    "model.layers.0.mlp.up_proj.weight",
+)
+
+
+class Asked(NamedTuple):
+    """What an answer was, and what it took."""
+
+    text: str
+    tower_runs: float
+    num_cached: int
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    write_llava(root / "first")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess("--model", str(root / "first"), "--allowed-adapter-roots", str(root))
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def http(server: ServerProcess, root: Path) -> Iterator[httpx2.Client]:
+    """Yield a client of a server with its first weights."""
+    with httpx2.Client(base_url=server.url, timeout=60) as client:
+        body = {"weight_dir": str(root / "first"), "version": "first"}
+        assert client.post("/update_weights", json=body).status_code == 200
+        yield client
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    return server.metric(f"vllm:{name}")
+
+
+def ask(server: ServerProcess, http: httpx2.Client, *, before: str = "w20") -> Asked:
+    runs = metric(server, "image_tower_runs_total")
+    content: list[dict[str, Any]] = [text(before), picture(5), text("w21 w22")]
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    answer = http.post("/v1/chat/completions", json=body).json()
+    return Asked(
+        str(answer["choices"][0]["logprobs"]["content"]),
+        metric(server, "image_tower_runs_total") - runs,
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"],
+    )
+
+
+def say_hello(http: httpx2.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "w30"}], "max_tokens": 1}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def weight_of(root: Path, name: str) -> np.ndarray:
+    loaded: Any = mx.load(str(root / "first" / "model.safetensors"))
+    (key,) = [each for each in loaded if each.endswith(name)]
+    return np.array(loaded[key])
+
+
+def checksums(http: httpx2.Client) -> dict[str, str]:
+    return http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("part", PARTS)
+def test_features_of_earlier_weights_are_not_found(
+    server: ServerProcess, http: httpx2.Client, root: Path, part: str
+) -> None:
+    sums = checksums(http)
+    (name,) = [each for each in sums if each.endswith(part)]
+    first = ask(server, http)
+    assert ask(server, http, before="w40").tower_runs == 0
+    changed = encode_safetensors({name: -weight_of(root, part)})
+    answer = http.post("/update_weights", content=changed, headers=RAW)
+    assert answer.status_code == 200, answer.text
+    second = ask(server, http)
+    assert (second.tower_runs, second.num_cached) == (1, 0)
+    assert second.text != first.text
+    report = http.post("/weight_checker", json={"action": "compare", "baseline": sums}).json()
+    assert report["mismatches"] == [name]
+    body = {"weight_dir": str(root / "first"), "version": "again"}
+    assert http.post("/update_weights", json=body).status_code == 200
+    assert checksums(http) == sums
+    assert ask(server, http).text == first.text
+
+
+@pytest.mark.one_engine
+def test_sleep_gives_features_and_towers_back(server: ServerProcess, http: httpx2.Client) -> None:
+    first = ask(server, http)
+    assert metric(server, "image_feature_bytes") > 0
+    for level in (1, 2):
+        assert http.post(f"/sleep?level={level}&mode=wait").json()["status"] == "sleeping"
+        assert http.post("/wake_up").json()["status"] == "awake"
+        say_hello(http)
+        assert metric(server, "image_feature_bytes") == 0
+        again = ask(server, http)
+        assert (again.text, again.tower_runs) == (first.text, 1)
