@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mlx_parallm.types.training import ForwardSize, Segment
 
 
@@ -27,6 +29,11 @@ class MicroBatch:
     segments: tuple[Segment, ...]
     places: tuple[int, ...]
     length: int
+
+    @property
+    def order(self) -> list[int]:
+        """The inputs of the batch, in the order of its forward's results."""
+        return [self.rows[row] for segment in self.segments for row in segment.rows]
 
     @property
     def num_tokens(self) -> int:
@@ -87,13 +94,14 @@ def _cheapest(
         forward_cost: see above.
     """
     count = len(longest)
-    costs, ends = [0.0] * (count + 1), [count] * count
+    costs, ends = np.zeros(count + 1), [count] * count
+    sizes = np.arange(1, count + 1)
     for begin in reversed(range(count)):
-        most = max(1, max_tokens // longest[begin])
-        choices = range(begin + 1, min(begin + most, count) + 1)
-        costs[begin], ends[begin] = min(
-            (forward_cost + (end - begin) * longest[begin] + costs[end], end) for end in choices
-        )
+        most = min(max(1, max_tokens // longest[begin]), count - begin)
+        choices = forward_cost + sizes[:most] * longest[begin]
+        choices = choices + costs[begin + 1 : begin + 1 + most]
+        best = int(choices.argmin())
+        costs[begin], ends[begin] = choices[best], begin + 1 + best
     begin = 0
     while begin < count:
         yield begin, ends[begin]

@@ -58,7 +58,6 @@ from mlx_parallm.worker.ops import (
     Materialise,
     MeasureInputs,
     OpenTraining,
-    PairForward,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
 NUM_SAMPLES = 3
 # NUM_MEASURED: examples whose texts give the first factors, if these are measured.
 NUM_MEASURED = 128
-# MAX_EVALUATED: inputs of one forward of an evaluation.
+# MAX_EVALUATED: inputs of an evaluation that are cut into forwards together.
 MAX_EVALUATED = 64
 
 
@@ -366,23 +365,14 @@ class Session:
             results: list[np.ndarray] = []
             if self.info is None:
                 await self._open()
+            size = self.state.forwards
+            assert size is not None, "it is open"
             formed = self._in_form(examples)
             for begin in range(0, len(formed), MAX_EVALUATED):
-                inputs = [each.input for each in formed[begin : begin + MAX_EVALUATED]]
-                now = Segment(None, 1, tuple(range(len(inputs))))
-                forward = PairForward(
-                    model=self.config.model,
-                    session=self.config.id,
-                    inputs=inputs,
-                    segments=(now,),
-                    seed=0,
-                    num_directions=1,
-                    epsilon=0.0,
-                    # Texts that are evaluated must not evict those that are trained on.
-                    keeps=False,
-                )
-                (result,) = await self._ask(forward)
-                results += result.results
+                forwards = StepForwards.of_evaluation(size, formed[begin : begin + MAX_EVALUATED])
+                # Texts that are evaluated must not evict those that are trained on.
+                ops = forwards.ops(self.config, seed=0, epsilon=0.0, keeps=False)
+                results += forwards.rows([(await self._ask(op))[0] for op in ops])
             return scores(results, [example.label for example in examples])
 
     async def weights(self, step: int | None = None) -> AdapterWeights:

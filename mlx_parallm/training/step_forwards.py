@@ -60,13 +60,22 @@ class StepForwards:
             return cls(examples, segments, naive_batches(lengths, segments))
         return cls(examples, segments, micro_batches(lengths, segments, size))
 
-    def ops(self, config: SessionConfig, seed: int, epsilon: float) -> list[PairForward]:
+    @classmethod
+    def of_evaluation(cls, size: ForwardSize, examples: Sequence[Example]) -> StepForwards:
+        """Cut examples into forwards of the parameters as they are."""
+        now = Segment(None, 1, tuple(range(len(examples))))
+        return cls.of(Mode.PAIRED, size, examples, (now,))
+
+    def ops(
+        self, config: SessionConfig, seed: int, epsilon: float, *, keeps: bool = True
+    ) -> list[PairForward]:
         """Return the forwards as ops.
 
         Args:
             config: of the session.
             seed: draws the directions.
             epsilon: the size of the perturbation.
+            keeps: see ``PairForward``.
         """
         return [
             PairForward(
@@ -77,9 +86,17 @@ class StepForwards:
                 seed=seed,
                 num_directions=config.estimator.num_directions,
                 epsilon=epsilon,
+                keeps=keeps,
             )
             for part in self.parts
         ]
+
+    def rows(self, results: Sequence[PairResult]) -> list[np.ndarray]:
+        """Return the results of an evaluation, in the order of its examples."""
+        of_rows: dict[int, np.ndarray] = {}
+        for part, result in zip(self.parts, results, strict=True):
+            of_rows |= dict(zip(part.order, result.results, strict=True))
+        return [of_rows[row] for row in range(len(self.examples))]
 
     def losses(self, results: Sequence[PairResult], measure: Measure) -> StepLosses:
         """Return the loss of each segment: the mean of its rows, or their F1 together."""
@@ -92,8 +109,7 @@ class StepForwards:
         """Return the losses of the rows of each segment, which may lie in several forwards."""
         of_rows: list[dict[int, float]] = [{} for _ in self.segments]
         for part, result in zip(self.parts, results, strict=True):
-            rows = [part.rows[row] for segment in part.segments for row in segment.rows]
-            labels = [self.examples[row].label for row in rows]
+            labels = [self.examples[row].label for row in part.order]
             every = iter(losses(result.results, labels, measure).tolist())
             for place, segment in zip(part.places, part.segments, strict=True):
                 of_rows[place] |= {part.rows[row]: next(every) for row in segment.rows}

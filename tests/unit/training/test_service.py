@@ -41,7 +41,13 @@ from mlx_parallm.types.errors import (
     StorageInUseError,
 )
 from mlx_parallm.types.training import FirstFactors, PairResult
-from mlx_parallm.worker.ops import CloseTraining, Materialise, MeasureInputs, OpenTraining
+from mlx_parallm.worker.ops import (
+    CloseTraining,
+    Materialise,
+    MeasureInputs,
+    OpenTraining,
+    PairForward,
+)
 from mlx_parallm.worker.training.input_directions import InputDirections
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 from tests.unit.training.worker_sessions import CONFIG, EXAMPLES, WorkerTrain, config_of
@@ -1011,3 +1017,23 @@ async def test_data_are_written_and_read_by_threads(
     await begin(opened())
     assert len(threads) == 2
     assert threading.main_thread() not in threads
+
+
+async def test_an_evaluation_keeps_to_the_budget_of_a_forward(
+    opened: Open, train: WorkerTrain
+) -> None:
+    service = opened()
+    whole, cut = await begin(service), await begin(service, max_tokens=12)
+    expected = await whole.evaluate(EXAMPLES)
+    train.requests.clear()
+    scores = await cut.evaluate(EXAMPLES)
+    sizes = [
+        len(op.inputs) * max(len(item.token_ids) for item in op.inputs)
+        for request in train.requests
+        for op in request.ops
+        if isinstance(op, PairForward)
+    ]
+    assert len(sizes) > 1
+    assert max(sizes) <= 12
+    assert scores.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert (scores.accuracy, scores.f1) == (expected.accuracy, expected.f1)
