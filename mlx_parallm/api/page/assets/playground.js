@@ -58,7 +58,7 @@ export class Playground {
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
       const attributes = { type: "button", class: "chip", title: example.prompt, onclick };
-      return el("button", { ...attributes, "data-drawing": example.isDrawn }, example.name);
+      return el("button", { ...attributes, "data-drawing": example.isDrawn ?? null }, example.name);
     });
     this.examples.append(...buttons);
     this.#showSeeing();
