@@ -52,7 +52,7 @@ class NoText:
 
 
 class Round(NamedTuple):
-    """What clients get that come together."""
+    """Figures of clients that come together."""
 
     tokens_per_s: float
     ttft_p99_ms: float

@@ -26,7 +26,7 @@ PARTS = (
 
 
 class Asked(NamedTuple):
-    """What an answer was, and what it took."""
+    """An answer, and what it took."""
 
     text: str
     tower_runs: float
