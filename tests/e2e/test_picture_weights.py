@@ -51,7 +51,7 @@ def server(root: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def http(server: ServerProcess, root: Path) -> Iterator[httpx2.Client]:
     """Yield a client of a server with its first weights."""
-    with httpx2.Client(base_url=server.url, timeout=60) as client:
+    with httpx2.Client(base_url=server.url) as client:
         body = {"weight_dir": str(root / "first"), "version": "first"}
         assert client.post("/update_weights", json=body).status_code == 200
         yield client

@@ -11,6 +11,9 @@ from mlx_parallm.cli.ranks import with_ranks
 from mlx_parallm.config import EngineConfig, RanksConfig, ServerConfig, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 
+#: No test waits for it.
+TIMEOUT_S = 3.0
+
 
 @pytest.fixture
 def launched(tmp_path: Path) -> dict[str, str]:
@@ -20,14 +23,16 @@ def launched(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_process_that_is_alone_keeps_its_settings() -> None:
-    engine = EngineConfig(ranks=RanksConfig(timeout_s=3))
+    engine = EngineConfig(ranks=RanksConfig(timeout_s=TIMEOUT_S))
     assert with_ranks(engine, ServerConfig(), {}) is engine
 
 
 def test_the_launcher_says_which_rank_this_is(launched: dict[str, str]) -> None:
-    engine = EngineConfig(ranks=RanksConfig(timeout_s=3, host="10.0.0.9"))
+    engine = EngineConfig(ranks=RanksConfig(timeout_s=TIMEOUT_S, host="10.0.0.9"))
     ranks = with_ranks(engine, ServerConfig(), launched).ranks
-    assert ranks == RanksConfig(rank=1, size=2, backend="ring", timeout_s=3, host="10.0.0.9")
+    assert ranks == RanksConfig(
+        rank=1, size=2, backend="ring", timeout_s=TIMEOUT_S, host="10.0.0.9"
+    )
 
 
 @pytest.mark.parametrize(

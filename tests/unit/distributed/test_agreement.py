@@ -26,6 +26,8 @@ from mlx_parallm.distributed.link import FollowerLink, LeaderLink
 from mlx_parallm.types.errors import ConfigError, RankLostError
 from tests.fake_ranks import PATIENCE_S
 
+#: No test waits for it.
+TIMEOUT_S = 5.0
 FACTS = {"backend": "cuda", "version of mlx": "0.32.4"}
 Star = tuple[LeaderLink, list[FollowerLink]]
 
@@ -120,7 +122,7 @@ def test_what_may_differ_between_machines_is_no_difference() -> None:
     other = replace(
         CONFIG,
         models=(replace(CONFIG.models[0], path="/mnt/a"),),
-        ranks=RanksConfig(rank=1, size=2, host="10.0.0.1", timeout_s=5.0),
+        ranks=RanksConfig(rank=1, size=2, host="10.0.0.1", timeout_s=TIMEOUT_S),
         kernel_cache_dir="/tmp/kernels",
     )
     assert process_facts(other) == process_facts(CONFIG)

@@ -68,7 +68,7 @@ def test_rank_0_hears_of_the_progress_of_all(ranks: list[Rank]) -> None:
     while {
         rank: (report.num_begun, report.num_ended) for rank, report in leader.report().items()
     } != wanted:
-        assert not is_heard.wait(0.001)
+        assert not is_heard.wait(0.001)  # time limit: of one question
     assert all(report.age_s < PATIENCE_S for report in leader.report().values())
     assert leader.skew_s() >= 0.0
     assert all(rank.losses.empty() for rank in ranks)
@@ -132,9 +132,9 @@ def test_beats_in_parts_are_put_together(ends: tuple[socket.socket, socket.socke
     is_heard = threading.Event()
     for part in (beats[:5], beats[5:30], beats[30:]):
         ends[1].sendall(part)
-        assert not is_heard.wait(0.01)
+        assert not is_heard.wait(0.01)  # time limit: between the parts
     while rank.watch.report()[1].num_begun != 7:
-        assert not is_heard.wait(0.001)
+        assert not is_heard.wait(0.001)  # time limit: of one question
     assert rank.watch.report()[1].num_ended == 6
     rank.watch.close()
 
@@ -151,6 +151,6 @@ def test_a_stream_that_is_full_does_not_stop_the_beats(
     ends[1].sendall(BEAT.pack(3, 2, 0.0))
     is_heard = threading.Event()
     while rank.watch.report()[1].num_begun != 3:
-        assert not is_heard.wait(0.001)
+        assert not is_heard.wait(0.001)  # time limit: of one question
     rank.watch.close()
     assert rank.losses.empty()

@@ -37,6 +37,19 @@ def sequence(*rows: InputRows) -> ScheduledSequence:
     )
 
 
+class Run:
+    """What computes features; nothing drops it here."""
+
+    def drop(self) -> None:
+        pass
+
+
+def put(features: InputFeatures, slot: int, rows: mx.array, layers: mx.array | None = None) -> None:
+    run = Run()
+    features.expect([slot], run)
+    features.put(slot, run, rows, layers=layers)
+
+
 def rows_of(slot: int, first_row: int, num_rows: int) -> InputRows:
     return InputRows(slot=slot, first_row=first_row, num_rows=num_rows, offset=0)
 
@@ -56,8 +69,8 @@ def test_rows_are_added_after_the_first_layers_only() -> None:
 
 def test_inputs_without_rows_for_layers_add_nothing() -> None:
     features = InputFeatures()
-    features.put(0, mx.zeros((3, WIDTH)), layers=mx.arange(6.0).reshape(1, 3, WIDTH))
-    features.put(1, mx.zeros((2, WIDTH)))
+    put(features, 0, mx.zeros((3, WIDTH)), mx.arange(6.0).reshape(1, 3, WIDTH))
+    put(features, 1, mx.zeros((2, WIDTH)))
     assert features.gather_layers([sequence(rows_of(1, 0, 2))]) is None
     gathered = features.gather_layers([sequence(rows_of(1, 0, 1)), sequence(rows_of(0, 1, 2))])
     assert gathered is not None
@@ -66,6 +79,6 @@ def test_inputs_without_rows_for_layers_add_nothing() -> None:
 
 def test_dropped_inputs_leave_no_rows() -> None:
     features = InputFeatures()
-    features.put(0, mx.zeros((1, WIDTH)), layers=mx.ones((1, 1, WIDTH)))
-    features.put(0, mx.zeros((1, WIDTH)))
+    put(features, 0, mx.zeros((1, WIDTH)), mx.ones((1, 1, WIDTH)))
+    put(features, 0, mx.zeros((1, WIDTH)))
     assert features.gather_layers([sequence(rows_of(0, 0, 1))]) is None
