@@ -38,7 +38,7 @@ def sequence(*rows: InputRows) -> ScheduledSequence:
 
 
 class Run:
-    """What computes features; nothing drops it here."""
+    """A run of towers, which nothing drops here."""
 
     def drop(self) -> None:
         pass
