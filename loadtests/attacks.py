@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +16,9 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+from PIL import Image
+
 from mlx_parallm.child_process import end_at_eof
 
 CHAT = "/v1/chat/completions"
@@ -23,6 +28,13 @@ NUM_GROUPS = 128
 NUM_SAMPLES = 128
 NUM_HALF_BODIES = 32
 NUM_TEXT_CLIENTS = 8
+NUM_PICTURE_CLIENTS = 8
+# NUM_PICTURES: as many as --max-images-per-request allows, with the refused one.
+NUM_PICTURES = 15
+# PICTURE_SHAPE: noise of 4 MB in base64, so that a body has 60 MB.
+PICTURE_SHAPE = (1000, 1000, 3)
+# PICTURE_END: base64 that is replaced in every body.
+PICTURE_END = b"z" * 8
 HALF_BYTES = 4 * 1024 * 1024
 PAUSE_S = 0.05
 RECONNECT_S = 1.0
@@ -159,6 +171,41 @@ def long_texts(model: str) -> list[tuple[str, bytes]]:
     ]
 
 
+def pictures(target: Target) -> None:
+    """Send, from eight clients, 60 MB of pictures of which only the last one is refused."""
+    body = refused_pictures(target)
+
+    def send() -> None:
+        while True:
+            # Pictures that were prepared before would be found again.
+            others = body.replace(PICTURE_END, os.urandom(len(PICTURE_END) // 2).hex().encode())
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                target.post(others)
+
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(NUM_PICTURE_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def refused_pictures(target: Target) -> bytes:
+    """Return a chat with as many large pictures as fit, and one that is truncated behind them."""
+    urls: list[str] = []
+    for seed in range(NUM_PICTURES):
+        random = np.random.RandomState(seed)
+        file = io.BytesIO()
+        Image.fromarray(random.randint(0, 256, PICTURE_SHAPE, np.uint8)).save(file, "png")
+        # What follows the end of a picture's file is not looked at.
+        whole = file.getvalue().ljust(-(-file.tell() // 3) * 3, b"\0")
+        urls.append(
+            f"data:image/png;base64,{base64.b64encode(whole).decode()}{PICTURE_END.decode()}"
+        )
+    urls.append(urls[0][:1000])
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return target.chat(messages=[{"role": "user", "content": parts}])
+
+
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "schema": schema,
     "deep": deep,
@@ -166,6 +213,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "half": half,
     "texts": texts,
 }
+#: ``PICTURE_ATTACKS``: those for a model that sees.
+PICTURE_ATTACKS: dict[str, Callable[[Target], None]] = {"pictures": pictures}
 
 
 def attack_for(name: str, base_url: str, key: str, model: str) -> None:
@@ -180,5 +229,5 @@ def attack_for(name: str, base_url: str, key: str, model: str) -> None:
     target = Target(base_url, key, model)
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            ATTACKS[name](target)
+            (ATTACKS | PICTURE_ATTACKS)[name](target)
         time.sleep(PAUSE_S)

@@ -334,7 +334,8 @@ SETTINGS: tuple[Setting, ...] = (
              "given, it is 64MiB where a served model takes pictures.", metavar="SIZE"),
     _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
              "largest body of a request that only tokenises, counts tokens or turns them into "
-             "text, such as 1MiB; more is answered with 413.", metavar="SIZE"),
+             "text, such as 1MiB, pictures not counted; more is answered with 413.",
+             metavar="SIZE"),
     _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
              "most bytes of one API key's request bodies held at once, such as 256MiB; beyond it "
              "requests are answered with 429.", metavar="SIZE"),

@@ -237,3 +237,32 @@ def test_more_pictures_than_fit_name_both_numbers(server: ServerProcess) -> None
 def test_logs_have_no_credentials(server: ServerProcess) -> None:
     posted(server, "chat", "http://user:private@example.org/x?token=private")
     assert "private" not in server.log
+
+
+LARGE = data_url(file_of(noise(size=(800, 600))))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": chat(LARGE)["messages"]}),
+        ("/v1/messages/count_tokens", {"messages": anthropic(LARGE)["messages"]}),
+        ("/v1/responses/input_tokens", {"input": responses(LARGE)["input"]}),
+    ],
+)
+def test_tokens_of_large_pictures_are_counted_and_of_long_texts_not(
+    server: ServerProcess, path: str, body: dict[str, Any]
+) -> None:
+    assert len(LARGE) > 2**20
+    whole = json.dumps({"model": SEES, **body})
+
+    def posted_text(content: str) -> httpx2.Response:
+        headers = {"content-type": "application/json"}
+        return httpx2.post(f"{server.url}{path}", content=content, headers=headers)
+
+    for content in (whole, whole.replace("/", "\\/")):
+        response = posted_text(content)
+        assert response.status_code == 200, response.text
+    response = posted_text(whole.replace("w20", "w20 " * 300_000))
+    assert response.status_code == 413
+    assert "without its pictures is larger than 1048576 bytes" in response.text

@@ -19,11 +19,12 @@ from mlx_parallm.api.anthropic.schema import (
     TokenCount,
 )
 from mlx_parallm.api.http import sse
-from mlx_parallm.api.http.declared import INPUT, TOKENIZE
+from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.pictures import picture_sources
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import StreamForm, respond
@@ -56,10 +57,11 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
     return await respond(prelude, generation, answer, stream=body.stream, form=EVENTS)
 
 
-@routes.post("/v1/messages/count_tokens", body_limit=TOKENIZE)
+@routes.post("/v1/messages/count_tokens", body_limit=COUNT)
 async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
+    await prelude.check_texts(picture_sources(turn.messages))
     prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
     return TokenCount(input_tokens=len(prompt.token_ids))

@@ -65,7 +65,14 @@ INPUT = BodyLimit(
     lambda config: config.max_body_bytes,
     size_with_pictures=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
 )
-TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=" See --max-tokenize-bytes.")
+TOKENIZE_HINT = " See --max-tokenize-bytes."
+TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HINT)
+#: Conversations of which tokens are counted; their texts have the limit of ``TOKENIZE``.
+COUNT = BodyLimit(
+    lambda config: config.max_tokenize_bytes,
+    hint=TOKENIZE_HINT,
+    size_with_pictures=lambda config: max(config.max_tokenize_bytes, config.max_picture_body_bytes),
+)
 ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
 WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)
 FILE = BodyLimit(lambda config: config.max_file_bytes + FORM_BYTES, Kept.STREAMED)

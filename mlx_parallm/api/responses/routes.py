@@ -10,7 +10,7 @@ from fastapi import Depends, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.files.answer import list_object
-from mlx_parallm.api.http.declared import INPUT, TOKENIZE
+from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.offload import on_body
@@ -25,6 +25,7 @@ from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.pictures import picture_sources
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import NAMED_EVENTS, respond
@@ -80,7 +81,7 @@ async def create_response(
     return _events(job.events(0), prelude) if body.stream else JSONResponse(job.response())
 
 
-@routes.post("/v1/responses/input_tokens", body_limit=TOKENIZE)
+@routes.post("/v1/responses/input_tokens", body_limit=COUNT)
 async def count_input_tokens(
     body: InputTokensRequest, prelude: PreludeDep, responses: ResponsesDep
 ) -> dict[str, Any]:
@@ -95,6 +96,7 @@ async def count_input_tokens(
             entry.num_bytes,
             lambda: input_turn(body, entry.items, response_tools(body.tools), request_id=""),
         )
+        await prelude.check_texts(picture_sources(turn.messages))
         prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.chat.tools import chat_tools
-from mlx_parallm.api.http.declared import TOKENIZE
+from mlx_parallm.api.http.declared import COUNT, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
@@ -40,14 +40,16 @@ MAX_CHARACTERS = 1_000_000
 PART_ENTRIES = 1024
 
 
-@routes.post("/tokenize")
+@routes.post("/tokenize", body_limit=COUNT)
 async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeDep) -> Response:
     """Return the tokens of a text or a conversation; for TEI's ``inputs``, a list for each text."""
     if body.inputs is not None:
+        await prelude.check_texts(())
         return await _text_tokens(body, engine, body.inputs)
     model = tokenizing_model(engine, body.model)
     turns = turns_of(body.messages or (), takes_pictures=True)
     sources = picture_sources(turns)
+    await prelude.check_texts(sources)
     if not sources:
         return await in_thread(lambda: _tokens_answer(body, model, _ids(body, model)))
     if not isinstance(model, GenerationModel):

@@ -8,16 +8,18 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from mlx_parallm.api.http.declared import TOKENIZE_HINT
 from mlx_parallm.api.http.internal import caller_of
-from mlx_parallm.api.http.offload import on_body
+from mlx_parallm.api.http.offload import in_thread, on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import Pictures
+from mlx_parallm.api.turns.pictures import DATA, Pictures, PictureSource
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import RequestClient
+from mlx_parallm.types.errors import RequestTooLargeError
 from mlx_parallm.types.request import GenerateRequest
 
 T = TypeVar("T")
@@ -85,6 +87,24 @@ class Prelude:
         """Return what ``work`` makes of the body; see ``offload.on_body``."""
         return await on_body(len(await self.request.body()), work)
 
+    async def check_texts(self, sources: Sequence[PictureSource]) -> None:
+        """Refuse to count the tokens of more than ``--max-tokenize-bytes`` besides pictures.
+
+        Raises:
+            RequestTooLargeError: the body has more.
+        """
+        body, most = await self.request.body(), self.config.max_tokenize_bytes
+        if len(body) <= most:
+            return
+        urls = {source.url for source in sources}
+        if (
+            len(body) - await in_thread(lambda: sum(_written_size(url, body) for url in urls))
+            > most
+        ):
+            raise RequestTooLargeError(
+                f"The body without its pictures is larger than {most} bytes.{TOKENIZE_HINT}"
+            )
+
     async def admit(
         self,
         model: str | None,
@@ -126,6 +146,16 @@ class Prelude:
             self.check_room(num_prompts, n)
             await self.engine.check_room(model.names[0], self.client, num_prompts * n)
         return Admitted(self, name, model)
+
+
+def _written_size(url: str, body: bytes) -> int:
+    """Return the bytes that a picture takes in a body; 0 if it is not there.
+
+    A conversation may have pictures of earlier requests. Some clients escape slashes.
+    """
+    data = url.rpartition(",")[2] if url.startswith(DATA) else url
+    forms = (data.encode(errors="replace"), data.replace("/", "\\/").encode(errors="replace"))
+    return next((len(form) for form in forms if form in body), 0)
 
 
 async def get_prelude(request: Request) -> Prelude:
