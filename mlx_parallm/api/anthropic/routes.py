@@ -62,6 +62,6 @@ async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCo
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
-    await prelude.check_texts(picture_sources(turn.messages))
+    await prelude.check_texts(source.url for source in picture_sources(turn.messages))
     prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
     return TokenCount(input_tokens=len(prompt.token_ids))

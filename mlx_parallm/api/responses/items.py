@@ -108,16 +108,24 @@ def picture_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]
 
     Equal pictures have the place of the first one.
     """
-    if isinstance(content, str):
-        return {}
     places: dict[str, str] = {}
-    for item in BodyValue(content, "input").entries():
-        for value in (item["content"], item["output"]):
-            parts = value.entries() if is_list(value.value) else []
-            for url in (part["image_url"] for part in parts if part.type == PICTURE):
-                if isinstance(url.value, str):
-                    places.setdefault(url.value, url.where)
+    for url, where in placed_pictures(content):
+        places.setdefault(url, where)
     return places
+
+
+def placed_pictures(content: str | Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the URLs of the pictures of a body's checked ``input``, each with its place."""
+    if isinstance(content, str):
+        return []
+    return [
+        (url.value, url.where)
+        for item in BodyValue(content, "input").entries()
+        for value in (item["content"], item["output"])
+        if is_list(value.value)
+        for part in value.entries()
+        if part.type == PICTURE and isinstance((url := part["image_url"]).value, str)
+    ]
 
 
 def _referred(id_: BodyValue, find: FindItem) -> Item:

@@ -18,6 +18,7 @@ from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.responses.answer import ResponseAnswer
+from mlx_parallm.api.responses.items import placed_pictures
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
@@ -25,7 +26,6 @@ from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import picture_sources
 from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import NAMED_EVENTS, respond
@@ -96,7 +96,7 @@ async def count_input_tokens(
             entry.num_bytes,
             lambda: input_turn(body, entry.items, response_tools(body.tools), request_id=""),
         )
-        await prelude.check_texts(picture_sources(turn.messages))
+        await prelude.check_texts(url for url, _ in placed_pictures(body.input))
         prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 

@@ -49,7 +49,7 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
     model = tokenizing_model(engine, body.model)
     turns = turns_of(body.messages or (), takes_pictures=True)
     sources = picture_sources(turns)
-    await prelude.check_texts(sources)
+    await prelude.check_texts(source.url for source in sources)
     if not sources:
         return await in_thread(lambda: _tokens_answer(body, model, _ids(body, model)))
     if not isinstance(model, GenerationModel):
