@@ -1,6 +1,7 @@
 """Make a Qwen2.5-VL of random weights, with a tokenizer of one token for each word.
 
-A second folder has the same weights as a text model.
+The folder has mlx-community's names, so that mlx-vlm reads it too. A second folder has the same
+weights as a text model.
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.vision.with_tower import TOWER
 
-SPECIALS = ("<unk>", "</s>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+SPECIALS = (
+    "<unk>",
+    "</s>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %} <|vision_start|> <|image_pad|> "
     "<|vision_end|> {% else %} {{ p.text }} {% endif %}{% endfor %}{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
+# PATCH: pixels of a patch's side.
+PATCH = 14
 COMMON: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
     "image_token_id": SPECIALS.index("<|image_pad|>"),
+    "vision_start_token_id": SPECIALS.index("<|vision_start|>"),
+    "vision_end_token_id": SPECIALS.index("<|vision_end|>"),
+    "video_token_id": SPECIALS.index("<|video_pad|>"),
+    "eos_token_id": SPECIALS.index("</s>"),
     "tie_word_embeddings": True,
 }
 TEXT: dict[str, Any] = {
@@ -93,13 +107,18 @@ def make_vision_model(folder: Path, shape: str) -> tuple[Path, Path]:
     whole, text = folder / "vision", folder / "text"
     if (text / "config.json").exists():
         return whole, text
-    config = COMMON | SHAPES[shape]
+    shapes = SHAPES[shape]
+    config = shapes["text_config"] | COMMON | {"dtype": shapes["dtype"]}
+    config["vision_config"] = {"model_type": "qwen2_5_vl"} | shapes["vision_config"]
     for each in (whole, text):
         each.mkdir(parents=True, exist_ok=True)
-        _write_tokenizer(each, config["text_config"]["vocab_size"])
+        _write_tokenizer(each, config["vocab_size"])
     _write_weights(whole / "model.safetensors", config)
     (text / "model.safetensors").symlink_to((whole / "model.safetensors").resolve())
-    settings = {"image_processor_type": "Qwen2VLImageProcessor"}
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+    }
     (whole / "preprocessor_config.json").write_text(json.dumps(settings))
     (whole / "config.json").write_text(json.dumps(config))
     without = {name: value for name, value in config.items() if name != "vision_config"}
@@ -115,8 +134,17 @@ def _write_weights(path: Path, config: dict[str, Any]) -> None:
     model = model_class(args.from_dict(copy))
     dtype = getattr(mx, config["dtype"])
     named: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    weights = {name.removeprefix(f"{TOWER}."): array.astype(dtype) for name, array in named.items()}
+    weights = dict(_as_mlx_community(*pair) for pair in named.items())
+    weights = {name: array.astype(dtype) for name, array in weights.items()}
     mx.save_safetensors(str(path), weights, {"format": "mlx"})
+
+
+def _as_mlx_community(name: str, array: mx.array) -> tuple[str, mx.array]:
+    """Return a weight as mlx-community writes it: the tower's prefix, and patches with 5 axes."""
+    name = name.removeprefix(f"{TOWER}.").replace("visual.", "vision_tower.")
+    if "patch_embed" in name:
+        array = array.reshape(-1, 3, 2, PATCH, PATCH).transpose(0, 2, 3, 4, 1)
+    return name, array
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:

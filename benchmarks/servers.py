@@ -64,6 +64,14 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
+def mlx_vlm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_vlm.server``, which its users install themselves."""
+    command = ["mlx_vlm.server", "--model", str(model), *options]
+    with running_server("mlx_vlm.server", command, str(model)) as server:
+        yield server
+
+
+@contextlib.contextmanager
 def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_parallm serve``; without a model it serves the embedded one."""
     command = ["mlx_parallm", "serve", "--served-model-name", SERVED_NAME]

@@ -5,29 +5,26 @@ the second question about a picture against the first one, 32 clients with a pic
 one at a time and against one picture for all, what pictures that arrive do to 16 text streams,
 beside what text prompts of as many tokens do, and texts alone against the same model without a
 tower. ``--shape 3B`` has the shape of Qwen2.5-VL-3B, for a GPU. ``--mlx-vlm`` also measures
-mlx-vlm's generation in a process of its own, with the same shape, pictures and numbers of tokens.
+mlx-vlm's server, with the same folder and pictures of the same size. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
 import statistics
-import subprocess
-import sys
 import urllib.request
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.checks import Check, conclude
 from benchmarks.make_vision_model import SHAPES, make_vision_model, picture_part, words
 from benchmarks.measure import first_text_ms, make_client, make_parser, send_all, with_model
-from benchmarks.servers import Server, mlx_parallm_server, server_environment
+from benchmarks.servers import Server, mlx_parallm_server, mlx_vlm_server
 from mlx_parallm.bench.load import open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 
@@ -38,7 +35,16 @@ LEAST_OVER_VLM, MOST_TTFT_OVER_VLM = 2.0, 0.5
 TOWER_RUNS = "vllm:image_tower_runs_total"
 NUM_CLIENTS, NUM_STREAMS, NUM_ARRIVALS = 32, 16, 8
 QUESTION, ANSWER = 16, 32
+ROWS = ("texts", "turns", "clients", "streams")
 Content = str | list[dict[str, Any]]
+
+
+class Round(NamedTuple):
+    """Figures of 32 clients with a picture each."""
+
+    tokens_per_s: float
+    ttft_p99_ms: float
+    prompt_tokens: int
 
 
 class Chats:
@@ -87,6 +93,10 @@ def main() -> int:
     parser.add_argument("--size", default="", help="of pictures: WIDTHxHEIGHT in pixels")
     parser.add_argument("--max-tokens", type=int, default=0, help="new tokens of an answer")
     parser.add_argument("--mlx-vlm", action="store_true", help="measure mlx-vlm too; it is needed")
+    parser.add_argument(
+        "--mlx-vlm-options", default="", help="flags of its server, in one argument"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="what is measured")
     parser.add_argument("--interval", type=float, default=0.3, help="between arrivals, seconds")
     args = parser.parse_args()
     is_tiny = args.shape == "tiny"
@@ -95,22 +105,31 @@ def main() -> int:
     whole, text = make_vision_model(args.model or Path(f"results/vision_{args.shape}"), args.shape)
     options = shlex.split(args.server_options)
     chats = Chats(width, height)
-    rates: dict[str, float] = {}
-    peer = mlx_vlm_round(whole, args, (width, height)) if args.mlx_vlm else None
-    with mlx_parallm_server(text, options) as server:
-        rates["text model"] = text_rate(server, chats, args)
+    text_model_rate = 0.0
+    checks: list[Check] = []
+    peer = mlx_vlm_round(whole, chats, args) if args.mlx_vlm and "clients" in args.rows else None
+    if "texts" in args.rows:
+        with mlx_parallm_server(text, options) as server:
+            text_model_rate = text_rate(server, chats, args)
     with mlx_parallm_server(whole, options) as server:
-        rates["vision model"] = text_rate(server, chats, args)
-        checks = [
-            *turns(server, chats, args),
-            *at_once(server, chats, args, peer),
-            *beside_streams(server, chats, args),
-        ]
-    for name, rate in rates.items():
-        checks.append(Check(f"texts alone, {name}: tokens/s", rate))
-    ratio = rates["vision model"] / rates["text model"]
-    checks.append(Check("texts alone, vision over text model", ratio, ">=", LEAST_TEXT))
+        if "texts" in args.rows:
+            checks += texts_alone(text_model_rate, text_rate(server, chats, args))
+        if "turns" in args.rows:
+            checks += turns(server, chats, args)
+        if "clients" in args.rows:
+            checks += at_once(server, chats, args, peer)
+        if "streams" in args.rows:
+            checks += beside_streams(server, chats, args)
     return conclude(f"vision{'' if is_tiny else '_gpu'}", checks, {"size": [width, height]})
+
+
+def texts_alone(text: float, vision: float) -> list[Check]:
+    """Compare the tokens a second of the text model and of the model with a tower."""
+    return [
+        Check("texts alone, text model: tokens/s", text),
+        Check("texts alone, vision model: tokens/s", vision),
+        Check("texts alone, vision over text model", vision / text, ">=", LEAST_TEXT),
+    ]
 
 
 def text_rate(server: Server, chats: Chats, args: Namespace) -> float:
@@ -144,14 +163,15 @@ def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
     ]
 
 
-def mlx_vlm_round(folder: Path, args: Namespace, size: tuple[int, int]) -> Mapping[str, float]:
-    """Return what 32 clients get of mlx-vlm, see ``vision_mlx_vlm.Round``."""
-    command = [sys.executable, "-m", "benchmarks.vision_mlx_vlm", str(folder)]
-    command += [f"{size[0]}x{size[1]}", str(NUM_CLIENTS), str(args.max_tokens)]
-    done = subprocess.run(
-        command, env=server_environment(), stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+def mlx_vlm_round(folder: Path, chats: Chats, args: Namespace) -> Round:
+    """Return what 32 clients with a picture each get of mlx-vlm's server, the better of rounds."""
+    rounds: list[Round] = []
+    with mlx_vlm_server(folder, shlex.split(args.mlx_vlm_options)) as server:
+        send_all(server, apart(chats, args), NUM_CLIENTS)
+        for _ in range(args.repetitions):
+            records = send_all(server, apart(chats, args), NUM_CLIENTS)
+            rounds.append(Round(rate(records), latest(records), records[0].prompt_tokens))
+    return max(rounds)
 
 
 def tower_runs(server: Server) -> float:
@@ -161,50 +181,47 @@ def tower_runs(server: Server) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOWER_RUNS))
 
 
-def at_once(
-    server: Server, chats: Chats, args: Namespace, peer: Mapping[str, float] | None
-) -> list[Check]:
+def apart(chats: Chats, args: Namespace, number: int = NUM_CLIENTS) -> list[PlannedRequest]:
+    """Return questions about as many pictures."""
+    return [
+        chat(index, [chats.asking(chats.picture())], args.max_tokens) for index in range(number)
+    ]
+
+
+def at_once(server: Server, chats: Chats, args: Namespace, peer: Round | None) -> list[Check]:
     """Return what 32 clients get with a picture each, one after the other, and with one for all.
 
     ``peer`` is what they get of mlx-vlm; None if it is not measured.
     """
-
-    def of(pictures: Sequence[dict[str, Any]]) -> list[PlannedRequest]:
-        return [
-            chat(index, [chats.asking(picture)], args.max_tokens)
-            for index, picture in enumerate(pictures)
-        ]
-
-    def new(number: int) -> list[dict[str, Any]]:
-        return [chats.picture() for _ in range(number)]
-
-    send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
-    alone = send_all(server, of(new(4)), 1)
-    apart = send_all(server, of(new(NUM_CLIENTS)), NUM_CLIENTS)
+    send_all(server, apart(chats, args), NUM_CLIENTS)
+    alone = send_all(server, apart(chats, args, 4), 1)
+    rounds = [send_all(server, apart(chats, args), NUM_CLIENTS) for _ in range(args.repetitions)]
+    own = max(Round(rate(each), latest(each), each[0].prompt_tokens) for each in rounds)
     before = tower_runs(server)
-    same = send_all(server, of(new(1) * NUM_CLIENTS), NUM_CLIENTS)
+    picture = chats.picture()
+    shared = [chat(i, [chats.asking(picture)], args.max_tokens) for i in range(NUM_CLIENTS)]
+    same = send_all(server, shared, NUM_CLIENTS)
     return [
         Check("one at a time: tokens/s", rate(alone)),
-        Check("32 clients: tokens/s", rate(apart)),
-        Check("32 clients over one at a time", rate(apart) / rate(alone), ">=", LEAST_AT_ONCE),
-        Check("32 clients: TTFT p99, ms", latest(apart)),
+        Check("32 clients: tokens/s", own.tokens_per_s),
+        Check("32 clients over one at a time", own.tokens_per_s / rate(alone), ">=", LEAST_AT_ONCE),
+        Check("32 clients: TTFT p99, ms", own.ttft_p99_ms),
         Check("32 clients, one picture: tokens/s", rate(same)),
         Check("32 clients, one picture: TTFT p99, ms", latest(same)),
         Check("32 clients, one picture: tower runs", tower_runs(server) - before, "<=", 1),
-        *beside_mlx_vlm(peer, rate(apart), latest(apart)),
+        *beside_mlx_vlm(own, peer),
     ]
 
 
-def beside_mlx_vlm(
-    peer: Mapping[str, float] | None, tokens_per_s: float, ttft_ms: float
-) -> list[Check]:
+def beside_mlx_vlm(own: Round, peer: Round | None) -> list[Check]:
     """Compare 32 clients with a picture each with what they get of mlx-vlm."""
     if peer is None:
         return []
-    over, ttft = tokens_per_s / peer["tokens_per_s"], ttft_ms / peer["ttft_p99_ms"]
+    over, ttft = own.tokens_per_s / peer.tokens_per_s, own.ttft_p99_ms / peer.ttft_p99_ms
     return [
-        Check("32 clients, mlx-vlm: tokens/s", peer["tokens_per_s"]),
-        Check("32 clients, mlx-vlm: TTFT p99, ms", peer["ttft_p99_ms"]),
+        Check("32 clients, mlx-vlm: tokens of a prompt", peer.prompt_tokens),
+        Check("32 clients, mlx-vlm: tokens/s", peer.tokens_per_s),
+        Check("32 clients, mlx-vlm: TTFT p99, ms", peer.ttft_p99_ms),
         Check("32 clients over mlx-vlm", over, ">=", LEAST_OVER_VLM),
         Check("32 clients: TTFT p99 over mlx-vlm's", ttft, "<=", MOST_TTFT_OVER_VLM),
     ]
