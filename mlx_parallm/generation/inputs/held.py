@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.generation.inputs.cache import InputCache
@@ -21,15 +21,20 @@ class HeldInputs:
         inputs: those of its request.
         scope: part of every product's key: whose requests may find it, and the weights.
         slots: of the held products.
+        position: of the row after those that steps were given.
     """
 
     cache: InputCache
     inputs: PromptInputs
     scope: bytes
     slots: dict[ProductKey, int] = field(default_factory=dict[ProductKey, int])
+    position: int = 0
 
     def acquire(self, start: int, stop: int) -> int:
         """Acquire what rows ``start`` to ``stop - 1`` need, up to the first product not computed.
+
+        The product of the next input is acquired too, if there is room for it: so inputs of one
+        prompt are computed together, or while rows before them run.
 
         Returns:
             The end of the rows that have their products, at most ``stop``.
@@ -40,11 +45,25 @@ class HeldInputs:
             if slot is None:
                 slot = self.cache.acquire(key, source)
                 if slot is None:
+                    # Later inputs may be in its place.
+                    self._keep([each for _, each in self._needed(self.position, first)])
+                    slot = self.cache.acquire(key, source)
+                if slot is None:
                     return first
                 self.slots[key] = slot
             if not self.cache.is_ready(slot):
+                self._look_ahead(first if source.span is None else source.span.stop)
                 return first
+        self._look_ahead(stop)
         return stop
+
+    def _look_ahead(self, start: int) -> None:
+        """Acquire the product of the first input that begins at position ``start`` or later."""
+        source = self.inputs.beginning(start)
+        if source is not None and source.cost and self._key(source) not in self.slots:
+            slot = self.cache.acquire(self._key(source), source)
+            if slot is not None:
+                self.slots[self._key(source)] = slot
 
     def is_blocked(self, start: int) -> bool:
         """Return True if the row at position ``start`` needs a product that is not computed."""
@@ -67,17 +86,20 @@ class HeldInputs:
         return tuple(rows)
 
     def pass_rows(self, start: int) -> None:
-        """Release products, except those of the row at position ``start`` and the next placed one.
+        """Release products, except those of the row at position ``start`` and of two inputs behind.
 
-        The rows before that one need nothing else, so they run and then it is released too. More
+        The rows before them need nothing else, so they run and then these are released too. More
         is not held: of two sequences that each held what the other lacks room for, neither could
         go on.
         """
+        self.position = start
         if self.slots:
-            following = self.inputs.following(start)
-            needed = self.inputs.whole + (() if following is None else (following,))
-            for key in self.slots.keys() - {self._key(source) for source in needed}:
-                self.cache.release(self.slots.pop(key))
+            self._keep([*self.inputs.whole, *self.inputs.following(start, 2)])
+
+    def _keep(self, sources: Sequence[ModelInput]) -> None:
+        """Release all products but those of some inputs."""
+        for key in self.slots.keys() - {self._key(source) for source in sources}:
+            self.cache.release(self.slots.pop(key))
 
     def release(self) -> None:
         """Release all products: the sequence runs no more."""

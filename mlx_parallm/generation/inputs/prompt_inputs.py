@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from mlx_parallm.types.model_input import ModelInput, Span
@@ -44,9 +45,14 @@ class PromptInputs:
             if placed.span.overlaps(start, stop):
                 yield placed
 
-    def following(self, start: int) -> ModelInput | None:
-        """Return the first input with a row at position ``start`` or later; None if none has."""
-        return next((each.input for each in self._placed if each.span.stop > start), None)
+    def following(self, start: int, count: int) -> list[ModelInput]:
+        """Return the first ``count`` inputs with a row at position ``start`` or later."""
+        rest = (each.input for each in self._placed if each.span.stop > start)
+        return list(islice(rest, count))
+
+    def beginning(self, start: int) -> ModelInput | None:
+        """Return the first input whose rows begin at ``start`` or later; None if none do."""
+        return next((each.input for each in self._placed if each.span.start >= start), None)
 
     def block_key(self, start: int, stop: int) -> bytes:
         """Return what positions ``start`` to ``stop - 1`` mean besides their token ids.

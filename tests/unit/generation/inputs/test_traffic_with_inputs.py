@@ -289,6 +289,27 @@ def test_pictures_of_equal_shapes_are_computed_together() -> None:
     harness.drain()
 
 
+def test_two_pictures_of_a_prompt_are_computed_together() -> None:
+    harness = InputHarness(budget=32)
+    parts = [(number,) * 4 for number in range(3, 7)]
+    harness.add_parts("a", [1, parts[0], 2, parts[1], 3, parts[2], 4, parts[3]], cost=4)
+    harness.drain()
+    assert harness.inputs.runs == [2, 2]
+
+
+def test_prompts_with_several_pictures_end_where_there_is_room_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running, "INPUT_CACHE_BYTES", 9)
+    harness = InputHarness(budget=32)
+    for number in range(1, 4):
+        own = [(number, place, *[number] * 3) for place in range(3)]
+        harness.add_parts(f"r{number}", [number, own[0], 2, own[1], own[2], 3], cost=5)
+    harness.drain()
+    assert harness.inputs.num_computed == 9
+    assert_nothing_is_lost(harness)
+
+
 def test_one_picture_of_many_clients_is_computed_once() -> None:
     harness = InputHarness(budget=24)
     for number in range(4):
