@@ -1,0 +1,128 @@
+"""A model over two ranks answers every kind of request as one process does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import pytest
+from openai import AsyncOpenAI
+
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
+from tests.server_process import ServerProcess
+
+PLAIN, QUANTISED = DEMO_NAME, str(DEMO_FOLDER)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+#: A model's pool holds a few of the prompts, so that sequences are preempted; prompts are cut into
+#: chunks that run beside decode rows.
+FLAGS = (
+    *("--model", PLAIN, "--model", QUANTISED, "--kv-cache-dtype", f"{QUANTISED}=int8"),
+    *("--kv-cache-memory-bytes", "4MiB", "--max-num-batched-tokens", "48"),
+    *("--max-num-seqs", "16", "--block-size", "16"),
+    *("--speculative-config", json.dumps(NGRAM)),
+)
+Request: TypeAlias = dict[str, Any]
+COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, "
+REQUESTS: list[Request] = [
+    {"prompt": "The capital of France is", "temperature": 0},
+    {"prompt": "What is 17 + 25?", "seed": 3, "temperature": 0.9, "top_p": 0.8},
+    {"prompt": "Sort these numbers: 9 4 7 1", "seed": 4, "n": 4, "temperature": 1.0},
+    {"prompt": "Hello", "seed": 5, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"prompt": "Hello there", "seed": 6, "extra_body": {"repetition_penalty": 1.3, "top_k": 20}},
+    {"prompt": "a b c", "seed": 7, "logit_bias": {"70": 5, "71": -100}},
+    {"prompt": COUNTED, "temperature": 0},
+    {"prompt": COUNTED * 4, "seed": 8},
+    {"prompt": COUNTED * 4 + "and then", "seed": 9, "extra_body": {"prompt_logprobs": 2}},
+    {
+        "prompt": "A number:",
+        "seed": 10,
+        "extra_body": {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2,9}"}},
+    },
+    *({"prompt": f"{COUNTED * 3}{number}", "seed": number} for number in range(20, 30)),
+]
+
+
+DRAFTED: Request = {
+    "prompt": "Repeat this text: the quick brown fox jumps over the lazy dog",
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True, "speculative": True},
+}
+#: How far log-probabilities may be apart. A sum of other rounding moves a key or a value by a whole
+#: step of int8, rarely. One process differs as much from itself where other requests cut its
+#: prompts into other chunks.
+LIMITS = {PLAIN: 1e-4, QUANTISED: 0.05}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ServerProcess]]:
+    """Yield a server of one process and one of two ranks, with equal flags."""
+    with ExitStack() as opened:
+        servers = [ServerProcess(*FLAGS, num_ranks=size) for size in (1, 2)]
+        for server in servers:
+            opened.callback(server.stop)
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+
+
+async def answers_of(server: ServerProcess, model: str, requests: list[Request]) -> list[Any]:
+    """Return the answers to requests, sent at once."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        return await asyncio.gather(
+            *(
+                client.completions.create(
+                    model=model,
+                    **{
+                        "max_tokens": 40,
+                        "logprobs": 2,
+                        **request,
+                        "extra_body": {"speculative": False, **request.get("extra_body", {})},
+                    },
+                )
+                for request in requests
+            )
+        )
+
+
+def check(servers: list[ServerProcess], model: str, requests: list[Request]) -> None:
+    """Fail unless both servers give the same answers."""
+    alone, ranks = (asyncio.run(answers_of(server, model, requests)) for server in servers)
+    for request, expected, answer in zip(requests, alone, ranks, strict=True):
+        assert answer.usage.completion_tokens == expected.usage.completion_tokens, request
+        for theirs, ours in zip(expected.choices, answer.choices, strict=True):
+            assert ours.text == theirs.text, request
+            assert ours.finish_reason == theirs.finish_reason
+            assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=LIMITS[model]), request
+
+
+def test_answers_are_those_of_one_process(servers: list[ServerProcess]) -> None:
+    check(servers, PLAIN, REQUESTS)
+    for server in servers:
+        assert server.metric("vllm:num_preemptions_total") > 0
+
+
+def test_answers_with_quantised_kv_are_those_of_one_process(servers: list[ServerProcess]) -> None:
+    check(servers, QUANTISED, REQUESTS[::2])
+
+
+def test_prefixes_are_found_again(servers: list[ServerProcess]) -> None:
+    _, ranks = servers
+    hits = ranks.metric("vllm:prefix_cache_hits_total")
+    check([ranks, ranks], PLAIN, REQUESTS[6:10])
+    assert ranks.metric("vllm:prefix_cache_hits_total") > hits
+
+
+def test_answers_with_drafts_are_those_of_one_process(servers: list[ServerProcess]) -> None:
+    check(servers, PLAIN, [DRAFTED, *({**DRAFTED, "seed": seed} for seed in range(3))])
+    for server in servers:
+        assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def logprobs(choice: Any) -> list[float]:
+    """Return the log-probabilities of a choice's tokens, after those of the prompt, if asked."""
+    entries = getattr(choice, "prompt_logprobs", None) or []
+    prompt = [token["logprob"] for entry in entries if entry for token in entry.values()]
+    return prompt + choice.logprobs.token_logprobs
