@@ -21,7 +21,7 @@ BEFORE_RESIDUAL = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "fc2.
 MEAN = STD = 0.5
 
 
-def model_config(end_id: int, image_id: int) -> dict[str, Any]:
+def model_config(end_id: int, image_id: int, text_layers: int = TEXT_LAYERS) -> dict[str, Any]:
     """Return the model's ``config.json``."""
     return {
         "architectures": ["LlavaForConditionalGeneration"],
@@ -37,7 +37,7 @@ def model_config(end_id: int, image_id: int) -> dict[str, Any]:
             "model_type": "llama",
             "hidden_size": WIDTH,
             "intermediate_size": 3 * WIDTH,
-            "num_hidden_layers": TEXT_LAYERS,
+            "num_hidden_layers": text_layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "vocab_size": VOCAB_SIZE,
@@ -88,12 +88,13 @@ def new_model(config: dict[str, Any], seed: int) -> SeeingModel:
     """Return a model with random float32 weights, smaller for layers before a residual."""
     mx.random.seed(seed)
     model = SeeingModel(config)
+    text_layers = config["text_config"]["num_hidden_layers"]
     fresh = []
     for name, weight in named_weights(model).items():
         if weight.ndim == 2:
             scale = 0.02 if "embed" in name else 0.6 * weight.shape[1] ** -0.5
             if name.endswith(BEFORE_RESIDUAL):
-                scale *= (2 * TEXT_LAYERS) ** -0.5
+                scale *= (2 * text_layers) ** -0.5
             weight = mx.random.normal(weight.shape, scale=scale)
         elif name.endswith(".bias"):
             weight = mx.zeros(weight.shape)
@@ -151,6 +152,6 @@ def load_model(folder: Path) -> SeeingModel:
     return model
 
 
-def config_of(tokenizer: Any) -> dict[str, Any]:
+def config_of(tokenizer: Any, text_layers: int = TEXT_LAYERS) -> dict[str, Any]:
     """Return the config for a tokenizer."""
-    return model_config(tokenizer.token_to_id(IM_END), tokenizer.token_to_id(IMAGE))
+    return model_config(tokenizer.token_to_id(IM_END), tokenizer.token_to_id(IMAGE), text_layers)

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from demo.see.batches import batches
 from demo.see.conversations import Rows, save_tokenizer, train_tokenizer
 from demo.see.network import (
+    TEXT_LAYERS,
     SeeingModel,
     config_of,
     load_model,
@@ -161,6 +162,8 @@ def parse_options() -> argparse.Namespace:
                         help="conversations about one picture in a step")  # fmt: skip
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--text-layers", type=int, default=TEXT_LAYERS,
+                        help="the same as in an earlier piece; 5 still fit into 5 MB")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--resume", type=Path, help="folder of an earlier piece, or of a model")
     parser.add_argument(
@@ -175,7 +178,7 @@ def main() -> None:
     old = options.resume
     tokenizer = Tokenizer.from_file(str(old / "tokenizer.json")) if old else train_tokenizer()
     save_tokenizer(tokenizer, options.out)
-    config = config_of(tokenizer)
+    config = config_of(tokenizer, options.text_layers)
     model = new_model(config, options.seed)
     count = sum(weight.size for weight in named_weights(model).values())
     print(f"{count:,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
