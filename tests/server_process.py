@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 
 from mlx_parallm.api.http.listener import bind
 from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.serving.local_ranks import ring_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 #: 24,000 tokens of the embedded model; the default size takes 1 to 3 s of CPU time to fill.
@@ -66,7 +66,7 @@ class ServerProcess:
             self.url = f"http://127.0.0.1:{self.port}"
             fd = listener.fileno()
             environment = {**user_environment(), **POOL, **PATIENT, **data_dir, **(env or {})}
-            launched = launched_ranks(size, Path(self._data.name)) if size > 1 else [{}]
+            launched = ring_ranks(size, Path(self._data.name)) if size > 1 else [{}]
             #: All ranks; the first serves.
             self.ranks = [
                 ChildProcess(
@@ -120,19 +120,6 @@ class ServerProcess:
         self._log.close()
         self._data.cleanup()
         return code
-
-
-def launched_ranks(size: int, folder: Path) -> list[dict[str, str]]:
-    """Return the variables that ``mlx.launch --backend ring`` would set for each rank.
-
-    mlx.launch itself hides exit codes.
-    """
-    with ExitStack() as opened:
-        listeners = [opened.enter_context(bind("127.0.0.1", 0)) for _ in range(size)]
-        ports = [listener.getsockname()[1] for listener in listeners]
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(size)]
 
 
 @contextmanager
