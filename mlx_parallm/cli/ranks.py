@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import select
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, EngineConfig, ServerConfig
 from mlx_parallm.serving.launched import launched_in
 from mlx_parallm.types.errors import ConfigError
+
+#: ``LAUNCHER``: the descriptor that ends with mlx.launch, which writes to it what a user types.
+LAUNCHER = 0
 
 
 def with_ranks(
@@ -22,7 +28,8 @@ def with_ranks(
     if launched is None:
         return engine
     refused = {
-        f"--data-parallel-size {server.data_parallel_size}": server.data_parallel_size != 1,
+        f"--data-parallel-size {server.data_parallel_size}": server.data_parallel_size
+        not in (1, AUTO),
         "--engine-process": server.engine_process,
         "--restart-engine": engine.restart_on_failure,
         "--speculative-config with a draft model": engine.speculative is not None
@@ -41,3 +48,21 @@ def with_ranks(
         backend=launched.backend,
     )
     return replace(engine, ranks=ranks)
+
+
+def is_open_pipe(descriptor: int) -> bool:
+    """True if a descriptor is a pipe that another process may still write to."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return False
+    except OSError:
+        return False
+    pipe = select.poll()
+    pipe.register(descriptor, select.POLLHUP)
+    return not any(event & select.POLLHUP for _, event in pipe.poll(0))
+
+
+def wait_for_launcher() -> None:
+    """Return once the launcher is gone: if it receives SIGTERM, it leaves its ranks running."""
+    while os.read(LAUNCHER, 1 << 12):
+        pass

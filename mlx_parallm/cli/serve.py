@@ -35,7 +35,7 @@ from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.ranks import with_ranks
+from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, wait_for_launcher, with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import ignore_signals
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -57,9 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if server_config.data_dir is None:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
     engine_config = with_ranks(engine_config, server_config, os.environ)
+    # This is asked before the models load: a launcher that ends meanwhile must be noticed.
+    has_launcher = engine_config.ranks.size > 1 and is_open_pipe(LAUNCHER)
     if engine_config.ranks.rank > 0:
         return follow(engine_config, server_config)
-    return serve(engine_config, with_engine_count(server_config))
+    return serve(engine_config, with_engine_count(server_config), has_launcher=has_launcher)
 
 
 def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
@@ -89,8 +91,10 @@ def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
     return str(home / "mlx_parallm")
 
 
-def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Load the models and serve them until SIGTERM or SIGINT.
+def serve(
+    engine_config: EngineConfig, server_config: ServerConfig, *, has_launcher: bool = False
+) -> int:
+    """Load the models and serve them until SIGTERM or SIGINT, or until the launcher is gone.
 
     Returns:
         0 after a signal, 1 if the engine died.
@@ -109,7 +113,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         engine = open_engine(engine_config, server_config)
         engine.start()
         max_waiting = engine_config.scheduler.max_waiting
-        server = EngineServer(engine, server_config, max_waiting, bound_to=host)
+        server = EngineServer(
+            engine, server_config, max_waiting, bound_to=host, has_launcher=has_launcher
+        )
         logger.info(
             "serving %s on http://%s:%d",
             ", ".join(name for status in engine.statuses() for name in status.names),
@@ -146,9 +152,16 @@ class EngineServer:
     """An HTTP server and the engine behind it, which end together."""
 
     def __init__(
-        self, engine: AsyncEngine, config: ServerConfig, max_waiting: int, *, bound_to: str
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        max_waiting: int,
+        *,
+        bound_to: str,
+        has_launcher: bool = False,
     ) -> None:
         self._engine = engine
+        self._has_launcher = has_launcher
         self._config = config
         self._ending: asyncio.Task[None] | None = None
         app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
@@ -164,6 +177,8 @@ class EngineServer:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        if self._has_launcher:
+            threading.Thread(target=self._watch_launcher, args=(loop,), daemon=True).start()
         await self._http.run(listener)
         if self._ending is not None:
             await asyncio.wait([self._ending])
@@ -193,6 +208,18 @@ class EngineServer:
         # The loop may be closed by then.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._on_engine_end)
+
+    def _watch_launcher(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait for the launcher's end on a thread of its own, then notify the event loop."""
+        wait_for_launcher()
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._on_launcher_end)
+
+    def _on_launcher_end(self) -> None:
+        # A supervisor signals the launcher and the ranks: a second signal would end requests.
+        if self._ending is None:
+            logger.warning("the launcher is gone; the server ends too")
+            self._on_signal()
 
     def _on_engine_end(self) -> None:
         logger.critical("the engine has ended; the server ends too")

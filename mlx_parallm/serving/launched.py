@@ -37,6 +37,11 @@ class Launched:
     backend: str
 
 
+def has_rank(environment: Mapping[str, str]) -> bool:
+    """True if a launcher gave this process a rank, even if it is the only one."""
+    return any(name in environment for name in RANK_VARIABLES)
+
+
 def launched_in(environment: Mapping[str, str]) -> Launched | None:
     """Return what the launcher tells; None for a process that is alone.
 

@@ -15,13 +15,12 @@ from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.remote.life import RemoteLife
 from mlx_parallm.processors import num_processors
+from mlx_parallm.serving.launched import has_rank
 from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.gpus import VISIBLE, visible_devices
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
 
-# LAUNCHED: the variable by which mlx.launch tells a process its rank.
-LAUNCHED = "MLX_RANK"
 # THREAD_COUNTS: variables that say how many threads a BLAS library uses.
 THREAD_COUNTS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -36,7 +35,7 @@ def parallel_life(
             device is named for each.
     """
     count = server_config.data_parallel_size
-    if LAUNCHED in os.environ:
+    if has_rank(os.environ):
         raise ConfigError(
             f"--data-parallel-size {count} cannot be used under mlx.launch, which starts one "
             "process for each part of one model."
@@ -83,8 +82,13 @@ def _devices(config: ServerConfig) -> list[str]:
 
 
 def engine_count(size: int, environment: Mapping[str, str]) -> int:
-    """Return the number of engines of ``--data-parallel-size``: for ``auto``, one on each GPU."""
-    return size if size != AUTO else max(1, len(visible_devices(environment)))
+    """Return the number of engines of ``--data-parallel-size``.
+
+    ``auto`` stands for one on each GPU, and for one under mlx.launch.
+    """
+    if size != AUTO:
+        return size
+    return 1 if has_rank(environment) else max(1, len(visible_devices(environment)))
 
 
 def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:

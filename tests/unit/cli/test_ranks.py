@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli.ranks import with_ranks
-from mlx_parallm.config import EngineConfig, RanksConfig, ServerConfig, SpeculativeConfig
+from mlx_parallm.cli.ranks import is_open_pipe, with_ranks
+from mlx_parallm.config import AUTO, EngineConfig, RanksConfig, ServerConfig, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 
 #: No test waits for it.
@@ -55,6 +56,22 @@ def test_what_ranks_cannot_do_is_refused_by_its_flag(
         with_ranks(engine, server, launched)
 
 
+def test_an_automatic_number_of_engines_is_taken(launched: dict[str, str]) -> None:
+    assert with_ranks(EngineConfig(), ServerConfig(data_parallel_size=AUTO), launched)
+
+
 def test_several_http_processes_and_ngrams_are_taken(launched: dict[str, str]) -> None:
     engine = EngineConfig(speculative=SpeculativeConfig(method="ngram"))
     assert with_ranks(engine, ServerConfig(api_server_count=2), launched).ranks.size == 2
+
+
+def test_only_a_pipe_with_a_writer_tells_that_the_launcher_is_there(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    try:
+        assert is_open_pipe(read_end)
+        os.close(write_end)
+        assert not is_open_pipe(read_end)
+    finally:
+        os.close(read_end)
+    with (tmp_path / "file").open("w") as file:
+        assert not is_open_pipe(file.fileno())

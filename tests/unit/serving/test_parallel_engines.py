@@ -34,6 +34,11 @@ def test_auto_is_one_engine_for_each_gpu() -> None:
     assert engine_count(2, {"CUDA_VISIBLE_DEVICES": "0,1,2"}) == 2
 
 
+@pytest.mark.parametrize("variable", ["MLX_RANK", "OMPI_COMM_WORLD_RANK"])
+def test_auto_is_one_engine_for_a_rank(variable: str) -> None:
+    assert engine_count(AUTO, {"CUDA_VISIBLE_DEVICES": "0,1,2", variable: "0"}) == 1
+
+
 @pytest.mark.parametrize(
     ("variables", "devices", "message"),
     [
