@@ -1,0 +1,18 @@
+#!/bin/sh
+# Runs mlx.launch with these arguments as a service, which mlx.launch alone is not fit for:
+# - It ends with 0 when a rank fails. This ends with 75 then, so that a supervisor restarts all.
+# - It leaves its ranks running when it receives SIGTERM. This passes the signal to the ranks of
+#   this machine: rank 0 lets requests finish, and then tells the others to end.
+# - It reads the end of /dev/null over and over as its standard input. This gives it a pipe.
+#
+# LAUNCHER is the command, if mlx.launch is not on the path.
+pipe=$(mktemp -u) && mkfifo -m 600 "$pipe" && exec 3<>"$pipe" && rm "$pipe" || exit 1
+"${LAUNCHER:-mlx.launch}" "$@" <&3 &
+launcher=$!
+stopped=
+trap 'stopped=yes; pkill -TERM -P "$launcher"' TERM INT
+# A signal interrupts wait.
+while kill -0 "$launcher" 2>/dev/null; do
+    wait "$launcher"
+done
+test -n "$stopped" || exit 75
