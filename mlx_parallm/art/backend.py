@@ -59,7 +59,7 @@ class MLXParallmBackend:
         self._path = Path(path).resolve()
         self._config = server_config or ServerConfig()
         self._devices = (device_config or DeviceConfig()).resolved(
-            num_engines=self._config.data_parallel_size
+            num_engines=self._config.num_devices
         )
         self._policies: dict[Path, ServedPolicy] = {}
 

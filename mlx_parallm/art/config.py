@@ -6,11 +6,17 @@ The names are those of the guide to ART's SGLang backend (OpenPipe/ART pull requ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.gpus import count_cuda_devices
+
+# TIMEOUT_VARIABLE: where ART's own services read how many seconds a server's start may take.
+TIMEOUT_VARIABLE = "ART_SERVER_TIMEOUT"
+# START_TIMEOUT_S: most seconds for a start if nothing says it.
+START_TIMEOUT_S = 120.0
 
 
 class WeightSync(StrEnum):
@@ -31,12 +37,12 @@ class DeviceConfig:
     """The devices of server and trainer.
 
     Attributes:
-        inference_device: index of the server's device; of its first one if it has several engines.
+        inference_device: index of the server's device; of its first one if it has several.
         training_devices: indices of the trainer's devices; shared mode if the server's is one.
         auto_detect: choose by the number of devices: a single device (as on any Mac) is shared; of
             several, the server gets the first and the trainer the others.
-        num_inference_devices: how many devices the server has: one for each of its engines. The
-            backend sets it to ``ServerConfig.data_parallel_size``.
+        num_inference_devices: how many devices the server has: one for each of its engines or
+            ranks. The backend sets it to ``ServerConfig.num_devices``.
     """
 
     inference_device: int = 0
@@ -88,7 +94,9 @@ class ServerConfig:
         flush_cache_on_sync: drop cached prefixes with each step. Prefixes of another step are never
             used in any case.
         data_parallel_size: engines of the server. In split mode each has its own device.
-        server_timeout: most seconds for a start.
+        tensor_parallel_size: processes that compute the model together, each on its own GPU; not
+            beside several engines.
+        server_timeout: most seconds for a start; None: ``start_timeout_s`` decides.
         python: the interpreter of the server; None: the trainer's. ART and MLX need not be in the
             same environment.
         flags: further flags of ``mlx_parallm serve``.
@@ -101,7 +109,8 @@ class ServerConfig:
     weight_sync_method: WeightSync = WeightSync.LORA
     flush_cache_on_sync: bool = False
     data_parallel_size: int = 1
-    server_timeout: float = 120.0
+    tensor_parallel_size: int = 1
+    server_timeout: float | None = None
     python: str | None = None
     flags: tuple[str, ...] = ()
 
@@ -110,11 +119,13 @@ class ServerConfig:
             raise ConfigError("mem_fraction_static must be above 0 and at most 1.")
         if self.max_loras_per_batch < 1:
             raise ConfigError("max_loras_per_batch must be at least 1.")
-        if self.data_parallel_size < 1:
-            raise ConfigError("data_parallel_size must be at least 1.")
+        if min(self.data_parallel_size, self.tensor_parallel_size) < 1:
+            raise ConfigError("data_parallel_size and tensor_parallel_size must be at least 1.")
+        if self.data_parallel_size > 1 and self.tensor_parallel_size > 1:
+            raise ConfigError("data_parallel_size and tensor_parallel_size cannot both be above 1.")
         if self.context_length is not None and self.context_length < 1:
             raise ConfigError("context_length must be at least 1.")
-        if self.server_timeout <= 0:
+        if self.server_timeout is not None and self.server_timeout <= 0:
             raise ConfigError("server_timeout must be above 0.")
         try:
             method = WeightSync(self.weight_sync_method)
@@ -125,6 +136,28 @@ class ServerConfig:
             ) from None
         # The guide writes the method as plain text, such as "lora".
         object.__setattr__(self, "weight_sync_method", method)
+
+    def start_timeout_s(self, environment: Mapping[str, str]) -> float:
+        """Return ``server_timeout``, or what ART's own variable says, or the default.
+
+        Raises:
+            ConfigError: the variable is no number above 0.
+        """
+        if self.server_timeout is not None:
+            return self.server_timeout
+        text = environment.get(TIMEOUT_VARIABLE, str(START_TIMEOUT_S))
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = 0.0
+        if not timeout_s > 0:
+            raise ConfigError(f"{TIMEOUT_VARIABLE} is {text!r}, which is no number above 0.")
+        return timeout_s
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that the server needs: one for each engine or rank."""
+        return self.data_parallel_size * self.tensor_parallel_size
 
     def to_flags(self) -> list[str]:
         """Return these settings as flags of ``mlx_parallm serve``."""

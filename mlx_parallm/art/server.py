@@ -1,4 +1,4 @@
-"""A server that runs in a child process."""
+"""A server that runs in a child process, or in several that compute its model together."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ LOG_TAIL_CHARS = 2000
 
 
 class ManagedServer:
-    """A process of ``python -m mlx_parallm serve``, which ends with this process in any case."""
+    """Processes of ``python -m mlx_parallm serve``, which end with this process in any case."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class ManagedServer:
         port: int = 0,
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
+        ranks: Sequence[Mapping[str, str]] = ({},),
     ) -> None:
         """Start the server without waiting for it.
 
@@ -44,6 +46,7 @@ class ManagedServer:
             port: the port; 0 takes a free one.
             python: the interpreter; None is this process's.
             environment: variables in addition to this process's.
+            ranks: further variables of each process that computes the model; the first serves.
 
         Raises:
             ServerStartError: it cannot listen on the address.
@@ -54,20 +57,23 @@ class ManagedServer:
         with _listener(host, port) as listener, log.open("ab") as output:
             self.url = f"http://{host}:{listener.getsockname()[1]}"
             fd = listener.fileno()
-            self._process = ChildProcess(
-                ["mlx_parallm", "serve", "--fd", str(fd), *flags],
-                python=python,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
-                pass_fds=[fd],
-            )
-        self._finish = weakref.finalize(self, _end, self._process)
+            self._processes = [
+                ChildProcess(
+                    ["mlx_parallm", "serve", *(["--fd", str(fd)] if rank == 0 else []), *flags],
+                    python=python,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **(environment or {}), **variables},
+                    pass_fds=[fd] if rank == 0 else [],
+                )
+                for rank, variables in enumerate(ranks)
+            ]
+        self._finish = weakref.finalize(self, _end, self._processes)
 
     @property
     def is_running(self) -> bool:
-        """True if the process runs."""
-        return self._process.poll() is None
+        """True if all processes run."""
+        return all(process.poll() is None for process in self._processes)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return once ``/health`` answers 200.
@@ -93,9 +99,9 @@ class ManagedServer:
     async def _answers(self, transport: Transport) -> None:
         while True:
             if not self.is_running:
-                raise ServerStartError(
-                    f"The server ended with {self._process.returncode}. {self._log_hint()}"
-                )
+                codes = [process.returncode for process in self._processes]
+                code = next(code for code in codes if code is not None)
+                raise ServerStartError(f"The server ended with {code}. {self._log_hint()}")
             try:
                 await transport.ask("GET", "/health")
             except (ServerUnreachableError, RequestFailedError):
@@ -115,12 +121,14 @@ def _listener(host: str, port: int) -> socket.socket:
         raise ServerStartError(str(error)) from error
 
 
-def _end(process: ChildProcess) -> None:
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(processes: Sequence[ChildProcess]) -> None:
+    """Stop the first process, which tells the others to end; kill what has not ended in time."""
+    if processes[0].poll() is None:
+        processes[0].terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.control import ServerControl
 from mlx_parallm.art.errors import BackendError, CheckpointError, UnservedStepError
 from mlx_parallm.art.server import ManagedServer
-from mlx_parallm.worker.device.gpus import VISIBLE
+from mlx_parallm.serving.local_ranks import nccl_ranks, ring_ranks
+from mlx_parallm.worker.device.gpus import VISIBLE, count_cuda_devices
 
 #: ``EMBEDDED_MODEL``: the name of the model in the package, which is served without ``--model``.
 EMBEDDED_MODEL = "mlx-parallm-demo"
@@ -201,8 +203,9 @@ class ServedPolicy:
             log=self._log,
             python=self._config.python,
             environment=secrets | self._visible_devices(),
+            ranks=self._ranks(),
         )
-        await self._server.wait_until_ready(self._config.server_timeout)
+        await self._server.wait_until_ready(self._config.start_timeout_s(os.environ))
         self._control = ServerControl(self._server.url, key)
         self._served_name = self.name
         if folder is not None and model_folder is None:
@@ -227,6 +230,16 @@ class ServedPolicy:
         if not self._devices.is_split:
             return {}
         return {VISIBLE: ",".join(map(str, self._devices.inference_devices))}
+
+    def _ranks(self) -> list[dict[str, str]]:
+        """Return the variables of each process that computes the model; one without any."""
+        size = self._config.tensor_parallel_size
+        if size == 1:
+            return [{}]
+        if count_cuda_devices():
+            return nccl_ranks([str(index) for index in self._devices.inference_devices])
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        return ring_ranks(size, self._log.parent)
 
     async def _stop(self) -> None:
         if self._control is not None:

@@ -42,11 +42,17 @@ class Trainee:
     """A policy, and what its server answers."""
 
     def __init__(
-        self, folder: Path, method: WeightSync, devices: DeviceConfig, num_engines: int = 1
+        self,
+        folder: Path,
+        method: WeightSync,
+        devices: DeviceConfig,
+        num_engines: int = 1,
+        num_ranks: int = 1,
     ) -> None:
         config = ServerConfig(
             weight_sync_method=method,
             data_parallel_size=num_engines,
+            tensor_parallel_size=num_ranks,
             context_length=256,
             mem_fraction_static=0.2,
             flush_cache_on_sync=True,
@@ -90,8 +96,8 @@ class Trainee:
 
 @pytest.fixture
 async def trainee(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Trainee]:
-    method, devices, *num_engines = request.param
-    trainee = Trainee(tmp_path, method, devices, *num_engines)
+    method, devices, *sizes = request.param
+    trainee = Trainee(tmp_path, method, devices, *sizes)
     await trainee.policy.start(Address(api_key=KEY))
     yield trainee
     await trainee.policy.stop()
@@ -101,6 +107,10 @@ CASES = [
     pytest.param((WeightSync.LORA, SHARED), id="lora"),
     pytest.param((WeightSync.DISK, SHARED), id="disk"),
     pytest.param((WeightSync.RESTART, SHARED), id="restart"),
+    *(
+        pytest.param((method, SHARED, 1, 2), id=f"{method}-ranks", marks=pytest.mark.one_engine)
+        for method in WeightSync
+    ),
     pytest.param((WeightSync.LORA, SHARED, 2), id="lora-2", marks=pytest.mark.engines),
     pytest.param((WeightSync.DISK, SHARED, 2), id="disk-2", marks=pytest.mark.engines),
 ]

@@ -83,6 +83,13 @@ def test_cuda_devices_are_counted(tmp_path: Path) -> None:
     assert count_cuda_devices({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
 
 
+def test_each_rank_has_a_device() -> None:
+    config = ServerConfig(tensor_parallel_size=2)
+    assert DeviceConfig().resolved(3, num_engines=config.num_devices).inference_devices == (0, 1)
+    with pytest.raises(ConfigError, match="cannot both be above 1"):
+        ServerConfig(tensor_parallel_size=2, data_parallel_size=2)
+
+
 def test_every_setting_becomes_a_flag_that_serve_knows() -> None:
     config = ServerConfig(
         mem_fraction_static=0.25,
@@ -108,10 +115,18 @@ def test_defaults_are_those_of_the_guide() -> None:
     config = ServerConfig()
     assert (config.mem_fraction_static, config.max_loras_per_batch) == (0.9, 4)
     assert (config.disable_radix_cache, config.flush_cache_on_sync) == (False, False)
-    assert (config.context_length, config.server_timeout) == (None, 120.0)
+    assert (config.context_length, config.start_timeout_s({})) == (None, 120.0)
     assert config.weight_sync_method is WeightSync.LORA
     named: Any = "disk"
     assert ServerConfig(weight_sync_method=named).weight_sync_method is WeightSync.DISK
+
+
+def test_the_variable_of_art_says_how_long_a_start_may_take() -> None:
+    assert ServerConfig().start_timeout_s({"ART_SERVER_TIMEOUT": "600"}) == 600
+    assert ServerConfig(server_timeout=7).start_timeout_s({"ART_SERVER_TIMEOUT": "600"}) == 7
+    for wrong in ("soon", "0", "nan"):
+        with pytest.raises(ConfigError, match="ART_SERVER_TIMEOUT"):
+            ServerConfig().start_timeout_s({"ART_SERVER_TIMEOUT": wrong})
 
 
 @pytest.mark.parametrize(
