@@ -116,6 +116,8 @@ class Follower:
             self._run(op)
             return
         if isinstance(op, Load):
+            # Rank 0 encodes the steps of a model that is loaded anew with a new encoder.
+            self._decoders.pop(op.model, None)
             op = self._localise(op)
         verdict: Any
         try:
