@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.vision.internvl import INTERNVL
 from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.models.vision.with_tower import TOWER
-from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.weights.loader import load_model, parameters_of
+from mlx_parallm.worker.weights.model_weights import ModelWeights
+from tests.encoder_folders import golden_arrays
 from tests.golden_pictures import GoldenPictures, read_vision, vision_names, write_vision
 
 PATCHES = "patch_embed.proj.weight"
@@ -67,6 +70,28 @@ def test_both_names_load_the_same_weights(name: str, tmp_path: Path) -> None:
     loaded = dict(tree_flatten(load_model(ModelConfig(), folder).model.parameters()))
     assert loaded.keys() == expected.keys()
     assert all(mx.array_equal(loaded[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", vision_names())
+def test_weights_are_replaced_in_parts_by_their_names(name: str, tmp_path: Path) -> None:
+    golden = read_vision(name)
+    loaded = load_model(ModelConfig(), write_vision(tmp_path, golden))
+    weights, expected = ModelWeights(loaded), parameters_of(loaded.model)
+    family = family_of(golden["config"])
+    assert family is not None
+    checkpoint = golden_arrays(golden)
+    text = family.others(checkpoint)
+    norms = {key: array for key, array in text.items() if key.endswith("norm.weight")}
+    rest = {key: array for key, array in text.items() if key not in norms}
+    tower = {key: array for key, array in checkpoint.items() if key not in text}
+    replaced: dict[str, mx.array] = {}
+    for part in (norms, rest, tower):
+        assert part
+        sent = {key: to_host(array) for key, array in part.items()}
+        replaced |= weights.read_tensors(sent)
+    assert replaced.keys() == expected.keys()
+    assert all(mx.array_equal(replaced[key], expected[key]) for key in expected)
+    assert parameters_of(loaded.model).keys() == expected.keys()
 
 
 #: How mlx-community's checkpoints name towers, by how the loaded models do; the first that fits.

@@ -68,8 +68,16 @@ class TowerFamily:
         """Return the tower's weights of a checkpoint, by the tower's names and in MLX's order."""
         own: dict[str, mx.array] = {}
         for name, array in checkpoint.items():
-            short = name.removeprefix("model.")
-            part = next((part for part in self.parts if short.startswith(part)), None)
+            short, part = self._split(name)
             if part is not None and not short.endswith("position_ids"):
                 own |= self.converted(self.parts[part] + short.removeprefix(part), array)
         return own
+
+    def others(self, checkpoint: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights of a checkpoint that are not the tower's."""
+        return {name: each for name, each in checkpoint.items() if self._split(name)[1] is None}
+
+    def _split(self, name: str) -> tuple[str, str | None]:
+        """Return a name without "model.", and the part of the tower that it begins with."""
+        short = name.removeprefix("model.")
+        return short, next((part for part in self.parts if short.startswith(part)), None)

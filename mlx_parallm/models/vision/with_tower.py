@@ -32,12 +32,17 @@ def with_tower(text_class: type, config: dict[str, Any], family: TowerFamily) ->
             setattr(self, TOWER, family.make(config))
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            """Return the weights of both parts by this model's names."""
-            own = family.weights(weights)
-            if not own:
+            """Return the weights of a whole checkpoint by this model's names."""
+            if not family.weights(weights):
                 setattr(self, TOWER, None)
+            return self.renamed(weights)
+
+        def renamed(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            """Return some weights of a checkpoint by this model's names."""
+            own, text = family.weights(weights), family.others(weights)
             parent: Any = super()
-            text = parent.sanitize(weights) if hasattr(parent, "sanitize") else weights
+            if text and hasattr(parent, "sanitize"):
+                text = parent.sanitize(text)
             return {**text, **{f"{TOWER}.{name}": array for name, array in own.items()}}
 
     return TextModelWithTower

@@ -17,8 +17,7 @@ from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoad
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
-
-PARAM = "weights"
+from mlx_parallm.worker.weights.renaming import PARAM, Renamer, checkpoint_shapes, renamed_as_in
 
 Arrays = Mapping[str, mx.array]
 
@@ -38,6 +37,9 @@ class ModelWeights:
         self._is_cast = loaded.is_cast
         self._is_away = False
         self._kept: dict[str, HostTensor] | None = None
+        self._rename = Renamer(loaded.model)
+        # Folder of a checkpoint, and the shapes of its weights.
+        self._shapes: tuple[Path, dict[str, tuple[int, ...]]] | None = None
 
     def read_folder(self, path: Path) -> Arrays:
         """Return the weights of a checkpoint of the same architecture, checked and evaluated.
@@ -148,16 +150,28 @@ class ModelWeights:
         return sums
 
     def _renamed(self, arrays: dict[str, mx.array], current: Arrays) -> dict[str, mx.array]:
-        """Names as mlx_lm has them: what it does to a checkpoint's when it loads one."""
-        if arrays.keys() <= current.keys() or not hasattr(self._model, "sanitize"):
+        """Return weights by the names and in the form that mlx_lm gives them at load."""
+        if arrays.keys() <= current.keys():
             return arrays
+        shapes = self._checkpoint_shapes()
         try:
-            return self._model.sanitize(arrays)
+            if arrays.keys() < shapes.keys():
+                return renamed_as_in(shapes, arrays, self._rename)
+            return self._rename(arrays)
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as cause:
             raise InvalidRequestError(
                 f"These tensors alone cannot be given the model's own names: {cause!r}.",
                 param=PARAM,
             ) from None
+
+    def _checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the weights in the folder; empty if it cannot be read."""
+        if self._shapes is None or self._shapes[0] != self.path:
+            try:
+                self._shapes = self.path, checkpoint_shapes(self.path)
+            except (OSError, RuntimeError, ValueError):
+                self._shapes = self.path, {}
+        return self._shapes[1]
 
     def _packed(self, name: str, value: mx.array, current: Arrays) -> dict[str, mx.array]:
         """Return a tensor as the model keeps it: packed if only its layer is."""
