@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.media.picture_file import picture_url
+from mlx_parallm.media.picture_file import kind_of, picture_url
 from mlx_parallm.types.json_values import is_list, is_mapping
 
 #: ``PictureInput``: the bytes of a file, a path, a Pillow image, or a URL.
@@ -16,7 +16,8 @@ _MESSAGES = ("messages", "append_messages")
 def with_picture_urls(prompt: Any) -> Any:
     """Return a prompt of a rollout with its pictures as URLs.
 
-    Parts ``{"type": "image", "image": …}`` of messages become OpenAI's ``image_url``.
+    Parts ``{"type": "image", "image": …}`` of messages, where the type may be missing, become
+    OpenAI's ``image_url``.
 
     Raises:
         ValueError: a picture is none, or cannot be read; the message names its place.
@@ -49,7 +50,7 @@ def _message(message: Any) -> Any:
 
 
 def _part(part: Any, place: int) -> Any:
-    if not is_mapping(part) or part.get("type") != "image" or "image" not in part:
+    if not is_mapping(part) or kind_of(part) != "image" or "image" not in part:
         return part
     url = _url(part["image"], f"content[{place}]")
     return {"type": "image_url", "image_url": {"url": url}}

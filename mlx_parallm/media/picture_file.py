@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 #: ``SCHEMES``: how a text begins that is a URL and no path.
 SCHEMES = ("data:", "http://", "https://", "file:")
+#: ``DEEP_MODES``: Pillow's modes with more than 8 bits a colour, which it would cut at white.
+DEEP_MODES = ("I", "F")
 #: The media type of a file by its first bytes.
 _MEDIA_TYPES = (
     (b"\x89PNG", "image/png"),
@@ -22,6 +25,11 @@ _MEDIA_TYPES = (
 def is_url(image: Any) -> bool:
     """True if a picture is given by its URL."""
     return isinstance(image, str) and image.lower().startswith(SCHEMES)
+
+
+def kind_of(part: Mapping[str, Any]) -> str | None:
+    """Return the type of a part of a message; ``{"image": …}`` alone is a picture."""
+    return part.get("type") or ("image" if "image" in part else None)
 
 
 def file_bytes(image: Any) -> bytes:
@@ -38,6 +46,8 @@ def file_bytes(image: Any) -> bytes:
         except OSError as problem:
             raise ValueError(f"cannot be read: {problem}") from None
     if callable(getattr(image, "save", None)) and callable(getattr(image, "getbands", None)):
+        if image.mode.startswith(DEEP_MODES):
+            raise ValueError(f"has more than 8 bits a colour (mode {image.mode}); give 8.")
         content = io.BytesIO()
         is_clear = "A" in image.getbands() or "transparency" in image.info
         image.convert("RGBA" if is_clear else "RGB").save(content, "PNG")

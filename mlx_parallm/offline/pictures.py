@@ -19,7 +19,7 @@ from mlx_parallm.api.turns.pictures import (
 from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.media.picture_file import file_bytes, is_url
+from mlx_parallm.media.picture_file import file_bytes, is_url, kind_of
 from mlx_parallm.pictures.processor import PIXELS_PARAM, PreparedPicture
 from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.types.errors import InvalidRequestError
@@ -89,7 +89,8 @@ def chat_prompt(
 
     Args:
         conversation: parts of contents are texts, ``{"type": "image", "image": …}`` with bytes of a
-            file, a path or a Pillow image, vLLM's ``image_pil``, or OpenAI's ``image_url``.
+            file, a path or a Pillow image (the type may be missing), vLLM's ``image_pil``, or
+            OpenAI's ``image_url``.
         model: reads it.
         sizes: vLLM's ``mm_processor_kwargs``.
         options: of the chat template.
@@ -126,7 +127,7 @@ def _joined(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _part(part: Any, param: str) -> dict[str, Any]:
-    kind = part.get("type") if is_mapping(part) else None
+    kind = kind_of(part) if is_mapping(part) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return dict(part)
     if kind == IMAGE_URL:

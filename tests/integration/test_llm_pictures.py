@@ -44,10 +44,11 @@ def test_the_forms_of_a_picture_are_equal(llm: LLM, tmp_path: Path) -> None:
     parts = [
         {"type": "image", "image": image} for image in (png(1), path, str(path), picture(1), png(2))
     ]
+    parts.append({"image": png(1)})
     parts.append({"type": "image_pil", "image_pil": picture(1)})
     outputs = llm.chat([asked(part) for part in parts], GREEDY)
     tokens = [output.outputs[0].token_ids for output in outputs]
-    assert tokens[0] == tokens[1] == tokens[2] == tokens[3] == tokens[5] != tokens[4]
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3] == tokens[5] == tokens[6] != tokens[4]
     assert len(outputs[0].prompt_token_ids) == len(outputs[4].prompt_token_ids) > 16
 
 
@@ -60,6 +61,7 @@ def test_parts_of_text_need_no_pictures(llm: LLM) -> None:
     ("part", "message"),
     [
         ({"type": "image", "image": 7}, "has a int"),
+        ({"type": "image", "image": Image.new("I;16", (3, 2))}, "8 bits a colour"),
         ({"type": "image", "image": "/none.png"}, "cannot be read"),
         ({"type": "image", "image": b"no picture"}, "picture"),
         ({"type": "video", "video": b""}, "neither a text nor a picture"),

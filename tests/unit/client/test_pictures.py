@@ -58,9 +58,9 @@ def test_an_image_of_pillow_becomes_a_png(picture: Image.Image, mode: str) -> No
 def test_urls_and_other_parts_are_left_alone() -> None:
     part = {"type": "image_url", "image_url": {"url": URL}}
     text = {"type": "text", "text": "x"}
-    shown = {"type": "image", "image": URL}
-    (message,) = with_picture_urls([{"role": "user", "content": [part, text, shown]}])
-    assert message["content"] == [part, text, part]
+    shown = [{"type": "image", "image": URL}, {"image": URL}]
+    (message,) = with_picture_urls([{"role": "user", "content": [part, text, *shown]}])
+    assert message["content"] == [part, text, part, part]
     for prompt in ("a text", [1, 2], [{"role": "user", "content": "a text"}], {"text": "x"}):
         assert with_picture_urls(prompt) == prompt
 
@@ -69,6 +69,7 @@ def test_urls_and_other_parts_are_left_alone() -> None:
     ("prompt", "why"),
     [
         ({"text": "x", "images": [URL, 3]}, r"images\[1\] has a int"),
+        ({"text": "x", "images": [Image.new("F", (3, 2))]}, "more than 8 bits a colour"),
         ({"token_ids": [1], "images": ["/nowhere/x.png"]}, r"images\[0\] cannot be read"),
         ([{"role": "user", "content": [{"type": "image", "image": None}]}], r"content\[0\] has a"),
     ],
