@@ -57,10 +57,10 @@ from tests.compiled_attention import CompiledAttention
 #: QUERIES is cut along its outputs, of which each of two ranks has half.
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 MODEL, HANDLE = "model", "tensors"
-BLOCK_SIZE, NUM_BLOCKS = 8, 32
+BLOCK_SIZE, NUM_BLOCKS = 8, 40
 #: NUM_ROWS of a prompt are embeddings in place of tokens.
 NUM_ROWS = 4
-NUM_SEQUENCES, PROMPT, DECODE = 5, 11, 2
+NUM_SEQUENCES, PROMPT, DECODE = 9, 11, 2
 GREEDY = SamplingParams(temperature=0.0, logprobs=8)
 
 
@@ -105,12 +105,20 @@ class Run:
         finally:
             self._worker.execute(DropTensors(model=MODEL, handle=HANDLE))
 
-    def decode(self, name: str, *adapters: str) -> None:
-        """Run prompts and some tokens after them; the first adapters are those of the sequences."""
+    def decode(
+        self, name: str, *adapters: str, replace_first: Callable[[], str] | None = None
+    ) -> None:
+        """Run prompts and some tokens after them; the first adapters are those of the sequences.
+
+        ``replace_first`` adds an adapter between two tokens, and returns its content: the first
+        sequence goes on with it.
+        """
         outputs: list[StepOutput] = []
         slots = dict(enumerate(adapters, 1))
         for batch in self._batches(slots):
             outputs.append(self._worker.execute(Step(model=MODEL, batch=batch)))
+            if replace_first is not None and batch.sequences[0].start == PROMPT:
+                slots[1] = replace_first()
         self.results[name] = outputs
 
     def decode_rows(self, name: str) -> None:
@@ -213,7 +221,8 @@ class Run:
             if is_ahead and first >= PROMPT:
                 rows = [replace(row, token_ids=(PENDING_TOKEN,)) for row in rows]
             self._num_steps += 1
-            yield ScheduledBatch(step_id=self._num_steps, sequences=tuple(rows), adapters=slots)
+            adapters = dict(slots)
+            yield ScheduledBatch(step_id=self._num_steps, sequences=tuple(rows), adapters=adapters)
             first += count
 
     @staticmethod
@@ -245,17 +254,22 @@ def base(run: Run) -> None:
 
 
 def adapters(run: Run) -> None:
-    """Run adapters of all layers beside each other, replace one, and change weights below them."""
-    ranks = {"lora 4": (4, False), "dora 8": (8, True), "lora 64": (64, False), "dora 3": (3, True)}
-    for seed, (content, (rank, is_dora)) in enumerate(ranks.items()):
-        run.add(content, make_adapter(run.folder, seed, rank, is_dora=is_dora))
-    run.decode("adapters", *ranks)
-    run.add("dora 16", make_adapter(run.folder, 9, 16, is_dora=True))
-    run.decode("replaced", "lora 4", "dora 16", "lora 64", "dora 3")
+    """Run adapters of all layers beside base rows, replace one, and change weights below them."""
+    kinds = [(kind, rank) for kind in ("lora", "dora") for rank in (4, 8, 16, 64)]
+    contents = [f"{kind} {rank}" for kind, rank in kinds]
+    for seed, (content, (kind, rank)) in enumerate(zip(contents, kinds, strict=True)):
+        run.add(content, make_adapter(run.folder, seed, rank, is_dora=kind == "dora"))
+
+    def add_another() -> str:
+        run.add("dora 32", make_adapter(run.folder, 9, 32, is_dora=True))
+        return "dora 32"
+
+    run.decode("adapters", *contents)
+    run.decode("replaced", *contents, replace_first=add_another)
     run.prepare("update", run.some_tensors(seed=5))
-    run.decode("beneath", "lora 4", "dora 16", "lora 64", "dora 3")
+    run.decode("beneath", *contents)
     run.sleep(2)
-    run.decode("awake", "dora 8", "lora 4")
+    run.decode("awake", *contents[3:5])
     run.fail("unfit", lambda: run.add("unfit", make_adapter(run.folder, 1, 4, share=2)))
 
 

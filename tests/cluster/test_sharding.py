@@ -61,19 +61,29 @@ def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_exact_tokens_are_those_of_one_process(pair: Compared, model: str) -> None:
-    wanted, actual = pair.alone[model], pair.ranks[0][model]
-    assert actual["path"] == wanted["path"] == "packed"
-    steps = [name for name, value in wanted.items() if isinstance(value, list)]
-    assert len(steps) == 9
-    for name in steps:
-        _assert_alike(actual[name], wanted[name])
+    assert pair.ranks[0][model]["path"] == pair.alone[model]["path"] == "packed"
+    _assert_same_steps(pair, model, "base")
 
 
-def test_exact_tokens_of_compiled_steps_that_run_ahead(pair: Compared) -> None:
-    wanted, actual = pair.alone["ahead"], pair.ranks[0]["ahead"]
+@pytest.mark.parametrize("model", MODELS)
+def test_adapters_give_the_tokens_of_one_process(pair: Compared, model: str) -> None:
+    _assert_same_steps(pair, model, "adapters", "replaced", "beneath", "awake")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_updates_give_the_tokens_of_one_process(pair: Compared, model: str) -> None:
+    names = ("after tensors", "after sleep 1", "after sleep 2", "after folder")
+    _assert_same_steps(pair, model, *names)
+
+
+def _assert_same_steps(pair: Compared, model: str, *names: str) -> None:
+    for name in names:
+        _assert_alike(pair.ranks[0][model][name], pair.alone[model][name])
+
+
+def test_exact_tokens_of_adapters_in_compiled_steps_that_run_ahead(pair: Compared) -> None:
     assert all(rank["ahead"]["runs ahead"] for rank in pair.ranks)
-    for name in ("alone", "adapters", "replaced"):
-        _assert_alike(actual[name], wanted[name])
+    _assert_same_steps(pair, "ahead", "alone", "adapters", "replaced")
 
 
 def test_exact_tokens_with_quantised_kv(pair: Compared) -> None:
@@ -90,7 +100,7 @@ def test_exact_tokens_of_prompts_with_embeddings(pair: Compared) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_digests_of_parts_are_those_of_whole_weights(pair: Compared, model: str) -> None:
+def test_digests_of_updates_are_those_of_whole_weights(pair: Compared, model: str) -> None:
     wanted = _digests(pair.alone[model])
     first, before, after, *_, folder, last = wanted.values()
     assert len(first) > 20
