@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from mlx_parallm import __version__
 from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.ranks import with_ranks
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS
 from mlx_parallm.config import KV_CACHE_DTYPES, EngineConfig
 from mlx_parallm.generation.kv_cache.budget import KVShare
@@ -26,6 +28,9 @@ from mlx_parallm.worker.layers.row_kernel import linear_report
 from mlx_parallm.worker.layers.state_kernels import states_report
 from mlx_parallm.worker.lora.adapter_check import adapter_report
 from mlx_parallm.worker.sampling.check import sampling_report
+
+if TYPE_CHECKING:
+    from mlx_parallm.distributed.diagnosis import WorldReport
 
 PACKAGES = (
     "mlx",
@@ -83,6 +88,7 @@ class Diagnosis:
     ``quantised_kv`` is keyed by the KV cache's dtype, ``kv`` by the model's name. ``kv_problem`` is
     the error if the models could not be loaded with these settings. ``compiler`` is None unless the
     device is an NVIDIA GPU. ``pictures`` says by format why its files are not read; None: they are.
+    ``world`` is None for a process that is alone.
     """
 
     device: DeviceReport
@@ -100,6 +106,7 @@ class Diagnosis:
     advice: tuple[str, ...]
     kv: dict[str, KVFit]
     kv_problem: str | None = None
+    world: WorldReport | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,26 +122,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; return 1 if a kernel is wrong or a model cannot be loaded, else 0."""
+    """Print the diagnosis; ranks above 0 print nothing.
+
+    Returns:
+        1 if a kernel is wrong, a model cannot be loaded or ranks differ, else 0.
+    """
     engine_config, server_config = read_settings(args)
     if args.engines:
         # The import is here, so that the rest of the report works even if this fails.
         from mlx_parallm.cli import engine_counts  # noqa: PLC0415
 
         return engine_counts.run(engine_config, server_config, as_json=args.json)
-    diagnosis = diagnose(engine_config)
+    engine_config = with_ranks(engine_config, server_config, os.environ)
+    world = None
+    if engine_config.ranks.size > 1:
+        # A process that is alone does not import what several need.
+        from mlx_parallm.distributed.diagnosis import report_world  # noqa: PLC0415
+
+        world = report_world(engine_config)
+    if engine_config.ranks.rank > 0:
+        return 0
+    diagnosis = diagnose(engine_config, world)
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(render(diagnosis)))
     reports = (diagnosis.attention, *diagnosis.quantised_kv.values())
-    return int(diagnosis.kv_problem is not None or not all(report.passed for report in reports))
+    passed = all(report.passed for report in reports)
+    differs = world is not None and world.difference is not None
+    return int(diagnosis.kv_problem is not None or differs or not passed)
 
 
-def diagnose(config: EngineConfig) -> Diagnosis:
-    """Return facts about this process and machine, and the KV of a configuration's models."""
+def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosis:
+    """Return facts about this process and machine, and the KV of a configuration's models.
+
+    The KV of models that several ranks compute is not known: no rank loads a whole model.
+    """
     device = device_report()
-    kv, kv_problem = fitting_kv(config)
+    kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
     installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
     return Diagnosis(
         device=device,
@@ -153,6 +178,7 @@ def diagnose(config: EngineConfig) -> Diagnosis:
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
         kv=kv,
         kv_problem=kv_problem,
+        world=world,
     )
 
 
@@ -237,6 +263,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
         ("pictures", _readable(diagnosis.pictures)),
+        *(_world_rows(diagnosis.world) if diagnosis.world else []),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
@@ -255,8 +282,25 @@ def render(diagnosis: Diagnosis) -> list[str]:
     for name, problem in diagnosis.pictures.items():
         if problem is not None:
             lines += ["", f"pictures: {name} is not read: {problem}"]
+    if diagnosis.world and diagnosis.world.difference:
+        lines += ["", f"ranks: a server would be refused: {diagnosis.world.difference}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
     return lines
+
+
+def _world_rows(world: WorldReport) -> list[tuple[str, str]]:
+    """Return rows about the ranks, and the links between them."""
+    sums = world.sums
+    large = f"{sums.large_bytes >> 20} MiB at {sums.large_gb_per_s:.2f} GB/s"
+    return [
+        ("ranks", f"{len(world.ranks)}, linked by {world.backend}"),
+        ("sums over ranks", f"{sums.small_bytes >> 10} KiB in {sums.small_us:.0f} us; {large}"),
+        ("log of ops", f"answers of all ranks within {world.log_us:.0f} us"),
+        *(
+            (f"rank {rank}", f"{each.host}, {each.device}, free {_gib(each.memory_free_bytes)}")
+            for rank, each in enumerate(world.ranks)
+        ),
+    ]
 
 
 def _readable(pictures: Mapping[str, str | None]) -> str:
