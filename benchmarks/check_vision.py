@@ -3,8 +3,8 @@
     make check-vision MODEL=folder ARGS="--reference-python PYTHON"
 
 Drawn pictures of several sizes are described by both in float32, greedily. Tokens must be equal up
-to the first place where the two likeliest tokens are nearly tied. PYTHON is one that has
-transformers and torch.
+to the first place where the two likeliest tokens are nearly tied. The folder is one that
+transformers reads too, not one of mlx-community. PYTHON has transformers, torch and Pillow.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ def theirs(args: Any, paths: list[Path], answers: list[Answer]) -> list[list[int
 
 def is_equal(own: Answer, other: list[int]) -> bool:
     """True if the tokens are equal, or differ first where two were nearly tied."""
-    pairs = list(zip(own.tokens, other, strict=False))
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if same == len(pairs):
+    if own.tokens == other:
         return True
-    return own.margins[same] < TIE
+    pairs = zip(own.tokens, other, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return same < min(len(own.tokens), len(other)) and own.margins[same] < TIE
 
 
 if __name__ == "__main__":

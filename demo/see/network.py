@@ -13,6 +13,7 @@ from mlx_lm.models import llama
 
 from demo.see.conversations import CONTEXT_LENGTH, IM_END, IMAGE, PATCH, VOCAB_SIZE
 from demo.see.drawing import SIDE
+from mlx_parallm.models.vision.checkpoint import in_order
 from mlx_parallm.models.vision.llava import LlavaTower
 
 WIDTH = 128
@@ -111,11 +112,16 @@ def _checkpoint_name(name: str) -> str:
     return part
 
 
+def _torch_order(weight: mx.array) -> mx.array:
+    """Return a weight with a convolution's axes as transformers reads them."""
+    return weight.transpose(0, 3, 1, 2) if weight.ndim == 4 else weight
+
+
 def save_model(model: SeeingModel, config: dict[str, Any], folder: Path) -> None:
     """Write the model as a folder of Hugging Face's form, in 16 bits."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        _checkpoint_name(name): weight.astype(mx.float16)
+        _checkpoint_name(name): _torch_order(weight).astype(mx.float16)
         for name, weight in named_weights(model).items()
     }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
@@ -148,7 +154,8 @@ def load_model(folder: Path) -> SeeingModel:
     model = SeeingModel(json.loads((folder / "config.json").read_text()))
     stored: dict[str, mx.array] = dict(mx.load(str(folder / "model.safetensors")))  # type: ignore[arg-type]
     own = {_checkpoint_name(name): name for name in named_weights(model)}
-    model.load_weights([(own[name], array.astype(mx.float32)) for name, array in stored.items()])
+    weights = {own[name]: array.astype(mx.float32) for name, array in stored.items()}
+    model.load_weights([pair for each in weights.items() for pair in in_order(*each).items()])
     return model
 
 
