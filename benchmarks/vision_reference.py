@@ -4,6 +4,7 @@
 ``picture``'s file and ``max_tokens``, and prints the tokens that greedy decoding chooses.
 """
 
+import inspect
 import json
 import sys
 
@@ -17,18 +18,17 @@ def main() -> None:
     folder = sys.argv[1]
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    parameters = set(inspect.signature(model.forward).parameters)
     image_id = getattr(model.config, "image_token_id", None)
     for line in sys.stdin:
         prompt = json.loads(line)
         picture = Image.open(prompt["picture"]).convert("RGB")
         arrays = dict(processor(images=[picture], return_tensors="pt", **prompt["options"]))
         ids = torch.tensor([prompt["token_ids"]])
-        for name in ("rows", "cols", "num_crops", "num_patches"):
-            arrays.pop(name, None)
-        if "image_grid_thw" in arrays:
-            arrays["mm_token_type_ids"] = (ids == image_id).int()
-        if model.config.model_type == "gemma3":
-            arrays["token_type_ids"] = (ids == image_id).int()
+        # Processors also give figures for prompts, which are written already.
+        arrays = {name: array for name, array in arrays.items() if name in parameters}
+        for name in parameters & {"mm_token_type_ids", "token_type_ids"}:
+            arrays[name] = (ids == image_id).int()
         with torch.no_grad():
             tokens = model.generate(
                 input_ids=ids,
