@@ -11,6 +11,7 @@ from mlx_parallm.distributed.codec import StepDecoder
 from mlx_parallm.distributed.link import FollowerLink
 from mlx_parallm.distributed.log import LONG_S, Entry, Refused
 from mlx_parallm.distributed.watch import Watch
+from mlx_parallm.types.errors import RankLostError
 from mlx_parallm.worker.device.properties import free_memory_bytes, give_back_memory
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.ops import (
@@ -86,8 +87,6 @@ class Follower:
                 self._step(*payload)
             case Entry.OP:
                 self._op(payload, number)
-            case Entry.LARGE_TENSOR:
-                self._worker.execute(payload.put(self._ranks.broadcast(None)))
             case Entry.FREE_MEMORY:
                 give_back_memory()
                 self._link.reply(number, free_memory_bytes())
@@ -122,6 +121,8 @@ class Follower:
         verdict: Any
         try:
             verdict = self._run(op)
+        except RankLostError:
+            raise
         except Exception as problem:
             logger.exception("rank %d refuses %s", self._ranks.rank, type(op).__name__)
             verdict = Refused.of(problem)

@@ -10,14 +10,13 @@ from mlx_parallm.distributed.codec import StepEncoder
 from mlx_parallm.distributed.log import (
     LONG_S,
     Entry,
-    LargeTensor,
     LeaderLog,
     Refused,
-    is_large,
 )
-from mlx_parallm.types.errors import ConfigError, ConflictError
+from mlx_parallm.types.errors import ConfigError, ConflictError, RankLostError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.device.shared_tensors import share_large
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,
@@ -145,17 +144,12 @@ class LeadingWorker(Worker):
         return Done(result)
 
     def _put(self, op: PutTensors) -> None:
-        """Send tensors; the bytes of large ones by a sum over the ranks."""
-        large = {name: tensor for name, tensor in op.tensors.items() if is_large(tensor)}
-        small = {name: tensor for name, tensor in op.tensors.items() if name not in large}
-        self._log.begin(Entry.OP, replace(op, tensors=small))
+        """Send tensors; numbers of large ones follow when an op needs them, see ``on_devices``."""
+        shared = share_large(op.tensors, self._shared_ranks.backend)
+        op = replace(op, tensors=shared)
+        self._log.begin(Entry.OP, op)
         super().begin(op)
         self._log.end()
-        for name, tensor in large.items():
-            self._log.begin(Entry.LARGE_TENSOR, LargeTensor.of(op, name, tensor), LONG_S)
-            with self._log.fatal("a tensor"):
-                self._shared_ranks.broadcast(tensor.array.tobytes())
-            self._log.end()
 
     def _agreed_plan(self, op: Load | Allocate) -> Any:
         """Return the plan of a load, which must be the same on all ranks.
@@ -182,11 +176,8 @@ class LeadingWorker(Worker):
             ParallmError: a rank refused it.
         """
         number = self._log.begin(Entry.OP, op, _limit_s(op))
-        own: Any = None
-        try:
-            own = self._begin_here(op).wait()
-        except Exception as problem:  # noqa: BLE001 - it is raised once all ranks are as before
-            own = Refused.of(problem)
+        with self._log.fatal(type(op).__name__):
+            own = self._own_verdict(op)
         verdicts = [own, *self._log.replies(number)]
         self._log.end()
         refusals = [(rank, each) for rank, each in enumerate(verdicts) if _is_refusal(op, each)]
@@ -197,6 +188,14 @@ class LeadingWorker(Worker):
         if isinstance(refusal, Refused):
             raise refusal.error
         return refusal if rank == 0 else f"{refusal} (rank {rank})"
+
+    def _own_verdict(self, op: AddAdapter | PrepareWeights) -> Any:
+        try:
+            return self._begin_here(op).wait()
+        except RankLostError:
+            raise
+        except Exception as problem:  # noqa: BLE001 - it is raised once all ranks are as before
+            return Refused.of(problem)
 
 
 class _LeadingStep:

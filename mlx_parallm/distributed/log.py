@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, Self
 
-import numpy as np
-
-from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.errors import ControlError, ParallmError, RankLostError
-from mlx_parallm.worker.ops import PutTensors
 
 #: ``LONG_S``: seconds that an op may take that reads weights, or compiles kernels.
 LONG_S = 1800.0
-# LARGE_BYTES: larger tensors are summed over the ranks instead of being sent to one after another.
-LARGE_BYTES = 64 << 20
 
 
 class Entry(IntEnum):
@@ -25,14 +19,12 @@ class Entry(IntEnum):
 
     STEP: a model's name, and a batch as ``StepEncoder`` writes it.
     OP: an op, pickled.
-    LARGE_TENSOR: a ``LargeTensor``, whose bytes follow by ``Ranks.broadcast``.
     FREE_MEMORY: None; the answer is the device's free bytes.
     """
 
     STEP = 1
     OP = 2
-    LARGE_TENSOR = 3
-    FREE_MEMORY = 4
+    FREE_MEMORY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +39,6 @@ class Refused:
         if isinstance(problem, ParallmError):
             return cls(problem)
         return cls(ControlError(f"{type(problem).__name__}: {problem}"))
-
-
-@dataclass(frozen=True, slots=True)
-class LargeTensor:
-    """A tensor whose bytes do not travel in the log.
-
-    Attributes:
-        model, handle, name: see ``PutTensors``.
-        dtype: NumPy's name of the stored dtype.
-        shape: its shape.
-        is_bfloat16: see ``HostTensor``.
-    """
-
-    model: str
-    handle: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_bfloat16: bool
-
-    @classmethod
-    def of(cls, op: PutTensors, name: str, tensor: HostTensor) -> Self:
-        """Return the entry of one of an op's tensors."""
-        array = tensor.array
-        return cls(op.model, op.handle, name, array.dtype.str, array.shape, tensor.is_bfloat16)
-
-    def put(self, data: bytes) -> PutTensors:
-        """Return the op that puts the tensor of these bytes."""
-        array = np.frombuffer(data, np.dtype(self.dtype)).reshape(self.shape)
-        tensors = {self.name: HostTensor(array, self.is_bfloat16)}
-        return PutTensors(model=self.model, handle=self.handle, tensors=tensors)
-
-
-def is_large(tensor: HostTensor) -> bool:
-    """True if a tensor's bytes are to be summed over the ranks."""
-    return tensor.nbytes > LARGE_BYTES
 
 
 class Link(Protocol):

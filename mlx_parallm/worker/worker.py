@@ -8,7 +8,18 @@ from typing import Any, Protocol, TypeVar
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.tracing import NoTracer, StepTracer
 from mlx_parallm.worker.device.ranks import Ranks
-from mlx_parallm.worker.ops import Done, DropTensors, Load, Op, Pending, PutTensors, Unload
+from mlx_parallm.worker.device.shared_tensors import on_hosts
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    ComputeInputs,
+    Done,
+    DropTensors,
+    Load,
+    Op,
+    Pending,
+    PutTensors,
+    Unload,
+)
 
 R = TypeVar("R")
 
@@ -107,10 +118,23 @@ class Worker:
             case DropTensors(handle=handle):
                 self._tensors.pop(handle, None)
             case _:
+                self._complete(op)
                 model: Any = getattr(op, "model")  # noqa: B009 - every other op has one
                 return self._models[model].begin(op, self._tensors)
         nothing: Any = None
         return Done(nothing)
+
+    def _complete(self, op: Op[Any]) -> None:
+        """Get the numbers of shared tensors for an op that needs them in host memory."""
+        handles: tuple[str, ...] = ()
+        match op:
+            case AddAdapter(handle=handle):
+                handles = (handle,)
+            case ComputeInputs():
+                handles = op.handles
+        if self.ranks is not None:
+            for handle in handles:
+                self._tensors[handle] = on_hosts(self._tensors[handle], self.ranks)
 
     def least_free(self, own: int | None) -> int | None:
         """Return the free bytes of the device that has least; ``own`` are those of this process."""

@@ -32,6 +32,7 @@ from mlx_parallm.types.step import (
 from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.ranks import Ranks, join_ranks
+from mlx_parallm.worker.device.shared_tensors import SharedTensor
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.ops import (
@@ -61,6 +62,8 @@ BLOCK_SIZE, NUM_BLOCKS = 8, 40
 #: NUM_ROWS of a prompt are embeddings in place of tokens.
 NUM_ROWS = 4
 NUM_SEQUENCES, PROMPT, DECODE = 9, 11, 2
+#: SHARED_BYTES: larger tensors of uploads come to other ranks by sums.
+SHARED_BYTES = 1000
 GREEDY = SamplingParams(temperature=0.0, logprobs=8)
 
 
@@ -74,7 +77,8 @@ class Run:
     def __init__(self, ranks: Ranks | None, folder: Path) -> None:
         self.folder = folder
         self.results: dict[str, Any] = {}
-        self._worker = Worker()
+        self._ranks = ranks
+        self._worker = Worker(ranks=ranks)
         attention = _compiled_attention if "ahead" in folder.name else choose_backend
         self._worker.install(GenerationSpec, GenerationLoader(attention, ranks=ranks))
         self._num_steps = 0
@@ -200,8 +204,18 @@ class Run:
         self._worker.execute(Unload(model=MODEL))
 
     def _put(self, tensors: dict[str, HostTensor]) -> None:
-        for op in tensor_ops(MODEL, HANDLE, tensors):
+        """Put tensors, of which other ranks than the first have only the small ones."""
+        for op in tensor_ops(MODEL, HANDLE, self._as_sent(tensors)):
             self._worker.execute(op)
+
+    def _as_sent(self, tensors: dict[str, HostTensor]) -> dict[str, HostTensor]:
+        if self._ranks is None:
+            return tensors
+        shared: dict[str, HostTensor] = {
+            name: SharedTensor(tensor.array) if tensor.nbytes > SHARED_BYTES else tensor
+            for name, tensor in tensors.items()
+        }
+        return shared if self._ranks.rank == 0 else pickle.loads(pickle.dumps(shared))
 
     def _batches(
         self, slots: dict[int, str], *, is_ahead: bool = False

@@ -18,8 +18,6 @@ from mlx_parallm.types.errors import ConfigError, ModelLoadError
 
 #: ``OTHER_RANK``: why a kernel is not used that is right on this rank.
 OTHER_RANK = "another rank does not find them right"
-# BROADCAST_BYTES: bytes of one broadcast; a larger one only takes more memory.
-BROADCAST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +55,16 @@ class Ranks:
         return min(int(high) << 32 | int(low) for high, low in pairs)
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Return rank 0's ``data``; other ranks pass None.
+        """Return rank 0's ``data``, some bytes; other ranks pass None.
 
         MLX has no broadcast, so ranks add zeros to unsigned words: the only way that all backends
         have, and that keeps every bit (a sum of floats turns -0.0 into 0.0).
         """
         length = self.least(len(data) if data is not None else (1 << 62))
-        parts: list[bytes] = []
-        for start in range(0, length, BROADCAST_BYTES):
-            size = min(BROADCAST_BYTES, length - start)
-            words = np.zeros(-(-size // 4), np.uint32)
-            if data is not None:
-                words.view(np.uint8)[:size] = np.frombuffer(data, np.uint8, size, start)
-            parts.append(_host(self.sum(mx.array(words))).tobytes()[:size])
-        return b"".join(parts)
+        words = np.zeros(-(-length // 4), np.uint32)
+        if data is not None:
+            words.view(np.uint8)[:length] = np.frombuffer(data, np.uint8)
+        return _host(self.sum(mx.array(words))).tobytes()[:length]
 
 
 def agreed(ranks: Ranks | None, verdict: bool) -> bool:

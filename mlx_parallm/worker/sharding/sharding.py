@@ -14,6 +14,7 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
 from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.device.shared_tensors import as_words, from_words
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.sharding.cuts import Cut, host_part, scaled
 from mlx_parallm.worker.sharding.learned_cuts import Learned, flat_parameters, learn_cuts
@@ -57,8 +58,8 @@ class Sharding:
         cut = self._cuts.get(name)
         if cut is None:
             return part
-        gathered = self.ranks.gather(_as_words(part)[None])
-        parts = [_from_words(words, part) for words in gathered]
+        gathered = self.ranks.gather(as_words(part)[None])
+        parts = [from_words(words, part.dtype, part.shape) for words in gathered]
         return cut.whole(parts)
 
     def whole_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,13 +172,3 @@ def _length(cut: Cut, rank: int) -> int:
 
 def _host_part(tensor: HostTensor, axis: int, pieces: tuple[tuple[int, int], ...]) -> HostTensor:
     return HostTensor(host_part(tensor.array, axis, pieces), tensor.is_bfloat16)
-
-
-def _as_words(array: mx.array) -> mx.array:
-    """Return the bits of an array as unsigned words, which every backend can send."""
-    flat = mx.contiguous(array).reshape(-1)
-    return flat.view(mx.uint32 if flat.nbytes % 4 == 0 else mx.uint8)
-
-
-def _from_words(words: mx.array, like: mx.array) -> mx.array:
-    return words.view(like.dtype).reshape(like.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,15 @@ from mlx.utils import tree_unflatten
 from mlx_parallm.adapters.arrays import to_host, to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.numerics.finite import named, not_finite, scale_modes
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    RankLostError,
+)
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.device.shared_tensors import in_groups, on_devices
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
 from mlx_parallm.worker.weights.renaming import PARAM, Renamer, checkpoint_shapes, renamed_as_in
@@ -75,17 +83,34 @@ class ModelWeights:
                 param=PARAM,
             )
         current = parameters_of(self._model)
-        if self._sharding is None or tensors.keys() - current.keys():
-            return self._read_tensors(tensors, current)
-        # A rank has room for its part of them and for one whole tensor.
+        if self._sharding is None:
+            return self._read({name: to_mlx(tensor) for name, tensor in tensors.items()}, current)
+        return self._read_parts(tensors, self._sharding.ranks, current)
+
+    def _read_parts(
+        self, tensors: Mapping[str, HostTensor], ranks: Ranks, current: Arrays
+    ) -> Arrays:
+        """Return this rank's parts of tensors; see ``read_tensors``.
+
+        The rank needs memory for its parts and for the largest tensor, unless names are unknown.
+        """
+        is_known = tensors.keys() <= current.keys()
+        groups = deque(in_groups(tensors) if is_known else [tensors])
         parts: dict[str, mx.array] = {}
-        for name, tensor in tensors.items():
-            parts |= self._read_tensors({name: tensor}, current)
+        try:
+            while groups:
+                parts |= self._read(on_devices(groups.popleft(), ranks), current)
+        except RankLostError:
+            raise
+        except Exception:
+            # The other ranks may find nothing wrong, and go on to the sums of the next groups.
+            for group in groups:
+                on_devices(group, ranks)
+            raise
         return parts
 
-    def _read_tensors(self, tensors: Mapping[str, HostTensor], current: Arrays) -> Arrays:
+    def _read(self, arrays: dict[str, mx.array], current: Arrays) -> Arrays:
         """Return tensors as the model keeps them, checked and evaluated; see ``read_tensors``."""
-        arrays = {name: to_mlx(tensor) for name, tensor in tensors.items()}
         # Packing would hide numbers that are not finite.
         _check_finite(arrays)
         arrays = self._renamed(arrays, current)
