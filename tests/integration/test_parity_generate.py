@@ -163,8 +163,11 @@ class Session:
             if update.token is not None:
                 self.tokens.setdefault((update.request_id, update.index), []).append(update.token)
 
+    def has_work(self) -> bool:
+        return self.scheduler.has_work() or self.in_flight is not None
+
     def finish(self) -> None:
-        while self.scheduler.has_work() or self.in_flight is not None:
+        while self.has_work():
             self.step()
         self.scheduler.check_integrity()
 

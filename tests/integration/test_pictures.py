@@ -71,17 +71,28 @@ def test_tokens_in_batches_are_those_of_transformers(
 
 
 def check_all(session: PictureSession) -> None:
-    """Run ragged prompts in chunks through pictures, which join while others decode."""
+    """Run ragged prompts in chunks through pictures, which join while others decode.
+
+    Tokens are checked after each step, so that the first wrong one ends the run.
+    """
+    numbers: dict[str, int] = {}
+
+    def step() -> None:
+        session.step()
+        for request_id, _ in session.tokens:
+            session.check(request_id, numbers[request_id])
+
     count = len(golden_of(session.name)["prompts"])
     for number in range(count):
+        numbers[f"first {number}"] = numbers[f"second {number}"] = number
         session.add_prompt(f"first {number}", number)
-        session.step()
+        step()
     for number in range(count):
         session.add_prompt(f"second {number}", number)
+    while session.has_work():
+        step()
     session.finish()
-    for number in range(count):
-        session.check(f"first {number}", number)
-        session.check(f"second {number}", number)
+    assert {request_id for request_id, _ in session.tokens} == set(numbers)
 
 
 def test_a_picture_is_computed_once_and_its_blocks_are_reused() -> None:
