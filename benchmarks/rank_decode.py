@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.rank_decode --shape 8B --backend nccl`` on a machine with two NVIDIA GPUs;
 ``--shape tiny --backend ring`` runs on a CPU. For each number of ranks it starts them as
-``mlx.launch`` would, and measures decode steps at each batch size, with adapters and during an
-update of one. The greedy tokens of a few prompts are compared with those of one process.
+``mlx.launch`` would, and measures decode steps at each batch size, with ``--adapters`` and during
+an update of one, and with ``--updates`` those of all weights. The greedy tokens of a few prompts
+are compared with those of one process.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mlx_lm.models import qwen3
 
 from benchmarks.checks import RESULTS
 from benchmarks.make_model import train_tokenizer
+from benchmarks.rank_updates import sharing, update_figures
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.bench.decode_load import DecodeLoad
@@ -40,6 +42,7 @@ from mlx_parallm.serving.build import build_engines, follow_ranks, worker_for
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.device.ranks import join_ranks
 from tests.builders.random_models import QWEN3, SHAPES
 
 NAME = "bench"
@@ -171,6 +174,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.adapters:
             result["adapters"] = with_adapters(engine, arguments)
             _show({"adapters": result["adapters"]})
+        if arguments.updates:
+            rows = prompts_of(min(32, max(arguments.batches)), arguments.context)
+            result["updates"] = update_figures(engine, arguments.folder, rows, arguments.warm_up)
+            _show({"updates": result["updates"]})
     return result
 
 
@@ -277,10 +284,15 @@ def with_adapters(engine: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 def run_rank(arguments: argparse.Namespace) -> None:
     """Be one rank."""
     config = settings_of(arguments)
+    shared: dict[str, Any] = {}
+    if arguments.updates and config.ranks.size > 1:
+        shared = {"sharing": sharing(arguments.folder, join_ranks(config.ranks.backend))}
     if config.ranks.rank:
         follow_ranks(config)
         return
-    arguments.output.write_text(json.dumps(measure(arguments)))
+    if shared:
+        _show(shared)
+    arguments.output.write_text(json.dumps(measure(arguments) | shared))
 
 
 def launch(arguments: argparse.Namespace, size: int, extra: Sequence[str]) -> dict[str, Any]:
@@ -339,6 +351,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=12)
     parser.add_argument("--adapters", action="store_true", help="measure adapters too")
+    parser.add_argument("--updates", action="store_true", help="measure updates of all weights")
     parser.add_argument("--folder", type=Path, help="of the model; made if it is not there")
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -353,6 +366,7 @@ def main() -> None:
     extra = ["--shape", arguments.shape, "--backend", arguments.backend, "--folder", str(folder)]
     extra += ["--context", str(arguments.context), "--steps", str(arguments.steps)]
     extra += ["--warm-up", str(arguments.warm_up), *["--adapters"] * arguments.adapters]
+    extra += ["--updates"] * arguments.updates
     extra += ["--batches", *map(str, arguments.batches)]
     results = {size: launch(arguments, size, extra) for size in arguments.ranks}
     figures = {str(size): replace_tokens(result) for size, result in results.items()}
