@@ -340,6 +340,9 @@ def test_the_demonstration_model_can_be_named() -> None:
         (["--allowed-hosts", "*.example"], "--allowed-hosts: must be names or addresses"),
         (["--allowed-hosts", "bücher.example"], "--allowed-hosts: must be names or addresses"),
         (["--allowed-hosts", "fe80::1%lo"], "--allowed-hosts: must be names or addresses"),
+        (["--limit-mm-per-prompt", '{"video": 0}'], 'as an integer or as {"image": N}'),
+        (["--limit-mm-per-prompt", '{"image": 2, "video": 1}'], 'as an integer or as {"image": N}'),
+        (["--limit-mm-per-prompt", '{"image": -1}'], "must be a whole number of at least 0"),
         (["--model", "a", "a"], "model: given twice: a"),
         (["--model", "a", "b", "--served-model-name", "c"], "write MODEL=NAME, not 'c'"),
         (["--allow-credentials", "--allowed-origins", "*"], "allow-credentials"),
@@ -481,3 +484,13 @@ def test_an_explicit_body_limit_holds_for_pictures_too() -> None:
     assert (default.max_body_bytes, default.max_picture_body_bytes) == (2**23, 2**26)
     _, server = read("--max-body-size", "1MiB")
     assert (server.max_body_bytes, server.max_picture_body_bytes) == (2**20, 2**20)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2", '{"image": 2}', '{"image": 2, "video": 0}', '{"image": {"count": 2, "width": 512}}'],
+)
+def test_a_number_of_pictures_is_written_as_vllm_does_too(value: str) -> None:
+    for flag in ("--max-images-per-request", "--limit-mm-per-prompt"):
+        _, server = read(flag, value)
+        assert server.media.max_images == 2
