@@ -1,7 +1,9 @@
-"""Weights of towers are replaced, checked and put to sleep with those of the text model."""
+"""What is computed of a picture is found again where it is the same, and nowhere else."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 
 from mlx_parallm.client.tensors import encode_safetensors
-from tests.e2e.test_pictures import picture, text
+from tests.e2e.test_pictures import NUM_TOKENS, picture, text, url_of
 from tests.picture_folders import write_llava
 from tests.server_process import ServerProcess
 
 RAW = {"content-type": "application/octet-stream"}
+BLOCK_SIZE = 16
 #: ``PARTS``: a weight of the tower, of the projector and of the text model.
 PARTS = (
     "vision_tower.encoder.layers.0.mlp.fc1.weight",
@@ -42,7 +45,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess("--model", str(root / "first"), "--allowed-adapter-roots", str(root))
+    process = ServerProcess(
+        *("--model", str(root / "first"), "--allowed-adapter-roots", str(root)),
+        *("--allowed-local-media-path", str(root), "--served-model-name", "see"),
+    )
     process.wait_until_ready()
     yield process
     process.stop()
@@ -61,16 +67,24 @@ def metric(server: ServerProcess, name: str) -> float:
     return server.metric(f"vllm:{name}")
 
 
-def ask(server: ServerProcess, http: httpx2.Client, *, before: str = "w20") -> Asked:
+def ask(
+    server: ServerProcess,
+    http: httpx2.Client,
+    *,
+    before: str = "w20",
+    shown: dict[str, Any] | None = None,
+    after: str = "w21 w22",
+    **more: Any,
+) -> Asked:
     runs = metric(server, "image_tower_runs_total")
-    content: list[dict[str, Any]] = [text(before), picture(5), text("w21 w22")]
+    content: list[dict[str, Any]] = [text(before), shown or picture(5), text(after)]
     body = {
         "messages": [{"role": "user", "content": content}],
         "max_tokens": 12,
         "temperature": 0,
         "logprobs": True,
     }
-    answer = http.post("/v1/chat/completions", json=body).json()
+    answer = http.post("/v1/chat/completions", json=body | more).json()
     return Asked(
         str(answer["choices"][0]["logprobs"]["content"]),
         metric(server, "image_tower_runs_total") - runs,
@@ -91,6 +105,63 @@ def weight_of(root: Path, name: str) -> np.ndarray:
 
 def checksums(http: httpx2.Client) -> dict[str, str]:
     return http.post("/weight_checker", json={"action": "checksum"}).json()["checksums"]
+
+
+#: ``WORDS``: a text that is longer than some blocks.
+WORDS = " ".join(f"w{20 + number % 70}" for number in range(380))
+
+
+@pytest.mark.one_engine
+def test_a_second_chat_finds_a_picture_and_the_text_around_it(
+    server: ServerProcess, http: httpx2.Client
+) -> None:
+    ask(server, http, after=f"{WORDS} w20")
+    same = ask(server, http, after=f"{WORDS} w21")
+    num_shared = 2 + NUM_TOKENS + 380  # user: w20, the picture, the words
+    assert same.tower_runs == 0
+    assert same.num_cached >= 0.95 * num_shared
+    other = ask(server, http, before=WORDS, shown=picture(6))
+    another = ask(server, http, before=WORDS, shown=picture(7))
+    assert (other.tower_runs, another.tower_runs) == (1, 1)
+    # The text before the picture begins in the last of these blocks.
+    assert another.num_cached == (1 + 380) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.one_engine
+def test_other_bytes_salts_and_adapters_find_nothing(
+    server: ServerProcess, http: httpx2.Client, root: Path
+) -> None:
+    file = root / "picture.png"
+    shown = {"type": "image_url", "image_url": {"url": f"file://{file}"}}
+
+    def asked(**more: Any) -> tuple[float, int]:
+        return ask(server, http, shown=shown, after=WORDS, **more)[1:]
+
+    nothing = (1, 0)
+    for seed in (8, 9):
+        file.write_bytes(base64.b64decode(url_of(seed).partition(",")[2]))
+        assert asked() == nothing
+        assert asked() == (0, (3 + NUM_TOKENS + 380) // BLOCK_SIZE * BLOCK_SIZE)
+    for salt in ("first", "second"):
+        assert asked(cache_salt=salt) == nothing
+    body = {"lora_name": "policy", "lora_path": str(write_adapter(root / "policy"))}
+    assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+    assert asked(model="policy") == nothing
+    assert asked()[0] == 0
+
+
+def write_adapter(folder: Path) -> Path:
+    """Write an adapter of the text model by the names of PEFT."""
+    folder.mkdir()
+    layer = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+    shapes = {"lora_A": (2, 32), "lora_B": (32, 2)}
+    factors = {
+        f"{layer}.{name}.weight": np.full(shape, 0.5, np.float32) for name, shape in shapes.items()
+    }
+    (folder / "adapter_model.safetensors").write_bytes(encode_safetensors(factors))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.mark.one_engine
