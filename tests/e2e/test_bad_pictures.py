@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,6 +18,9 @@ from tests.picture_folders import write_llava
 from tests.server_process import ServerProcess
 from tests.unit.media.pictures import file_of, noise, png_of_size
 
+MEMORY = Path("/proc/self/clear_refs")
+# MOST_KIB: that bad pictures may take.
+MOST_KIB = 50 * 1024
 SEES, TEXT = "see", "mlx-parallm-demo"
 MOST = 3
 
@@ -162,6 +166,41 @@ def test_bad_pictures_name_their_part(server: ServerProcess, route: str) -> None
     for url, why in BAD.values():
         assert_refused(posted(server, route, GOOD, url), route, why, number=1)
     assert posted(server, route, GOOD).status_code == 200
+
+
+@pytest.mark.skipif(not MEMORY.exists(), reason="only Linux tells a process's largest memory")
+def test_bad_pictures_take_little_memory(server: ServerProcess) -> None:
+    for route in ("chat", "messages"):
+        posted(server, route, GOOD)
+        folder = MEMORY.parents[1] / str(server.process.pid)
+        before = memory_of(folder, "VmRSS")
+        # The largest memory is counted from now on.
+        (folder / MEMORY.name).write_text("5")
+        for url, _ in BAD.values():
+            assert posted(server, route, url).status_code == 400
+        assert posted(server, route, *[GOOD] * 1000).status_code == 400
+        assert memory_of(folder, "VmHWM") - before <= MOST_KIB
+
+
+@pytest.mark.skipif(not MEMORY.exists(), reason="only Linux tells a process's memory")
+def test_pixels_of_large_pictures_are_given_back(server: ServerProcess) -> None:
+    folder = MEMORY.parents[1] / str(server.process.pid)
+
+    def see(number: int) -> int:
+        image = Image.new("RGB", (2000, 1500), (number, 9, 9))
+        assert posted(server, "chat", data_url(file_of(image, "jpeg"), "jpeg")).status_code == 200
+        return memory_of(folder, "VmRSS")
+
+    before = [see(number) for number in range(3)][-1]
+    # The pixels of all these have 90 MB.
+    after = [see(number) for number in range(3, 13)][-1]
+    assert after - before <= MOST_KIB
+
+
+def memory_of(folder: Path, name: str) -> int:
+    """Return a figure of a process's memory, in KiB."""
+    (line,) = re.findall(rf"^{name}:\s+(\d+) kB$", (folder / "status").read_text(), re.MULTILINE)
+    return int(line)
 
 
 @pytest.mark.parametrize("route", ROUTES)
