@@ -1,4 +1,4 @@
-"""What is computed of a picture is found again where it is the same, and nowhere else."""
+"""Features and prefixes are found again for equal pictures, weights and scopes alone."""
 
 from __future__ import annotations
 

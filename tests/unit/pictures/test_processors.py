@@ -26,14 +26,17 @@ from tests.golden_pictures import read_vision
 from tests.internvl_folders import authors_config
 from tests.unit.media.pictures import exif_of, file_of, gif_of_frames, noise
 
-CHAT = "internvl_chat"
+CHAT, SMOL = "internvl_chat", "smolvlm"
+#: ``PUBLISHED``: the golden models whose settings others have, whose processors differ.
+PUBLISHED = {CHAT: "internvl", SMOL: "idefics3"}
 FAMILY_NAMES = (
     *("gemma3", "gemma4", "idefics3", "internvl", CHAT, "llava", "llava_next", "mistral3"),
-    *("pixtral", "qwen2_vl", "qwen3_vl"),
+    *("pixtral", "qwen2_vl", "qwen3_vl", SMOL),
 )
 #: ``OPTIONS``: arguments that transformers' processors give their image processors.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "idefics3": {"return_row_col_info": True},
+    SMOL: {"return_row_col_info": True},
     "internvl": {"crop_to_patches": True},
     CHAT: {"crop_to_patches": True},
     "mistral3": {"patch_size": 8},
@@ -45,6 +48,7 @@ COUNTS: Mapping[str, Callable[[Arrays], int]] = {
     "gemma3": lambda arrays: 16,
     "gemma4": lambda arrays: int(arrays["num_soft_tokens_per_image"][0]),
     "idefics3": lambda arrays: 4 * arrays["pixel_values"].shape[1],
+    SMOL: lambda arrays: 4 * arrays["pixel_values"].shape[1],
     "internvl": lambda arrays: 4 * len(arrays["pixel_values"]),
     CHAT: lambda arrays: 4 * len(arrays["pixel_values"]),
     "llava": lambda arrays: 16,
@@ -114,7 +118,10 @@ def as_seen(data: bytes) -> Image.Image:
 
 def config_of(name: str) -> dict[str, Any]:
     """Return a golden model's config."""
-    return authors_config(config_of("internvl")) if name == CHAT else read_vision(name)["config"]
+    published = read_vision(PUBLISHED.get(name, name))["config"]
+    if name == CHAT:
+        return authors_config(published)
+    return published | {"model_type": SMOL} if name == SMOL else published
 
 
 @cache
@@ -122,7 +129,9 @@ def processors(name: str) -> tuple[PictureProcessor, Any]:
     """Return this package's processor of a family, and transformers'."""
     folder = Path(mkdtemp())
     # The authors' folders of InternVL do not say how their pictures are prepared.
-    published = read_vision("internvl" if name == CHAT else name)["processor"]
+    published = read_vision(PUBLISHED.get(name, name))["processor"]
+    if name == SMOL:
+        published["image_processor_type"] = "SmolVLMImageProcessor"
     (folder / "preprocessor_config.json").write_text(json.dumps(published))
     theirs = AutoImageProcessor.from_pretrained(folder, backend="pil")
     family: PictureFamily = FAMILIES[config_of(name)["model_type"]](config_of(name))
