@@ -195,7 +195,9 @@ def refused_pictures(target: Target) -> bytes:
     for seed in range(NUM_PICTURES):
         random = np.random.RandomState(seed)
         file = io.BytesIO()
-        Image.fromarray(random.randint(0, 256, PICTURE_SHAPE, np.uint8)).save(file, "png")
+        Image.fromarray(random.randint(0, 256, PICTURE_SHAPE, np.uint8)).save(
+            file, "png", compress_level=0
+        )
         # What follows the end of a picture's file is not looked at.
         whole = file.getvalue().ljust(-(-file.tell() // 3) * 3, b"\0")
         urls.append(

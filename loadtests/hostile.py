@@ -21,6 +21,7 @@ import shlex
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,18 +40,24 @@ TIMEOUT_S = 120.0
 MAX_PAUSE_S = 0.2
 # TEXT matches a chunk with text; the first chunk has only a role.
 TEXT = re.compile(rb'"(?:content|reasoning)":"[^"]')
+# REFUSED matches a line of the server's log.
+REFUSED = re.compile(r" status=4\d\d ")
 # SERVER_OPTIONS give the hostile client enough sequences to work, but few beside the others.
 SERVER_OPTIONS = ["--max-num-seqs-per-key", "8", "--client-timeout", "5"]
 # SETTLE_S: seconds until the effects of an attack are gone.
 SETTLE_S = 6.0
-# BEGIN_S: seconds until the attacking processes have started.
-BEGIN_S = 1.0
+# BEGIN_S: seconds until the attacking processes have made what they send.
+BEGIN_S = 4.0
+# MIN_TOKENS: the model that sees ends many answers about texts at once.
+MIN_TOKENS = 4
 MOST_RATIO = 2.0
 # MOST_HEALTH_S: seconds until /health answers beside long texts; the memory limit is a ratio.
 MOST_HEALTH_S = 0.1
 MOST_KEPT = 1.1
 HEALTH_PAUSE_S = 0.05
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
+# MOST_PICTURE_GROWTH_BYTES: --max-body-size-per-key is 256 MiB, and strings of bodies are copies.
+MOST_PICTURE_GROWTH_BYTES = 1024 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -72,6 +79,7 @@ class Result:
     loads: list[float] = field(default_factory=list)
     grown_bytes: int = 0
     kept: dict[str, float] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def failures(self) -> list[str]:
@@ -122,16 +130,22 @@ def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: f
         add(result.alone, run_phase(server, seconds))
         for name, attacks in cases.items():
             result.loads.append(round(os.getloadavg()[0], 1))
-            idle = server.resident_bytes()
+            idle, refused = server.resident_bytes(), num_refused(server)
             with attackers(server, attacks):
                 time.sleep(BEGIN_S)
                 add(result.beside[name], run_phase(server, seconds))
                 peak = max(peak, server.resident_bytes())
             time.sleep(SETTLE_S)
+            result.refused[name] += num_refused(server) - refused
             kept = server.resident_bytes() / idle
             result.kept[name] = max(kept, result.kept.get(name, 0.0))
     result.grown_bytes = peak - before
     return result
+
+
+def num_refused(server: Server) -> int:
+    """Return how many requests were refused; those of normal clients are not."""
+    return len(REFUSED.findall(server.log.read_text(errors="replace")))
 
 
 def checks_of(result: Result) -> list[Check]:
@@ -144,11 +158,14 @@ def checks_of(result: Result) -> list[Check]:
             Check(f"{name}: TTFT p99 relative to alone", ratio(phase, alone), "<=", MOST_RATIO)
         )
         checks += stall_checks(name, phase, alone, result.kept[name])
+        checks.append(Check(f"{name}: refused requests", result.refused[name]))
+    has_pictures = any(attack in name for name in result.beside for attack in PICTURE_ATTACKS)
+    most_growth = MOST_PICTURE_GROWTH_BYTES if has_pictures else MOST_GROWTH_BYTES
     mean_load = sum(result.loads) / len(result.loads)
     return [
         *checks,
         Check("failures of normal clients", len(result.failures), "==", 0),
-        Check("growth of memory, MiB", result.grown_bytes / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
+        Check("growth of memory, MiB", result.grown_bytes / 2**20, "<=", most_growth / 2**20),
         Check("load average of the machine, mean", mean_load),
     ]
 
@@ -239,7 +256,8 @@ def ask_until(base_url: str, number: int, until_s: float, phase: Phase) -> None:
     while time.monotonic() < until_s:
         time.sleep(draw.uniform(0, MAX_PAUSE_S))
         try:
-            first, gaps = timed_answer(base_url, normal_key(number), draw.choice(cases).body)
+            body = draw.choice(cases).body | {"min_tokens": MIN_TOKENS}
+            first, gaps = timed_answer(base_url, normal_key(number), body)
             phase.first_token_s.append(first)
             phase.gaps_s += gaps
         except (OSError, http.client.HTTPException, ValueError) as cause:
