@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,11 +39,13 @@ def disc(colour: str, size: int = 256) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def answer(client: openai.OpenAI, text: str, *pictures: dict[str, Any]) -> str | None:
+def asked(text: str, *pictures: dict[str, Any]) -> dict[str, Any]:
     content: Any = [*pictures, {"type": "text", "text": text}]
-    made = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=24, temperature=0
-    )
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0}
+
+
+def answer(client: openai.OpenAI, text: str, *pictures: dict[str, Any]) -> str | None:
+    made = client.chat.completions.create(**asked(text, *pictures), max_tokens=24)
     return made.choices[0].message.content
 
 
@@ -60,6 +63,37 @@ def test_it_compares_two_pictures(client: openai.OpenAI) -> None:
     question = "Do they have the same colour?"
     assert answer(client, question, disc("red"), disc("red", 200)) == "yes"
     assert answer(client, question, disc("red"), disc("blue")) == "no"
+
+
+def test_grammars_and_log_probabilities_hold_with_pictures(client: openai.OpenAI) -> None:
+    grammar = {"structured_outputs": {"regex": "(blue|red)!"}}
+    made = client.chat.completions.create(
+        **asked("What colour is it?", disc("red")),
+        logprobs=True,
+        top_logprobs=2,
+        extra_body=grammar,
+    )
+    (choice,) = made.choices
+    assert choice.message.content == "red!"
+    assert choice.logprobs
+    assert choice.logprobs.content
+    first = choice.logprobs.content[0]
+    assert first.token == first.top_logprobs[0].token == "red"
+    assert first.logprob > -0.1 > first.top_logprobs[1].logprob
+
+
+def test_calls_about_pictures_are_forced_and_streamed(client: openai.OpenAI) -> None:
+    colours = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red"]}},
+        "required": ["colour"],
+    }
+    tool: Any = {"type": "function", "function": {"name": "report", "parameters": colours}}
+    ask = asked("What colour is it?", disc("red")) | {"tools": [tool], "tool_choice": "required"}
+    with client.chat.completions.stream(**ask, parallel_tool_calls=False) as stream:
+        made = stream.get_final_completion()
+    (call,) = made.choices[0].message.tool_calls or []
+    assert json.loads(call.function.arguments)["colour"] == "red"
 
 
 def test_without_a_picture_it_asks_for_one(client: openai.OpenAI) -> None:
