@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo check-vision lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -115,6 +115,10 @@ check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=fil
 
 check-vision: $(DEV_STAMP) ## Pictures against transformers (MODEL=folder ARGS="--reference-python PYTHON")
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
+
+cluster-check: $(DEV_STAMP) ## Ranks on your machines: exact answers, faults, latency (HOSTS=hosts.json MODEL=folder)
+	@test -n "$(HOSTS)" || { echo "Name a hostfile of mlx.launch: make cluster-check HOSTS=hosts.json" >&2; exit 2; }
+	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_cluster --hosts "$(HOSTS)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 lint: checks ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
