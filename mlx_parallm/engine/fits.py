@@ -41,12 +41,19 @@ class OnlineFit:
         """Return the seconds for these features; 0 before the first sample."""
         return _dot(self.coefficients, features)
 
-    def learn(self, features: Sequence[float], seconds: float) -> None:
-        """Fit to one more sample."""
-        expected = self.predict(features) if self._moments.num_samples else 0.0
+    def learn(self, features: Sequence[float], seconds: float, known: float = 0.0) -> None:
+        """Fit to one more sample.
+
+        Args:
+            features: those of the sample.
+            seconds: that it took.
+            known: how many of them another model explains. Its error is relative to all seconds,
+                since the rest may be small by chance, or negative.
+        """
+        expected = known + self.predict(features) if self._moments.num_samples else 0.0
         seconds, weight = _trusted(seconds, expected)
         self._moments.fade(MEMORY)
-        self._moments.add(features, seconds, weight)
+        self._moments.add(features, seconds - known, weight)
         for _ in range(SWEEPS):
             self._sweep()
 

@@ -219,7 +219,7 @@ class Planner:
             return
         work = StepWork.of(rows)
         if tokens:
-            self.stage_cost.observe(tokens, seconds - self.cost.predict(work))
+            self.stage_cost.observe(tokens, seconds, self.cost.predict(work))
             return
         self._num_unobserved += 1
         if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:

@@ -18,9 +18,15 @@ class StageCost:
         self._fit = OnlineFit(2)
         self._recent = 0.0
 
-    def observe(self, tokens: float, seconds: float) -> None:
-        """Learn from a step whose stages cost ``tokens``, and took ``seconds`` of it."""
-        self._fit.learn((tokens, 1.0), seconds)
+    def observe(self, tokens: float, seconds: float, rows_s: float) -> None:
+        """Learn from a step that took ``seconds``.
+
+        Args:
+            tokens: the cost of its stages.
+            seconds: those of the whole step.
+            rows_s: how many of them its rows take, by prediction.
+        """
+        self._fit.learn((tokens, 1.0), seconds, rows_s)
         self._recent = max(tokens, RECENT_MEMORY * self._recent)
 
     def predict(self, tokens: float) -> float:
@@ -34,6 +40,5 @@ class StageCost:
         """
         per_token, fixed = self._fit.coefficients
         most = GROWTH * self._recent
-        if per_token <= 0:
-            return most
-        return min(max(0.0, seconds - fixed) / per_token, most)
+        rest = max(0.0, seconds - fixed)
+        return min(rest / per_token, most) if per_token > 0 else most if rest else 0.0
