@@ -14,13 +14,13 @@ import httpx2
 
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.addresses import check_host
-from mlx_parallm.media.pinned import PinnedBackend, Resolve, resolve
+from mlx_parallm.media.pinned import MAX_LOOKUPS, PinnedBackend, Resolve, Resolver
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # MAX_FETCHES: connections of the process at once; further pictures wait within their time limit.
-MAX_FETCHES = 64
+MAX_FETCHES = MAX_LOOKUPS
 MAX_URL_CHARS = 8192
 MAX_PORT = 65535
 HEADERS = (
@@ -44,7 +44,7 @@ class Fetcher:
         self,
         limits: MediaLimits,
         *,
-        resolve: Resolve = resolve,
+        resolve: Resolve | None = None,
         network: httpcore2.AsyncNetworkBackend | None = None,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
@@ -52,14 +52,14 @@ class Fetcher:
 
         Args:
             limits: what may be fetched.
-            resolve: finds addresses of names.
+            resolve: finds addresses of names; None asks the system's resolver.
             network: connects to addresses; None is the system's network.
             ssl_context: verifies servers; None trusts what the system trusts.
         """
         self._limits = limits
         # The class has a stand-in for installations without anyio, which httpcore2 types by.
         system = cast("httpcore2.AsyncNetworkBackend", httpcore2.AnyIOBackend())
-        self._backend = PinnedBackend(network or system, resolve)
+        self._backend = PinnedBackend(network or system, resolve or Resolver())
         self._ssl_context = ssl_context
         self._turns = asyncio.Semaphore(MAX_FETCHES)
         self.num_bytes = 0

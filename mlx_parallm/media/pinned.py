@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpcore2
 
@@ -12,20 +14,32 @@ from mlx_parallm.media.addresses import not_public, parse_public
 
 # MAX_ADDRESSES: a name may have any number of them.
 MAX_ADDRESSES = 4
+# MAX_LOOKUPS: names that are looked up at once, as many as there are fetches.
+MAX_LOOKUPS = 64
 
 #: ``Resolve``: (name, port) to addresses.
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
-async def resolve(name: str, port: int) -> list[str]:
-    """Return the addresses of a name, by the system's resolver.
+class Resolver:
+    """Finds addresses of names by the system's resolver, on threads of its own.
 
-    Raises:
-        OSError: it has none.
+    A name server may take long to answer, and other work waits for the event loop's threads.
     """
-    loop = asyncio.get_running_loop()
-    addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in addresses]
+
+    def __init__(self) -> None:
+        # Threads are started when they are needed.
+        self._threads = ThreadPoolExecutor(MAX_LOOKUPS, "names")
+
+    async def __call__(self, name: str, port: int) -> list[str]:
+        """Return the addresses of a name.
+
+        Raises:
+            OSError: it has none.
+        """
+        lookup = partial(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
+        addresses = await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+        return [str(address[4][0]) for address in addresses]
 
 
 class PinnedBackend(httpcore2.AsyncNetworkBackend):
@@ -35,8 +49,8 @@ class PinnedBackend(httpcore2.AsyncNetworkBackend):
     between the check and the connection has no effect.
     """
 
-    def __init__(self, network: httpcore2.AsyncNetworkBackend, resolve: Resolve = resolve) -> None:
-        """``network`` connects to addresses."""
+    def __init__(self, network: httpcore2.AsyncNetworkBackend, resolve: Resolve) -> None:
+        """``network`` connects to addresses, and ``resolve`` finds those of names."""
         self._network = network
         self._resolve = resolve
 

@@ -3,12 +3,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import socket
 import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.fetch import Fetcher
+from mlx_parallm.media.pinned import Resolver
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.unit.media.servers import OTHER_PUBLIC, PUBLIC, TLS, Names, Network, Writer, serving
 
@@ -250,6 +254,8 @@ async def test_an_answer_that_is_not_http_is_refused(server):
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\ndata\r\n",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nz\r\ndata\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"x: " + b"a" * 200_000,
+        b"HTTP/1.1 200 OK\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\ndata",
+        b"HTTP/1.1 302 OK\r\nlocation: http://\xff\xfe/\r\n\r\n\0",
     ):
         server.add_raw("/a.png", answer)
         message = await refusal(fetcher_of(server))
@@ -324,6 +330,29 @@ async def test_a_resolver_that_hangs_is_cut_off(server):
         return []
 
     assert "took more than" in await refusal(fetcher_of(server, hang, timeout_s=BRIEF))
+
+
+async def test_names_that_take_long_keep_no_other_work_waiting(monkeypatch):
+    may_end = threading.Event()
+
+    def hang(*_: object, **__: object) -> list[object]:
+        may_end.wait(timeout=60)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    resolver = Resolver()
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        lookups = [asyncio.create_task(resolver(f"{number}.test", 80)) for number in range(8)]
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(lambda: "other work") == "other work"
+        assert not any(lookup.done() for lookup in lookups)
+        may_end.set()
+        assert await asyncio.gather(*lookups) == [[]] * 8
+
+
+async def test_addresses_are_those_of_the_system():
+    assert set(await Resolver()("localhost", 80)) <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "identity, gzip", "GZIP"])
