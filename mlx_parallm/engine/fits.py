@@ -47,11 +47,11 @@ class OnlineFit:
         Args:
             features: those of the sample.
             seconds: that it took.
-            known: how many of them another model explains. Its error is relative to all seconds,
-                since the rest may be small by chance, or negative.
+            known: how many of them another model explains. Errors are relative to all seconds,
+                since the rest may be small by chance; it is 0 at least.
         """
         expected = known + self.predict(features) if self._moments.num_samples else 0.0
-        seconds, weight = _trusted(seconds, expected)
+        seconds, weight = _trusted(max(seconds, known), expected)
         self._moments.fade(MEMORY)
         self._moments.add(features, seconds - known, weight)
         for _ in range(SWEEPS):

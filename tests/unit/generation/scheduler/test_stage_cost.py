@@ -29,7 +29,7 @@ def test_stages_cost_what_steps_took_beyond_their_rows() -> None:
 def test_a_step_shorter_than_its_rows_does_not_make_stages_free(seconds: float) -> None:
     cost = StageCost()
     cost.observe(1000, seconds, ROWS_S)
-    observe(cost, *[1000] * 5)
+    observe(cost, *[1000] * 10)
     assert cost.predict(1000) > 0.5 * 1000 * PER_TOKEN_S
 
 
