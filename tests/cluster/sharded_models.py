@@ -16,6 +16,13 @@ from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
 
+
+def with_fields(config: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a configuration with other fields, in its text's configuration too."""
+    changed = {**config, **fields}
+    return {**changed, "text_config": {**config["text_config"], **fields}}
+
+
 #: Two layers and four KV heads, so that two and four ranks can share them.
 DENSE: dict[str, Any] = {
     **config_of("qwen2"),
@@ -34,6 +41,14 @@ EXPERTS: dict[str, Any] = {
     "vocab_size": 96,
     "mlp_only_layers": [0],
 }
+#: WIDE_EXPERTS: two ranks share the groups of its quantised layers.
+WIDE_EXPERTS = {**EXPERTS, "intermediate_size": 128, "moe_intermediate_size": 64}
+#: TIED: its embedding is its head.
+TIED: dict[str, Any] = {**DENSE, "tie_word_embeddings": True}
+#: HYBRID: gated delta nets beside attention whose only KV head both of two ranks have.
+HYBRID = with_fields(config_of("qwen3_5"), num_key_value_heads=1)
+#: LATENT: attention over latent keys and values (MLA), and experts.
+LATENT = config_of("deepseek_v3")
 #: Three ranks share its heads.
 THIRDS: dict[str, Any] = {
     **DENSE,
@@ -46,7 +61,12 @@ GROUP_SIZE = 32
 
 
 def write_model(
-    folder: Path, config: dict[str, Any], *, bits: int | None = None, seed: int = 0
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    bits: int | None = None,
+    mode: str = "affine",
+    seed: int = 0,
 ) -> Path:
     """Write a model with random float32 weights, or quantised ones, as mlx_lm does."""
     folder.mkdir(parents=True)
@@ -55,8 +75,9 @@ def write_model(
         source = mx.random.key(seed)
         model.apply(lambda array: array + 0.02 * mx.random.normal(array.shape, key=source))
     if bits is not None:
-        nn.quantize(model, group_size=GROUP_SIZE, bits=bits)
-        config = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
+        nn.quantize(model, group_size=GROUP_SIZE, bits=bits, mode=mode)
+        quantization = {"group_size": GROUP_SIZE, "bits": bits, "mode": mode}
+        config = {**config, "quantization": quantization}
     weights: Any = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))

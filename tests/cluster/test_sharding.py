@@ -21,6 +21,15 @@ TOLERANCE = 1e-4
 INT8_TOLERANCE = 2e-3
 MODELS = ("dense", "experts", "packed")
 
+#: OTHERS: models with other layers, with their quantisation: bits and mode. The names with "packed"
+#: stay quantised on a CPU.
+OTHERS: dict[str, tuple[dict[str, Any], int | None, str]] = {
+    "tied-packed-8": (sharded_models.TIED, 8, "affine"),
+    "packed-mxfp4": (sharded_models.WIDE_EXPERTS, 4, "mxfp4"),
+    "hybrid": (sharded_models.HYBRID, None, "affine"),
+    "latent": (sharded_models.LATENT, None, "affine"),
+}
+
 Results = dict[str, dict[str, Any]]
 
 
@@ -47,12 +56,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     ):
         write_model(folder / name, config, bits=bits)
         write_model(folder / f"{name}-other", config, bits=bits, seed=4)
+    others = [f"base={write_other(folder, name)}" for name in OTHERS]
     ahead = write_model(folder / "ahead", sharded_models.DENSE)
     scenarios = [f"everything={folder / name}" for name in MODELS]
     int8 = write_model(folder / "int8", sharded_models.DENSE)
     embeds = write_model(folder / "embeds", sharded_models.DENSE)
-    others = [f"ahead={ahead}", f"base={int8}", f"embeds={embeds}"]
+    others += [f"ahead={ahead}", f"base={int8}", f"embeds={embeds}"]
     return _compare(2, folder, *scenarios, *others)
+
+
+def write_other(folder: Path, name: str) -> Path:
+    """Write one of ``OTHERS``."""
+    config, bits, mode = OTHERS[name]
+    return write_model(folder / name, config, bits=bits, mode=mode)
 
 
 def _compare(size: int, folder: Path, *scenarios: str) -> Compared:
@@ -74,6 +90,13 @@ def test_adapters_give_the_tokens_of_one_process(pair: Compared, model: str) -> 
 def test_updates_give_the_tokens_of_one_process(pair: Compared, model: str) -> None:
     names = ("after tensors", "after sleep 1", "after sleep 2", "after folder")
     _assert_same_steps(pair, model, *names)
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_exact_tokens_of_other_layers(pair: Compared, model: str) -> None:
+    _assert_same_steps(pair, model, "base")
+    for rank in pair.ranks:
+        assert rank[model] == {**rank[model], **_digests(pair.alone[model])}
 
 
 def _assert_same_steps(pair: Compared, model: str, *names: str) -> None:
