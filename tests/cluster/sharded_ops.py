@@ -287,6 +287,14 @@ def adapters(run: Run) -> None:
     run.fail("unfit", lambda: run.add("unfit", make_adapter(run.folder, 1, 4, share=2)))
 
 
+def some(run: Run) -> None:
+    """Run a LoRA and a DoRA of all layers beside base rows."""
+    run.add("lora 8", make_adapter(run.folder, 1, 8))
+    run.add("dora 4", make_adapter(run.folder, 2, 4, is_dora=True))
+    run.decode("adapters", "lora 8", "dora 4")
+    run.checksums("digests")
+
+
 def updates(run: Run) -> None:
     """Replace weights by tensors and by a folder, refuse some, sleep and wake."""
     run.checksums("digests before")
@@ -333,7 +341,7 @@ def everything(run: Run) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Run], None]] = {
-    scenario.__name__: scenario for scenario in (base, adapters, ahead, embeds, everything)
+    scenario.__name__: scenario for scenario in (base, some, ahead, embeds, everything)
 }
 
 

@@ -164,7 +164,7 @@ def test_adapters_change_what_the_model_answers(pair: Compared, model: str) -> N
 
 @pytest.mark.parametrize(
     ("size", "scenario", "config"),
-    [(3, "adapters", sharded_models.THIRDS), (4, "base", sharded_models.DENSE)],
+    [(3, "some", sharded_models.THIRDS), (4, "base", sharded_models.DENSE)],
 )
 def test_exact_tokens_of_more_ranks(
     tmp_path: Path, size: int, scenario: str, config: dict[str, Any]
