@@ -177,6 +177,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
     (TEXT, {"model": MODEL, "prompt": ["a"] * 17, "n": 128}, "prompt"),
     (TEXT, {"model": MODEL, "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": MODEL, "prompt": "a", "best_of": 3}, "best_of"),
+    (TEXT, {"model": MODEL, "prompt": "a", "image_data": ["data:,"]}, "image_data"),
     *(
         (TEXT, {"model": MODEL, "prompt": "a", name: value}, name)
         for name, value in [

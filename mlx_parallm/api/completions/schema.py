@@ -11,6 +11,8 @@ from mlx_parallm.api.turns.fields import UNSUPPORTED, GenerationRequest
 from mlx_parallm.types.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 16
+# PICTURES: where other routes and programs have pictures. An answer without them would mislead.
+PICTURES = ("image_data", "images", "multi_modal_data")
 
 
 class CompletionRequest(GenerationRequest):
@@ -56,7 +58,7 @@ class CompletionRequest(GenerationRequest):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        self.refuse(*UNSUPPORTED)
+        self.refuse(*UNSUPPORTED, *PICTURES)
 
     def _check_no_tokens_needed(self) -> None:
         for name in ("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens"):
