@@ -14,7 +14,7 @@ from mlx_parallm.distributed.facts import checkpoint_facts, process_facts
 from mlx_parallm.distributed.follower import Follower
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leading import end_process
-from mlx_parallm.distributed.link import JOIN_S, FollowerLink
+from mlx_parallm.distributed.link import JOIN_S, LINK_S, FollowerLink
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.types.errors import RankLostError
 from mlx_parallm.worker.device.ranks import join_ranks
@@ -44,7 +44,7 @@ def follow(
     settings = config.ranks
     with joining_within(JOIN_S, os.environ):
         ranks = join_ranks(settings.backend)
-    link = FollowerLink.open(ranks)
+        link = FollowerLink.open(ranks, LINK_S)
     watch = Watch(ranks.rank, {0: link.beats}, settings.timeout_s, end_process)
     answer(link, process_facts(config))
     watch.start()

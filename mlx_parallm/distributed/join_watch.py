@@ -16,13 +16,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, cast
 
 # TELL_S: seconds between two datagrams to the same rank.
 TELL_S = 0.5
+# SILENT_S: a rank that was not heard for so long has ended.
+SILENT_S = 5.0
 # HERE: begins a datagram; the rank that sends it follows.
 HERE = b"mlx_parallm rank "
 
@@ -44,24 +46,28 @@ def joining_within(timeout_s: float, environment: Mapping[str, str]) -> Generato
 
 
 class Presence:
-    """Says that this rank is there, and hears which others are.
+    """Says that this rank is there, and hears which others are."""
 
-    Attributes:
-        seen: the other ranks that have said so.
-    """
-
-    def __init__(self, hosts: Sequence[Sequence[str]], rank: int) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[str]],
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open this rank's ports.
 
         Args:
             hosts: the "host:port" addresses of each rank, which it may have several of.
             rank: this rank.
+            clock: tells the time, in seconds.
 
         Raises:
             OSError, ValueError, LookupError: the addresses are not of this machine, or are none.
         """
-        self.seen: set[int] = set()
         self._rank = rank
+        self._clock = clock
+        # When each rank was heard last.
+        self._heard_s: dict[int, float] = {}
         self._others = {
             other: [_parse(address) for address in addresses]
             for other, addresses in enumerate(hosts)
@@ -93,11 +99,13 @@ class Presence:
         with suppress(OSError, ValueError):
             data = end.recv(64)
             if data.startswith(HERE):
-                self.seen.add(int(data.removeprefix(HERE)))
+                self._heard_s[int(data.removeprefix(HERE))] = self._clock()
 
     def missing(self) -> list[int]:
-        """Return the ranks that were not heard."""
-        return sorted(self._others.keys() - self.seen)
+        """Return the ranks that were not heard lately."""
+        since = self._clock() - SILENT_S
+        heard = {rank for rank, heard_s in self._heard_s.items() if heard_s >= since}
+        return sorted(self._others.keys() - heard)
 
 
 def _parse(address: str) -> tuple[str, int]:

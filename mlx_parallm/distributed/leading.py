@@ -13,7 +13,7 @@ from mlx_parallm.distributed.agreement import agree
 from mlx_parallm.distributed.facts import checkpoint_facts, process_facts
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leader import LeadingWorker
-from mlx_parallm.distributed.link import JOIN_S, LeaderLink
+from mlx_parallm.distributed.link import JOIN_S, LINK_S, LeaderLink
 from mlx_parallm.distributed.log import LeaderLog
 from mlx_parallm.distributed.metrics import RankMetrics
 from mlx_parallm.distributed.watch import Watch
@@ -62,7 +62,7 @@ def leading_worker(
     settings = config.ranks
     with joining_within(JOIN_S, os.environ):
         ranks = join_ranks(settings.backend)
-    link = LeaderLink.open(ranks, settings.host)
+        link = LeaderLink.open(ranks, settings.host, LINK_S)
     watch = Watch(0, link.beats, settings.timeout_s, end_process)
     try:
         agree(link, process_facts(config), JOIN_S)

@@ -103,9 +103,12 @@ def join_ranks(backend: str) -> Ranks:
     """
     try:
         group = mx.distributed.init(strict=True, backend=backend)
+        ranks = Ranks(group.rank(), group.size(), backend, group)
+        # A ring does not ask who has the port of a rank; a sum shows that it is the rank.
+        ranks.agree(True)
     except RuntimeError as problem:
         raise ConfigError(f"The ranks cannot be joined by {backend}: {problem}") from problem
-    return Ranks(group.rank(), group.size(), backend, group)
+    return ranks
 
 
 def _host(x: mx.array) -> np.ndarray:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.distributed.join_watch import (
+    SILENT_S,
     Presence,
     describe,
     joining_within,
@@ -107,6 +108,17 @@ def test_ranks_know_who_is_there() -> None:
         first.tell()
         hear(last, 2)
         assert last.missing() == [1]
+
+
+def test_a_rank_that_has_ended_is_missing_again() -> None:
+    hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(2)]
+    now = 0.0
+    with Presence(hosts, 0, lambda: now) as first, Presence(hosts, 1) as second:
+        second.tell()
+        hear(first, 1)
+        assert first.missing() == []
+        now = SILENT_S + 0.1
+        assert first.missing() == [1]
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 99, b"mlx_parallm rank ", b"mlx_parallm rank x"])
