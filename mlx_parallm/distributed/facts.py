@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -34,8 +35,24 @@ def process_facts(config: EngineConfig) -> dict[str, str]:
 
 
 def checkpoint_facts(folders: Mapping[str, Path]) -> dict[str, str]:
-    """Return the digest of each model's files, by the model's name."""
-    return {f"files of {name}": folder_revision(path) for name, path in folders.items()}
+    """Return each model's configuration and the digest of its files, by the model's name.
+
+    The digest covers the configuration too, whose fields say what differs.
+    """
+    facts: dict[str, str] = {}
+    for name, path in folders.items():
+        facts |= _flat(f"config of {name}", _read_config(path))
+        facts[f"files of {name}"] = folder_revision(path)
+    return facts
+
+
+def _read_config(folder: Path) -> Any:
+    """Return what is in a model's ``config.json``; None if it cannot be read."""
+    try:
+        return json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        # The load says what is wrong.
+        return None
 
 
 def _version(package: str) -> str:

@@ -160,4 +160,5 @@ def test_checkpoints_are_compared_by_their_files(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("layers", "layers_"))
     problem = difference(facts, [checkpoint_facts({"demo": copy})])
     assert problem is not None
-    assert problem.startswith("Rank 1 differs from rank 0: files of demo is ")
+    assert problem.startswith("Rank 1 differs from rank 0: config of demo.num_hidden_layers is ")
+    assert "; files of demo is " in problem
