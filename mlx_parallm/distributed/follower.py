@@ -79,12 +79,11 @@ class Follower:
             self._apply(Entry(message.kind), message.payload, message.number)
 
     def _apply(self, entry: Entry, payload: Any, number: int) -> None:
-        # A step counts as ended once it is submitted: rank 0 waits for it, and by its sums for
-        # this rank's device.
-        self._watch.begin(None if entry is Entry.STEP else LONG_S)
+        if entry is Entry.STEP:
+            self._step(*payload)
+            return
+        self._watch.begin(LONG_S)
         match entry:
-            case Entry.STEP:
-                self._step(*payload)
             case Entry.OP:
                 self._op(payload, number)
             case Entry.FREE_MEMORY:
@@ -93,11 +92,18 @@ class Follower:
         self._watch.end()
 
     def _step(self, model: str, batch: bytes) -> None:
-        """Begin a step, and only then end the one before: this rank runs ahead as rank 0 does."""
+        """Begin a step, and only then end the one before: this rank runs ahead as rank 0 does.
+
+        A step counts as begun once it is submitted, so that the skew shows the time that this takes
+        a slow rank. It counts as ended without waiting for it: rank 0 waits for it, and by its sums
+        for this rank's device.
+        """
         step = Step(model=model, batch=self._decoders[model].decode(batch))
         latest, self._latest = self._latest, self._worker.begin(step)
+        self._watch.begin()
         if latest is not None:
             latest.wait()
+        self._watch.end()
 
     def _settle(self) -> None:
         """End the latest step."""

@@ -40,7 +40,7 @@ class RankMetrics(Collector):
         )
         yield GaugeMetricFamily(
             "mlx_parallm:rank_step_skew_seconds",
-            "Time from rank 0's begin of the latest op to that of the slowest rank.",
+            "Time until the slowest rank had begun the latest op that rank 0 had begun.",
             value=self._watch.skew_s(),
         )
         ages = GaugeMetricFamily(
