@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 # BACKLOG: connections that wait to be accepted.
 BACKLOG = 2048
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# NOTICE_S: time from the engine's death to the server's end. Requests and /health are answered with
+# 503 until then, so that proxies that poll it see more than refused connections.
+NOTICE_S = 1.0
 # STOP_TIMEOUT_S: time that HTTP processes get to end: connections may be flushed until then.
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
 
@@ -223,6 +226,9 @@ class EngineServer:
 
     def _on_engine_end(self) -> None:
         logger.critical("the engine has ended; the server ends too")
+        asyncio.get_running_loop().call_later(NOTICE_S, self._end_http)
+
+    def _end_http(self) -> None:
         self._http.uvicorn.should_exit = True
 
 
