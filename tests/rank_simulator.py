@@ -115,7 +115,7 @@ class Meeting:
 
 @dataclass
 class Record:
-    """What a rank was told at each position of the log, and with what it computed the steps."""
+    """The entries of the log by position, and the states in which a rank ran its steps."""
 
     position: int = 0
     entries: dict[int, list[str]] = field(default_factory=dict[int, list[str]])

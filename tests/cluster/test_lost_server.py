@@ -1,0 +1,112 @@
+"""A server of two ranks tells its clients of a lost rank, and starts again as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from mlx_parallm.distributed.leading import LOST
+from tests.cluster.sharded_models import DENSE, write_model
+from tests.decoder_folders import write_words
+from tests.processes import are_gone, engines_of
+from tests.server_process import ServerProcess
+
+NAME = "small"
+ASKED = {"model": NAME, "temperature": 0, "ignore_eos": True}
+PROMPTS = ("w7 w8 w9", "w20 w21", "w50 " * 200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model of two layers, with a tokenizer."""
+    folder = write_model(tmp_path_factory.mktemp("small") / "model", DENSE)
+    write_words(folder, DENSE["vocab_size"])
+    return folder
+
+
+def start(model: Path) -> ServerProcess:
+    server = ServerProcess("--model", str(model), "--served-model-name", NAME, num_ranks=2)
+    server.wait_until_ready()
+    return server
+
+
+def answer(server: ServerProcess) -> str:
+    """Return the text that follows the first prompt."""
+    body = {**ASKED, "prompt": PROMPTS[0], "max_tokens": 30}
+    return httpx2.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+class Stream:
+    """A completion whose events are read one by one."""
+
+    def __init__(self, server: ServerProcess, prompt: str, max_tokens: int) -> None:
+        body = {**ASKED, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        self._client = httpx2.Client(base_url=server.url)
+        self._response = self._client.stream("POST", "/v1/completions", json=body)
+        self._lines: Iterator[str] = self._response.__enter__().iter_lines()
+
+    def next_event(self) -> Any:
+        """Return the next event."""
+        line = next(line for line in self._lines if line.startswith("data: "))
+        return json.loads(line.removeprefix("data: "))
+
+    def rest(self) -> list[str]:
+        """Return the data of all events that are left."""
+        lines = [line.removeprefix("data: ") for line in self._lines if line]
+        self._response.__exit__(None, None, None)
+        self._client.close()
+        return lines
+
+
+def wait_for_503(server: ServerProcess) -> dict[str, Any]:
+    """Return the error that /health answers before connections are refused."""
+    while (health := httpx2.get(f"{server.url}/health")).status_code == 200:
+        pass
+    assert health.status_code == 503
+    return health.json()["error"]
+
+
+def test_clients_are_told_of_a_lost_rank_and_it_starts_again(model: Path) -> None:
+    server = start(model)
+    first = answer(server)
+    processes = [*engines_of(server.process.pid), *(rank.pid for rank in server.ranks)]
+    streams = [Stream(server, prompt, 800) for prompt in PROMPTS]
+    for stream in streams:
+        stream.next_event()
+    server.ranks[1].kill()
+    assert wait_for_503(server)["code"] == "engine_dead"
+    for stream in streams:
+        error, done = stream.rest()[-2:]
+        assert json.loads(error)["error"]["code"] == "engine_dead"
+        assert done == "[DONE]"
+    assert [rank.wait() for rank in server.ranks] == [1, -signal.SIGKILL]
+    assert are_gone(processes)
+    assert "this rank ends: rank 1 is gone" in server.log
+    assert f"The engine's process ended with {LOST}." in server.log
+    server.stop()
+
+    server = start(model)
+    assert answer(server) == first
+    end_by_signal(server)
+
+
+def end_by_signal(server: ServerProcess) -> None:
+    """Check that a signal to all processes lets a running request finish, and all end with 0."""
+    stream = Stream(server, PROMPTS[1], 300)
+    stream.next_event()
+    engines = engines_of(server.process.pid)
+    for pid in (*engines, *(rank.pid for rank in server.ranks)):
+        os.kill(pid, signal.SIGTERM)
+    *_, last, done = stream.rest()
+    assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert done == "[DONE]"
+    assert [rank.wait() for rank in server.ranks] == [0, 0]
+    assert are_gone(engines)
+    server.stop()
