@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
+import httpx2
+import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from mlx_parallm.client.rl import RLClient
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
 from tests.server_process import ServerProcess
 
@@ -24,6 +27,8 @@ FLAGS = (
     *("--max-num-seqs", "16", "--block-size", "16"),
     *("--speculative-config", json.dumps(NGRAM)),
 )
+#: QUERIES: weights of which each rank has the half of the rows; the folder has them in 8 bits.
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
 Request: TypeAlias = dict[str, Any]
 COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, "
 REQUESTS: list[Request] = [
@@ -119,6 +124,35 @@ def test_answers_with_drafts_are_those_of_one_process(servers: list[ServerProces
     check(servers, PLAIN, [DRAFTED, *({**DRAFTED, "seed": seed} for seed in range(3))])
     for server in servers:
         assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+async def updated_digests(server: ServerProcess) -> list[dict[str, str]]:
+    """Return the digests of all weights before an update by body, after it, and after sleep."""
+    new = np.random.default_rng(3).standard_normal((256, 256)).astype(np.float32)
+    digests: list[dict[str, str]] = []
+    async with httpx2.AsyncClient(base_url=server.url) as http, RLClient(server.url) as client:
+
+        async def read() -> None:
+            response = await http.post("/weights_checker", json={})
+            digests.append(response.json()["checksums"])
+
+        await read()
+        await client.update_weights({QUERIES: new * 0.05}, version="new")
+        await read()
+        # The folder's weights come back.
+        await client.sleep(2)
+        await client.wake_up()
+        await read()
+    return digests
+
+
+def test_digests_of_updates_are_those_of_one_process(servers: list[ServerProcess]) -> None:
+    alone, ranks = (asyncio.run(updated_digests(server)) for server in servers)
+    before, after, awake = alone
+    assert [name for name in before if before[name] != after[name]] == [QUERIES]
+    assert awake == before
+    assert ranks == alone
+    check(servers, PLAIN, REQUESTS[:3])
 
 
 def logprobs(choice: Any) -> list[float]:
