@@ -11,7 +11,7 @@ from mlx_parallm.distributed.codec import StepDecoder
 from mlx_parallm.distributed.link import FollowerLink
 from mlx_parallm.distributed.log import LONG_S, Entry, Refused
 from mlx_parallm.distributed.watch import Watch
-from mlx_parallm.types.errors import RankLostError
+from mlx_parallm.types.errors import ParallmError, RankLostError
 from mlx_parallm.worker.device.properties import free_memory_bytes, give_back_memory
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.ops import (
@@ -130,6 +130,11 @@ class Follower:
         except RankLostError:
             raise
         except Exception as problem:
-            logger.exception("rank %d refuses %s", self._ranks.rank, type(op).__name__)
+            # Only a failure that nobody foresaw needs its place in the code.
+            trace = None if isinstance(problem, ParallmError) else problem
+            what = type(op).__name__
+            logger.error(  # noqa: TRY400 - see above
+                "rank %d refuses %s: %s", self._ranks.rank, what, problem, exc_info=trace
+            )
             verdict = Refused.of(problem)
         self._link.reply(number, verdict)

@@ -84,6 +84,16 @@ def write_model(
     return folder
 
 
+def write_unreadable(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a model whose weights are all NaN, so that reading them fails otherwise."""
+    folder.mkdir()
+    parameters: Any = tree_flatten(build(config).parameters())
+    weights = {name: mx.full(array.shape, mx.nan) for name, array in parameters}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the unpacked weights of a folder's layers, by path."""
     arrays: Any = mx.load(str(folder / "model.safetensors"))

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mlx_parallm.distributed.leading import LOST
 from mlx_parallm.types.step import StepOutput
+from tests.builders.architectures.configs import config_of
 from tests.cluster import sharded_models
 from tests.cluster.rank_processes import run_ranks
-from tests.cluster.sharded_models import write_model
+from tests.cluster.sharded_models import write_model, write_unreadable
 from tests.cluster.sharded_ops import run_all
+from tests.server_process import ServerProcess
 
 MODULE = "tests.cluster.sharded_ops"
 #: TOLERANCE of log-probabilities: sums over ranks add in another order.
@@ -176,6 +179,20 @@ def test_exact_tokens_of_more_ranks(
             _assert_alike(ranks[0]["model"][name], wanted)
         else:
             assert [rank["model"][name] for rank in ranks] == [wanted] * size
+
+
+def test_a_model_without_shard_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    folder = write_unreadable(tmp_path / "model", config_of("gemma"))
+    server = ServerProcess("--model", str(folder), num_ranks=2)
+    assert [rank.wait() for rank in server.ranks] == [2, LOST]
+    refusal = (
+        f"{folder} (gemma, num_attention_heads 4, num_key_value_heads 2) cannot be computed by 2 "
+        "ranks: mlx_lm has no method shard for this architecture."
+    )
+    log = server.log
+    server.stop()
+    assert f"mlx_parallm serve: error: {refusal}" in log.splitlines()
+    assert "Traceback" not in log
 
 
 def _assert_alike(

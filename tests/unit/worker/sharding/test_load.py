@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from mlx_parallm.worker.weights.model_weights import ModelWeights
 from mlx_parallm.worker.worker import Worker
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
-from tests.cluster.sharded_models import DENSE, write_model
+from tests.cluster.sharded_models import DENSE, write_model, write_unreadable
 from tests.golden_pictures import read_vision, write_vision
 
 
@@ -41,16 +40,6 @@ class OtherRankFails(Ranks):
     def agree(self, verdict: bool) -> bool:
         """Return False: the other rank passes it."""
         return False
-
-
-def write_unreadable(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a model whose weights are all NaN, so that reading them fails otherwise."""
-    folder.mkdir()
-    model = build(config)
-    weights = {name: mx.full(array.shape, mx.nan) for name, array in _flat(model)}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def _flat(model: Any) -> list[tuple[str, mx.array]]:
