@@ -183,10 +183,8 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             await writer.drain()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-async def test_events_continue_when_the_server_was_restarted(
-    tmp_path: Path, how: signal.Signals
-) -> None:
+async def test_events_continue_when_the_server_was_restarted(tmp_path: Path) -> None:
+    signals = {20: signal.SIGKILL, 100: signal.SIGTERM}
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))
     process = ServerProcess(*flags)
     await asyncio.to_thread(process.wait_until_ready)
@@ -199,8 +197,8 @@ async def test_events_continue_when_the_server_was_restarted(
         await client.mezo.run(session.id, 200)
         async for step in client.mezo.events(session.id, reconnect_s=math.inf):
             numbers.append(step.step)
-            if step.step == 20:
-                await asyncio.to_thread(process.stop, how)
+            if step.step in signals:
+                await asyncio.to_thread(process.stop, signals[step.step])
                 process = ServerProcess(*flags)
                 relay.port = process.port
     address.close()
