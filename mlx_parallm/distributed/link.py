@@ -31,7 +31,7 @@ from mlx_parallm.distributed.reception import Reception, all_callers
 from mlx_parallm.types.errors import ConfigError, RankLostError
 
 #: ``JOIN_S``: seconds that ranks wait for each other until all have joined.
-JOIN_S = 30.0
+JOIN_S = 25.0
 #: ``LINK_S``: the part of ``JOIN_S`` that rank 0 waits for the followers' streams, and they for it.
 LINK_S = 20.0
 # GOODBYE_S: seconds that rank 0 waits for followers to read its goodbye.
