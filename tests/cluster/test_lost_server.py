@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
+from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.distributed.leading import LOST
+from tests.cluster.faulty_ranks import NORM
 from tests.cluster.sharded_models import DENSE, write_model
 from tests.decoder_folders import write_words
 from tests.processes import are_gone, engines_of
@@ -20,6 +24,7 @@ from tests.server_process import ServerProcess
 
 NAME = "small"
 ASKED = {"model": NAME, "temperature": 0, "ignore_eos": True}
+RAW = {"content-type": "application/octet-stream"}
 PROMPTS = ("w7 w8 w9", "w20 w21", "w50 " * 200)
 
 
@@ -41,6 +46,21 @@ def answer(server: ServerProcess) -> str:
     """Return the text that follows the first prompt."""
     body = {**ASKED, "prompt": PROMPTS[0], "max_tokens": 30}
     return httpx2.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+
+def refuse_bodies(server: ServerProcess) -> None:
+    """Send parts of an update, and check that the weights stay what they are."""
+    body = encode_safetensors({NORM: np.zeros(DENSE["hidden_size"], np.float32)})
+    with httpx2.Client(base_url=server.url) as http:
+        before = http.get("/weight_info").json()
+        refused = http.post("/update_weights", content=body[:-1], headers=RAW)
+        assert refused.status_code == 400, refused.text
+        with socket.create_connection(("127.0.0.1", server.port)) as trainer:
+            head = {"host": "127.0.0.1", **RAW, "content-length": len(body)}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+            request = f"POST /update_weights HTTP/1.1\r\n{lines}\r\n".encode()
+            trainer.sendall(request + body[:-9])
+        assert http.get("/weight_info").json() == before
 
 
 class Stream:
@@ -76,6 +96,8 @@ def wait_for_503(server: ServerProcess) -> dict[str, Any]:
 def test_clients_are_told_of_a_lost_rank_and_it_starts_again(model: Path) -> None:
     server = start(model)
     first = answer(server)
+    refuse_bodies(server)
+    assert answer(server) == first
     processes = [*engines_of(server.process.pid), *(rank.pid for rank in server.ranks)]
     streams = [Stream(server, prompt, 800) for prompt in PROMPTS]
     for stream in streams:
