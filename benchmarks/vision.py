@@ -34,6 +34,8 @@ MOST_SECOND, LEAST_AT_ONCE, MOST_GAP, LEAST_TEXT = 0.25, 6.0, 1.2, 0.99
 LEAST_OVER_VLM, MOST_TTFT_OVER_VLM = 2.0, 0.5
 TOWER_RUNS = "vllm:image_tower_runs_total"
 NUM_CLIENTS, NUM_STREAMS, NUM_ARRIVALS = 32, 16, 8
+# ROUNDS_BEFORE: questions before those that are measured.
+ROUNDS_BEFORE = 24
 QUESTION, ANSWER = 16, 32
 ROWS = ("texts", "turns", "clients", "streams")
 Content = str | list[dict[str, Any]]
@@ -144,17 +146,23 @@ def text_rate(server: Server, chats: Chats, args: Namespace) -> float:
 
 
 def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
-    """Return times to the first token of first and second questions about a picture."""
+    """Return times to the first token of first and second questions about a picture.
+
+    A server compiles steps of usual shapes in its first seconds; the first rounds last as long.
+    """
     firsts: list[RequestRecord] = []
     seconds: list[RequestRecord] = []
-    for _ in range(3 * args.repetitions + 1):
+    for _ in range(ROUNDS_BEFORE + 3 * args.repetitions):
         question = chats.asking(chats.picture())
         (first,) = send_all(server, [chat(0, [question], 8)], 1)
         later = [question, chats.text(8), chats.text(QUESTION)]
         (second,) = send_all(server, [chat(0, later, 8)], 1)
         firsts.append(first)
         seconds.append(second)
-    medians = [statistics.median(map(first_text_ms, records[1:])) for records in (firsts, seconds)]
+    medians = [
+        statistics.median(map(first_text_ms, records[ROUNDS_BEFORE:]))
+        for records in (firsts, seconds)
+    ]
     return [
         Check("tokens of a picture's prompt", firsts[0].prompt_tokens),
         Check("first question: TTFT, ms", medians[0]),

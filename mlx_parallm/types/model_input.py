@@ -158,5 +158,10 @@ class InputChanges:
         """The cost of all stages."""
         return sum(each.tokens for each in self.stages)
 
+    @property
+    def begun_tokens(self) -> int:
+        """The cost of the inputs whose computation begins, all stages of it."""
+        return sum(source.cost for each in self.stages for source in each.begun)
+
     def __bool__(self) -> bool:
         return bool(self.dropped or self.abandoned or self.stages)

@@ -20,6 +20,7 @@ class StageAllowance:
     Attributes:
         tokens: that are left.
         taken: tokens that were taken.
+        begun: the cost of all stages of runs that begin in the step, in tokens.
         is_whole: whether runs end in the step in which they begin.
     """
 
@@ -35,6 +36,7 @@ class StageAllowance:
         """
         self.tokens = tokens
         self.taken = 0.0
+        self.begun = 0
         self._most = most
         self.is_whole = is_whole
 
@@ -112,6 +114,11 @@ class InputRuns:
         if self._current is not None:
             return self._current.cost
         return next((each.source.cost for each in self._costly()), 0)
+
+    @property
+    def begins_next(self) -> bool:
+        """Return True if no run goes on, so that the next stage begins one."""
+        return self._current is None
 
     def settle(self) -> None:
         """Let the step that is planned now name all products computed before."""
@@ -193,6 +200,7 @@ class InputRuns:
                 break
             products.append(other)
             cost += other.source.cost
+        allowance.begun += cost
         run = self._current = self._run_of(tuple(products))
         return run
 

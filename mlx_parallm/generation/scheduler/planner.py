@@ -22,6 +22,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
 )
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
+from mlx_parallm.types.model_input import InputChanges
 
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
@@ -207,19 +208,22 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def observe(self, rows: Iterable[tuple[int, int]], tokens: float, seconds: float) -> None:
+    def observe(
+        self, rows: Iterable[tuple[int, int]], inputs: InputChanges, seconds: float
+    ) -> None:
         """Learn from a step that has ended.
 
         Args:
             rows: first position and number of tokens of each of its rows.
-            tokens: the cost of the stages that it computed of inputs.
+            inputs: what it computed of inputs.
             seconds: that it took.
         """
         if self.cost is None:
             return
         work = StepWork.of(rows)
-        if tokens:
-            self.stage_cost.observe(tokens, seconds, self.cost.predict(work))
+        if inputs.tokens:
+            rows_s = self.cost.predict(work)
+            self.stage_cost.observe(inputs.tokens, inputs.begun_tokens, seconds, rows_s)
             return
         self._num_unobserved += 1
         if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:
@@ -258,7 +262,8 @@ class Planner:
         else:
             number = min(cost, self.token_budget)
             seconds = self.cost.prefill_s + self.cost.chunk_s(0, number) or math.inf
-        tokens = min(self.stage_cost.tokens_within(seconds), most)
+        begun = cost if self._running.input_runs.begins_next else 0
+        tokens = min(self.stage_cost.tokens_within(seconds, begun), most)
         return StageAllowance(tokens, most, is_whole=False)
 
     def _has_prompts(self) -> bool:
@@ -272,7 +277,9 @@ class Planner:
     def _allowance(self, plan: StepPlan) -> PrefillAllowance:
         """Return how much prefill the decode rows planned so far can wait for."""
         assert self.cost is not None, "a time is bounded"
-        stages_s = 0.0 if plan.stages is None else self.stage_cost.predict(plan.stages.taken)
+        stages_s = 0.0
+        if plan.stages is not None:
+            stages_s = self.stage_cost.predict(plan.stages.taken, plan.stages.begun)
         return PrefillAllowance(self.cost, _work_of(plan), self._bound_s - stages_s)
 
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:

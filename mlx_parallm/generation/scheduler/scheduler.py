@@ -130,7 +130,7 @@ class Scheduler:
         own begin, until it was submitted, and waiting for its end.
         """
         rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
-        self._planner.observe(rows, batch.inputs.tokens, seconds)
+        self._planner.observe(rows, batch.inputs, seconds)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended."""

@@ -72,21 +72,28 @@ class RotarySeam:
     def during(self, positions: np.ndarray) -> Iterator[None]:
         """Turn rows ``[T, heads, 1, size]`` by ``positions``, int32 ``[T, 3]``, for a while."""
         angles = positions[:, self._axes].astype(np.float32) * self._frequencies
-        turns = mx.array(angles)[:, None, None, :]
+        turns = mx.array(angles)[:, None, None, None, :]
         cos, sin = mx.cos(turns), mx.sin(turns)
-        half = self._dims // 2
+        sines = mx.concatenate([-sin, sin], axis=-2)
+        dims = self._dims
+        padded: dict[int, tuple[mx.array, mx.array]] = {}
+
+        def of_rows(count: int) -> tuple[mx.array, mx.array]:
+            # Steps with prompts may have padding rows behind all others, whose values are not used.
+            if count not in padded:
+                missing = [(0, count - len(positions)), *[(0, 0)] * 4]
+                padded[count] = mx.pad(cos, missing), mx.pad(sines, missing)
+            return padded[count]
 
         def wrap(original: Any) -> Methods:
             del original
 
             def turned(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-                # Steps with prompts may have padding rows behind all others, whose values are not
-                # used.
-                missing = x.shape[0] - cos.shape[0]
-                c, s = (mx.pad(each, [(0, missing), *[(0, 0)] * 3]) for each in (cos, sin))
-                a, b = x[..., :half].astype(mx.float32), x[..., half : 2 * half].astype(mx.float32)
-                parts = [(a * c - b * s).astype(x.dtype), (b * c + a * s).astype(x.dtype)]
-                return mx.concatenate([*parts, x[..., 2 * half :]], axis=-1)
+                c, s = of_rows(x.shape[0])
+                halves = x[..., :dims].astype(mx.float32).reshape(*x.shape[:-1], 2, dims // 2)
+                rows = (halves * c + halves[..., ::-1, :] * s).astype(x.dtype)
+                rows = rows.reshape(*x.shape[:-1], dims)
+                return rows if dims == x.shape[-1] else mx.concatenate([rows, x[..., dims:]], -1)
 
             return {"__call__": turned}
 

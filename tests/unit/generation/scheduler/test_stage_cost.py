@@ -7,44 +7,63 @@ import pytest
 from mlx_parallm.generation.scheduler.stage_cost import GROWTH, StageCost
 
 ROWS_S = 0.01
-PER_TOKEN_S, FIXED_S = 5e-5, 0.002
+PER_TOKEN_S, PER_BEGUN_S, FIXED_S = 5e-5, 1e-5, 0.002
+WHOLE = 1000
 
 
-def observe(cost: StageCost, *tokens: float) -> None:
+def observe(cost: StageCost, *tokens: float, begun: float = 0) -> None:
     """Observe steps with stages of these costs."""
     for each in tokens:
-        cost.observe(each, ROWS_S + FIXED_S + each * PER_TOKEN_S, ROWS_S)
+        seconds = FIXED_S + each * PER_TOKEN_S + begun * PER_BEGUN_S
+        cost.observe(each, begun, ROWS_S + seconds, ROWS_S)
+
+
+def observe_pictures(cost: StageCost) -> None:
+    """Observe pictures that are computed in unequal parts."""
+    for _ in range(20):
+        observe(cost, 100, begun=WHOLE)
+        observe(cost, 700, 200)
 
 
 def test_stages_cost_what_steps_took_beyond_their_rows() -> None:
     cost = StageCost()
-    observe(cost, *[100, 1000] * 20)
-    assert cost.predict(500) == pytest.approx(FIXED_S + 500 * PER_TOKEN_S, rel=0.05)
-    assert cost.predict(0) == 0
-    assert cost.tokens_within(FIXED_S + 600 * PER_TOKEN_S) == pytest.approx(600, rel=0.05)
-    assert cost.tokens_within(FIXED_S / 2) == 0
+    observe_pictures(cost)
+    assert cost.predict(500, 0) == pytest.approx(FIXED_S + 500 * PER_TOKEN_S, rel=0.1)
+    assert cost.predict(0, 0) == 0
+    assert cost.tokens_within(FIXED_S + 300 * PER_TOKEN_S, 0) == pytest.approx(300, rel=0.1)
+
+
+def test_a_step_that_begins_a_picture_computes_less_of_it() -> None:
+    cost = StageCost()
+    observe_pictures(cost)
+    within_s = FIXED_S + 300 * PER_TOKEN_S
+    tokens = cost.tokens_within(within_s, WHOLE)
+    assert tokens == pytest.approx(300 - WHOLE * PER_BEGUN_S / PER_TOKEN_S, rel=0.2)
+    assert cost.tokens_within(WHOLE * PER_BEGUN_S / 2, WHOLE) == 0
+    more_s = cost.predict(100, WHOLE) - cost.predict(100, 0)
+    assert more_s == pytest.approx(WHOLE * PER_BEGUN_S, rel=0.2)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5 * ROWS_S, ROWS_S])
 def test_a_step_shorter_than_its_rows_does_not_make_stages_free(seconds: float) -> None:
     cost = StageCost()
-    cost.observe(1000, seconds, ROWS_S)
-    observe(cost, *[1000] * 10)
-    assert cost.predict(1000) > 0.5 * 1000 * PER_TOKEN_S
+    cost.observe(WHOLE, WHOLE, seconds, ROWS_S)
+    observe(cost, *[WHOLE] * 10, begun=WHOLE)
+    assert cost.predict(WHOLE, WHOLE) > 0.5 * WHOLE * PER_TOKEN_S
 
 
 def test_a_step_that_was_interrupted_is_not_believed() -> None:
     cost = StageCost()
-    observe(cost, *[100, 1000] * 20)
-    before = cost.predict(1000)
-    cost.observe(1000, 100.0, ROWS_S)
-    assert cost.predict(1000) < 3 * before
+    observe_pictures(cost)
+    before = cost.predict(WHOLE, 0)
+    cost.observe(WHOLE, 0, 100.0, ROWS_S)
+    assert cost.predict(WHOLE, 0) < 3 * before
 
 
 def test_a_step_has_few_more_stages_than_recent_ones() -> None:
     cost = StageCost()
-    assert cost.tokens_within(1.0) == 0
+    assert cost.tokens_within(1.0, 0) == 0
     observe(cost, 100)
-    assert cost.tokens_within(1.0) == GROWTH * 100
+    assert cost.tokens_within(1.0, 0) == GROWTH * 100
     observe(cost, 200, 50)
-    assert cost.tokens_within(1.0) == GROWTH * 150
+    assert cost.tokens_within(1.0, 0) == GROWTH * 150
