@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.child_process import ChildProcess, end_at_eof
 from mlx_parallm.serving.local_ranks import ring_ranks
 
 # LIMIT_S ends ranks that wait for each other for ever.
@@ -23,21 +25,57 @@ def run_ranks(size: int, folder: Path, target: Sequence[str]) -> list[Any]:
     Args:
         size: the number of ranks.
         folder: where files are written.
-        target: the module, and its arguments after the first.
+        target: the module, whose ``main`` is called, and its arguments after the first.
     """
-    outputs = [folder / f"rank{rank}" for rank in range(size)]
-    module, *arguments = target
-    with ExitStack() as started:
-        ranks: list[ChildProcess] = []
-        for output, variables in zip(outputs, ring_ranks(size, folder), strict=True):
-            process = ChildProcess(
-                [module, str(output), *arguments],
-                env={**os.environ, **variables},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            started.callback(process.kill)
-            ranks.append(process)
-        errors = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(errors)
-    return [pickle.loads(output.read_bytes()) for output in outputs]
+    process = ChildProcess(
+        ["tests.cluster.rank_processes", str(size), str(folder), *target],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, errors = process.communicate(timeout=LIMIT_S)  # time limit: of ranks that wait for ever
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, errors
+    return [pickle.loads(_output(folder, rank).read_bytes()) for rank in range(size)]
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}"
+
+
+def main() -> int:
+    """Import the module once, fork its ranks, and return 1 as soon as one of them fails.
+
+    Imports take seconds of CPU time; the others end with this process.
+    """
+    size, folder, module, *arguments = sys.argv[1:]
+    target = importlib.import_module(module)
+    read_end, write_end = os.pipe()
+    for rank, variables in enumerate(ring_ranks(int(size), Path(folder))):
+        if os.fork() == 0:
+            os.close(write_end)
+            end_at_eof(read_end)
+            _run(target, [str(_output(Path(folder), rank)), *arguments], variables)
+    codes = (os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(size)))
+    return int(any(codes))
+
+
+def _run(target: Any, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Run a module as a rank, and end this process."""
+    os.environ.update(variables)
+    sys.argv = [target.__name__, *arguments]
+    code = 1
+    try:
+        target.main()
+        code = 0
+    except Exception:  # noqa: BLE001 - the test reads it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
