@@ -54,7 +54,7 @@ class Trainee:
             data_parallel_size=num_engines,
             tensor_parallel_size=num_ranks,
             context_length=256,
-            mem_fraction_static=0.2,
+            mem_fraction_static=0.02,
             flush_cache_on_sync=True,
             server_timeout=NEVER_S,
             flags=FLAGS,
@@ -107,10 +107,6 @@ CASES = [
     pytest.param((WeightSync.LORA, SHARED), id="lora"),
     pytest.param((WeightSync.DISK, SHARED), id="disk"),
     pytest.param((WeightSync.RESTART, SHARED), id="restart"),
-    *(
-        pytest.param((method, SHARED, 1, 2), id=f"{method}-ranks", marks=pytest.mark.one_engine)
-        for method in WeightSync
-    ),
     pytest.param((WeightSync.LORA, SHARED, 2), id="lora-2", marks=pytest.mark.engines),
     pytest.param((WeightSync.DISK, SHARED, 2), id="disk-2", marks=pytest.mark.engines),
 ]
@@ -142,6 +138,18 @@ async def test_shared_mode(trainee: Trainee) -> None:
     else:
         with pytest.raises(UnservedStepError):
             await trainee.answer(0)
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize(
+    "trainee", [(method, SHARED, 1, 2) for method in WeightSync], ids=str, indirect=True
+)
+async def test_all_ranks_get_a_step(trainee: Trainee) -> None:
+    assert (await trainee.ask("GET", "/get_world_size")).json() == {"world_size": 2}
+    before = await trainee.answer()
+    await trainee.policy.train(trainee.train)
+    assert trainee.policy.step == 1
+    assert await trainee.answer() != before
 
 
 @pytest.mark.parametrize(
