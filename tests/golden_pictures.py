@@ -55,9 +55,15 @@ class GoldenPictures:
         )
         self._processor = PictureProcessor(self.form)
         self._prompts = golden["prompts"]
+        self._inputs: dict[tuple[int, int], tuple[ModelInput, ...]] = {}
 
     def inputs(self, number: int, *, start: int = 0) -> tuple[ModelInput, ...]:
         """Return the pictures of a prompt whose first token has position ``start``."""
+        if (number, start) not in self._inputs:
+            self._inputs[number, start] = self._prepared(number, start)
+        return self._inputs[number, start]
+
+    def _prepared(self, number: int, start: int) -> tuple[ModelInput, ...]:
         prompt = self._prompts[number]
         runs = _runs([token_id == self.form.feature_id for token_id in prompt["ids"]])
         inputs: list[ModelInput] = []
