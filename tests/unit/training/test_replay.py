@@ -89,10 +89,13 @@ async def test_a_rerun_under_other_traffic_has_the_same_log(tmp_path: Path) -> N
     service.start()
     directions = EstimatorSettings(num_directions=3)
     quiet = await service.create(config_of(estimator=directions), EXAMPLES)
-    before = [(await quiet.weights()).digest]
-    for _ in range(100):
-        await quiet.step()
-        before.append((await quiet.weights()).digest)
+    compared = draw.sample(range(101), 10)
+    before: dict[int, str] = {}
+    for step in range(101):
+        if step in compared:
+            before[step] = (await quiet.weights()).digest
+        if step < 100:
+            await quiet.step()
     again = await service.create(config_of(estimator=directions), EXAMPLES)
     other = await service.create(config_of(seed=11), EXAMPLES)
     for _ in range(100):
@@ -110,7 +113,7 @@ async def test_a_rerun_under_other_traffic_has_the_same_log(tmp_path: Path) -> N
         await again.step()
     assert again.files.log() == quiet.files.log()
     assert len(again.files.log()) == 100 * (8 + 4 * 3)
-    for step in draw.sample(range(101), 10):
+    for step in compared:
         assert (await again.weights(step)).digest == before[step]
     await service.stop()
 
