@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -34,7 +34,7 @@ class InputStore(StrEnum):
     KV_BLOCKS = "kv_blocks"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class HostArray:
     """Numbers in host memory, in row order.
 
@@ -96,6 +96,11 @@ class ModelInput:
     num_positions: int | None = None
     store: InputStore = InputStore.FEATURES
     shape_key: str | None = None
+
+
+def without_arrays(source: ModelInput) -> ModelInput:
+    """Return an input without its arrays: its content says which one it is."""
+    return replace(source, arrays={})
 
 
 def num_image_tokens(inputs: Iterable[ModelInput]) -> int:

@@ -15,7 +15,7 @@ class Product:
     """The features or rows that are computed of an input.
 
     Attributes:
-        source: the input.
+        source: the input; without its arrays once its computation began.
         slot: where the worker keeps the product.
         num_users: how many sequences need it now.
         is_ready: True if steps may name it: it is computed before them.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from mlx_parallm.generation.inputs.cache import InputCache, Product
-from mlx_parallm.types.model_input import InputChanges, InputKind, InputStages
+from mlx_parallm.types.model_input import InputChanges, InputKind, InputStages, without_arrays
 
 # ROUNDING: what a sum of shares may lack of a whole number of stages.
 ROUNDING = 1e-6
@@ -230,6 +230,8 @@ class InputRuns:
             tokens=run.cost * number / run.num_stages + (0 if earlier is None else earlier.tokens),
         )
         run.num_left -= number
+        for product in run.products if is_new else ():
+            product.source = without_arrays(product.source)
 
 
 def _has_shapes_of(first: Product, other: Product) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -143,6 +145,8 @@ class InputHarness(SchedulerHarness):
         self.inputs = InputRunner(num_blocks, self.block_size, 4, has_state=has_state)
         self.inputs.runs_ahead = runs_ahead
         self._runner = self.inputs
+        # Arrays of all inputs.
+        self.pixels: list[weakref.ref[HostArray]] = []
 
     def add_parts(
         self,
@@ -163,6 +167,7 @@ class InputHarness(SchedulerHarness):
             inputs.append(rows_input(part, len(ids), cost=cost, may_cut=may_cut))
             meant += part
             ids += [INPUT_TOKEN] * len(part)
+        self.pixels += [weakref.ref(each.arrays["rows"]) for each in inputs]
         options: dict[str, Any] = {"max_tokens": 5, **params}
         plain = GenerateRequest(
             request_id=name,
@@ -308,6 +313,17 @@ def test_prompts_with_several_pictures_end_where_there_is_room_for_one(
     harness.drain()
     assert harness.inputs.num_computed == 9
     assert_nothing_is_lost(harness)
+
+
+def test_features_that_are_kept_keep_no_pixels() -> None:
+    harness = InputHarness(budget=32)
+    for number in range(1, 4):
+        harness.add_parts(f"r{number}", [1, (number,) * 4, 2], cost=4)
+    harness.drain()
+    assert harness.scheduler.stats().input_bytes > 0
+    harness.batches.clear()
+    gc.collect()
+    assert [pixels() for pixels in harness.pixels] == [None] * 3
 
 
 def test_one_picture_of_many_clients_is_computed_once() -> None:
