@@ -50,6 +50,12 @@ async def in_thread(work: Callable[[], T]) -> T:
     return await threads.run(client, work)
 
 
+def current_client() -> str:
+    """Return the client whose request runs; empty if there is none."""
+    serving = _SERVING.get()
+    return "" if serving is None else serving[1]
+
+
 class TextThreads:
     """Threads of which one client uses half at most, so that others never wait for it.
 

@@ -55,7 +55,7 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
     if not isinstance(model, GenerationModel):
         raise InvalidRequestError(f"{model.names[0]} takes no pictures.", param=sources[0].param)
     pixel_range = pixel_range_of(body.mm_processor_kwargs)
-    prepared = await prelude.pictures.prepare(sources, model, pixel_range)
+    prepared = await prelude.pictures.prepare(sources, model, pixel_range, is_counted=True)
     return await in_thread(
         lambda: _tokens_answer(body, model, _picture_ids(body, turns, prepared, model))
     )

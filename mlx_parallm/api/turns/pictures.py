@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import sha256
@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictStr
 
-from mlx_parallm.api.http.offload import in_thread
+from mlx_parallm.api.http.offload import current_client, in_thread
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.decode import shrunk
 from mlx_parallm.media.reader import DecodedPicture, PictureReader
+from mlx_parallm.pictures.prepared_budget import PreparedBudget, prepared_bytes
 from mlx_parallm.pictures.prepared_cache import PreparedCache
 from mlx_parallm.pictures.processor import (
     AS_CONFIGURED,
@@ -26,6 +27,7 @@ from mlx_parallm.pictures.processor import (
 )
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
+from mlx_parallm.types.request import TokenLimit
 
 SOURCE = "source"
 # LOW_SIDE: longest side of a picture of low detail, in pixels.
@@ -140,18 +142,30 @@ class Pictures:
         self._reader = PictureReader(limits, in_thread=in_thread)
         self._processors: dict[Hashable, PictureProcessor] = {}
         self._prepared = PreparedCache(PREPARED_BYTES)
+        self._budget = PreparedBudget(prepared_bytes())
 
     async def prepare(
         self,
         sources: Sequence[PictureSource],
         model: GenerationModel,
         pixel_range: PixelRange = AS_CONFIGURED,
+        *,
+        is_counted: bool = False,
     ) -> list[PreparedPicture]:
         """Return pictures as a model takes them, in order.
+
+        Args:
+            sources: of one prompt.
+            model: reads it.
+            pixel_range: to which pictures are resized.
+            is_counted: True if tokens are counted only: pictures have no arrays then, and may have
+                more tokens than the model's context.
 
         Raises:
             InvalidRequestError: the model takes none, or none of such sizes, there are too many, or
                 one cannot be read; ``param`` is the picture's.
+            ContextLengthError: they have more tokens than the model's context.
+            OverloadedError: requests hold too many pictures.
         """
         form = model.pictures
         if form is None:
@@ -164,7 +178,18 @@ class Pictures:
         if pixel_range != AS_CONFIGURED:
             await in_thread(partial(processor.check, pixel_range))
         key = form_key, pixel_range
-        return [await self._prepare(source, processor, pixel_range, key) for source in sources]
+        prepared: list[PreparedPicture] = []
+        context = TokenLimit(most=model.info.max_model_len)
+        num_tokens, client = 0, current_client()
+        for source in sources:
+            self._budget.check(client)
+            picture = await self._prepare(source, processor, pixel_range, key)
+            prepared.append(replace(picture, arrays={}) if is_counted else picture)
+            num_tokens += sum(picture.written.runs)
+            # The pictures behind are not looked at: together they may take gigabytes.
+            if not is_counted and num_tokens > model.info.max_model_len:
+                raise context.refusal(f"at least {num_tokens}")
+        return prepared
 
     async def prepare_each(
         self,
@@ -208,6 +233,7 @@ class Pictures:
         read = self._reader.from_base64 if source.is_base64 else self._reader.from_url
         async with read(source.url, param=source.param) as picture:
             prepared = await in_thread(partial(_prepared, processor, picture, source, pixel_range))
+        self._budget.hold(prepared, current_client())
         if key is not None:
             self._prepared.put(key, prepared)
         return prepared

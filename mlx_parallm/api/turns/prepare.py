@@ -170,7 +170,9 @@ async def _render_with_pictures(
     if turn.truncate is not None:
         raise unsupported("A prompt with pictures is not cut.", "truncate_prompt_tokens")
     sources = picture_sources(turn.messages)
-    prepared = await pictures.prepare(sources, model, turn.pixel_range)
+    prepared = await pictures.prepare(
+        sources, model, turn.pixel_range, is_counted=limit is not None and limit.most is None
+    )
     form = model.pictures
     assert form is not None, "a model without pictures has refused them"
     return await in_thread(

@@ -1,0 +1,63 @@
+"""Pictures of a prompt are prepared until they do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_parallm.api.turns.pictures import Pictures, PictureSource
+from mlx_parallm.config import MediaLimits
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from tests.golden_pictures import GoldenPictures, read_vision, write_vision
+from tests.unit.media.pictures import file_of, noise
+from tests.unit.media.test_reader import data_url
+
+NUM_TOKENS = 16
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    golden = read_vision("llava")
+    form = GoldenPictures(golden, write_vision(tmp_path, golden)).form
+    info = SimpleNamespace(max_model_len=2 * NUM_TOKENS)
+    return SimpleNamespace(names=("m",), pictures=form, info=info)
+
+
+def sources(count: int, *urls: str) -> list[PictureSource]:
+    seen = [data_url(file_of(noise(size=(40, 50), seed=seed))) for seed in range(count)]
+    return [PictureSource(param=f"[{i}]", url=url) for i, url in enumerate([*seen, *urls])]
+
+
+async def test_pictures_beyond_the_context_are_not_looked_at(model: Any) -> None:
+    pictures = Pictures(MediaLimits())
+    assert len(await pictures.prepare(sources(2), model)) == 2
+    with pytest.raises(ContextLengthError, match=r"32 tokens.*at least 48 tokens"):
+        await pictures.prepare(sources(3, "not a picture"), model)
+
+
+async def test_pictures_that_are_counted_have_no_pixels(model: Any) -> None:
+    counted = await Pictures(MediaLimits()).prepare(sources(4), model, is_counted=True)
+    assert [sum(each.written.runs) for each in counted] == [NUM_TOKENS] * 4
+    assert all(each.nbytes == 0 for each in counted)
+
+
+async def test_no_more_pictures_are_prepared_than_memory_holds(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.api.turns.pictures.prepared_bytes", lambda: 40_000)
+    monkeypatch.setattr("mlx_parallm.api.turns.pictures.PREPARED_BYTES", 0)
+    pictures = Pictures(MediaLimits())
+    held = await pictures.prepare(sources(2), model)
+    with pytest.raises(OverloadedError):
+        await pictures.prepare(sources(3)[2:], model)
+    del held
+    assert await pictures.prepare(sources(3)[2:], model)
+
+
+async def test_a_picture_that_is_refused_is_named(model: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await Pictures(MediaLimits()).prepare(sources(1, "not a picture"), model)
+    assert refused.value.param == "[1]"
