@@ -22,6 +22,8 @@ from mlx_parallm.media.pixel_budget import PixelBudget
 from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T")
+#: ``CheckSize``: takes width and height of a picture as it is stored, and may refuse it.
+CheckSize = Callable[[int, int], None]
 
 
 class RunInThread(Protocol):
@@ -79,8 +81,15 @@ class PictureReader:
         return self._budget.num_free
 
     @asynccontextmanager
-    async def from_url(self, url: str, *, param: str) -> AsyncGenerator[DecodedPicture]:
+    async def from_url(
+        self, url: str, *, param: str, check: CheckSize | None = None
+    ) -> AsyncGenerator[DecodedPicture]:
         """Provide the picture of a ``data:``, ``http(s):`` or ``file:`` URL.
+
+        Args:
+            url: where it is.
+            param: the part of the request that has it.
+            check: called on a thread with width and height before pixels are decoded; may refuse.
 
         Raises:
             InvalidRequestError: there is none within the limits.
@@ -96,21 +105,28 @@ class PictureReader:
                 else:
                     data = await stack.enter_async_context(self._fetcher.fetched(url))
                     work = partial(read_picture, data, self._limits)
-                picture = await stack.enter_async_context(self._decoded(work))
+                picture = await stack.enter_async_context(self._decoded(work, check))
             yield picture
 
     @asynccontextmanager
     async def from_base64(
-        self, text: str, media_type: str | None = None, *, param: str
+        self,
+        text: str,
+        media_type: str | None = None,
+        *,
+        param: str,
+        check: CheckSize | None = None,
     ) -> AsyncGenerator[DecodedPicture]:
         """Provide the picture of a base64 text, of which a media type may be known.
+
+        The other arguments are those of ``from_url``.
 
         Raises:
             InvalidRequestError: there is none within the limits, or it is of another type.
         """
         async with contextlib.AsyncExitStack() as stack:
             with _naming(param):
-                decoded = self._decoded(partial(self._from_base64, text, media_type))
+                decoded = self._decoded(partial(self._from_base64, text, media_type), check)
                 picture = await stack.enter_async_context(decoded)
             yield picture
 
@@ -128,9 +144,18 @@ class PictureReader:
             yield picture
 
     @asynccontextmanager
-    async def _decoded(self, read: Callable[[], StoredPicture]) -> AsyncGenerator[DecodedPicture]:
+    async def _decoded(
+        self, read: Callable[[], StoredPicture], check: CheckSize | None = None
+    ) -> AsyncGenerator[DecodedPicture]:
         """Provide the pixels of what ``read`` returns, when there is room for them."""
-        stored = await self._in_thread(read)
+
+        def checked() -> StoredPicture:
+            stored = read()
+            if check is not None:
+                check(stored.width, stored.height)
+            return stored
+
+        stored = await self._in_thread(checked)
         num_pixels, kind = stored.width * stored.height, stored.format
         await self._budget.acquire(num_pixels)
         decoding = asyncio.ensure_future(self._in_thread(partial(decode_picture, stored)))

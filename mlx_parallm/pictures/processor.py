@@ -110,6 +110,19 @@ class PictureProcessor:
             family.positions(arrays),
         )
 
+    def least_tokens(self, width: int, height: int, pixel_range: PixelRange = AS_CONFIGURED) -> int:
+        """Return the feature tokens of a picture by its size; 0 if the family needs its pixels."""
+        if not self._form.family.counts_pixels:
+            return 0
+        size = self._processor.size if pixel_range == AS_CONFIGURED else self._size(pixel_range)
+        bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, bounds)
+        except ValueError:
+            # The picture is too narrow, which ``prepare`` says.
+            return 0
+        return patches // self._processor.merge_size**2
+
     def _size(self, pixel_range: PixelRange) -> dict[str, int]:
         """Return the processor's ``size`` for a range; see ``check``."""
         if not self._form.family.counts_pixels:

@@ -179,16 +179,13 @@ class Pictures:
             await in_thread(partial(processor.check, pixel_range))
         key = form_key, pixel_range
         prepared: list[PreparedPicture] = []
-        context = TokenLimit(most=model.info.max_model_len)
-        num_tokens, client = 0, current_client()
+        room = _Room(None if is_counted else model.info.max_model_len)
+        client = current_client()
         for source in sources:
             self._budget.check(client)
-            picture = await self._prepare(source, processor, pixel_range, key)
+            picture = await self._prepare(source, processor, pixel_range, key, room)
             prepared.append(replace(picture, arrays={}) if is_counted else picture)
-            num_tokens += sum(picture.written.runs)
-            # The pictures behind are not looked at: together they may take gigabytes.
-            if not is_counted and num_tokens > model.info.max_model_len:
-                raise context.refusal(f"at least {num_tokens}")
+            room.take(sum(picture.written.runs))
         return prepared
 
     async def prepare_each(
@@ -221,6 +218,7 @@ class Pictures:
         processor: PictureProcessor,
         pixel_range: PixelRange,
         processing: Hashable,
+        room: _Room,
     ) -> PreparedPicture:
         key = None
         if source.url.startswith(DATA):
@@ -231,12 +229,44 @@ class Pictures:
             if known is not None:
                 return known
         read = self._reader.from_base64 if source.is_base64 else self._reader.from_url
-        async with read(source.url, param=source.param) as picture:
+
+        def check(width: int, height: int) -> None:
+            if source.detail is not Detail.LOW:
+                room.check(processor.least_tokens(width, height, pixel_range))
+
+        async with read(source.url, param=source.param, check=check) as picture:
             prepared = await in_thread(partial(_prepared, processor, picture, source, pixel_range))
         self._budget.hold(prepared, current_client())
         if key is not None:
             self._prepared.put(key, prepared)
         return prepared
+
+
+class _Room:
+    """Counts the tokens of a prompt's pictures within the context.
+
+    Pictures that do not fit are refused before they are decoded: they may take gigabytes.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        """``most`` is the context's length; None: there is no bound."""
+        self._limit = TokenLimit(most=most)
+        self._taken = 0
+
+    def check(self, num_tokens: int) -> None:
+        """Refuse a picture that does not fit behind those before it.
+
+        Raises:
+            ContextLengthError: it has too many tokens.
+        """
+        total = self._taken + num_tokens
+        if self._limit.most is not None and total > self._limit.most:
+            raise self._limit.refusal(f"at least {total}")
+
+    def take(self, num_tokens: int) -> None:
+        """Count a picture; see ``check``."""
+        self.check(num_tokens)
+        self._taken += num_tokens
 
 
 def _prepared(

@@ -117,6 +117,23 @@ async def test_errors_name_the_part_of_the_request(url, message):
     assert message in await refusal(reader_of(), url)
 
 
+async def test_sizes_may_be_refused_before_pixels_are_decoded(monkeypatch):
+    def check(width: int, height: int) -> None:
+        raise InvalidRequestError(f"{width} x {height}")
+
+    monkeypatch.setattr("mlx_parallm.media.decode.DECODERS", {})
+    text = base64.b64encode(FILE).decode()
+    reader = reader_of()
+    for provided in (
+        reader.from_url(data_url(), param=PARAM, check=check),
+        reader.from_base64(text, param=PARAM, check=check),
+    ):
+        with pytest.raises(InvalidRequestError, match="7 x 5") as refused:
+            async with provided:
+                pytest.fail("It was taken.")
+        assert refused.value.param == PARAM
+
+
 async def test_errors_of_the_caller_are_not_renamed():
     with pytest.raises(InvalidRequestError) as refused:
         async with reader_of().from_url(data_url(), param=PARAM):

@@ -163,10 +163,14 @@ def test_pixels_grids_and_counts_are_those_of_transformers(name: str) -> None:
             with pytest.raises(InvalidRequestError):
                 own.prepare(decode_picture(read_picture(data, MediaLimits())))
             continue
-        made = own.prepare(decode_picture(read_picture(data, MediaLimits())))
+        pixels = decode_picture(read_picture(data, MediaLimits()))
+        made = own.prepare(pixels)
         assert made.arrays.keys() == dict(expected).keys(), title
         for key, array in made.arrays.items():
             actual = np.frombuffer(array.data, array.dtype).reshape(array.shape)
             np.testing.assert_array_equal(actual, np.asarray(expected[key]), err_msg=title)
         assert sum(made.written.runs) == COUNTS[name](expected), title
+        height, width, _ = pixels.shape
+        counted = own.least_tokens(width, height)
+        assert counted == (COUNTS[name](expected) if "qwen" in name else 0), title
     assert refused == (2 if name in REFUSES_LINES else 0)
