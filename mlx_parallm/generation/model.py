@@ -235,11 +235,12 @@ class GenerationModel(ServedModel):
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
         """
         variables = {**self.chat_template_kwargs, **template_kwargs}
-        options: dict[str, Any] = {"tools": tools, "template_kwargs": variables, **ends}
         return text_prompt(
             messages,
             self.pictures,
-            render=lambda shown: self.tokenizer.render_chat(shown, **options),
+            render=lambda shown, hide: self.tokenizer.render_chat(
+                shown, tools=hide(tools), template_kwargs=hide(variables), **ends
+            ),
             encode=lambda text: self.tokenizer.encode(
                 text, add_special_tokens=False, limit=ANY_LENGTH
             ),

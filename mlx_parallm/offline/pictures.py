@@ -21,7 +21,13 @@ from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.picture_file import file_bytes, is_url, kind_of
 from mlx_parallm.pictures.processor import PIXELS_PARAM, PreparedPicture
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
+from mlx_parallm.pictures.prompt import (
+    Hide,
+    Messages,
+    PicturePrompt,
+    picture_prompt,
+    text_prompt,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 
@@ -98,7 +104,10 @@ def chat_prompt(
     Raises:
         InvalidRequestError: the model takes no pictures, or one cannot be read.
     """
-    render = partial(model.tokenizer.render_chat, **options)
+
+    def render(shown: Messages, hide: Hide) -> str:
+        return model.tokenizer.render_chat(shown, **hide(options))
+
     encode = partial(model.tokenizer.encode, add_special_tokens=False)
     messages = [_message(message, number) for number, message in enumerate(conversation)]
     sources, form = picture_sources(messages), model.pictures

@@ -24,6 +24,16 @@ from mlx_parallm.types.model_input import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+#: ``Hide``: returns a copy of a JSON value in which marks that were typed are replaced.
+Hide = Callable[[Any], Any]
+#: ``Render``: applies the chat template to messages; it hides marks in what else users wrote, such
+#: as descriptions of tools.
+Render = Callable[[Messages, Hide], str]
+
+
+def as_it_is(value: Any) -> Any:
+    """Return a value with all marks; see ``Hide``."""
+    return value
 
 
 class PicturePrompt(NamedTuple):
@@ -45,7 +55,7 @@ def picture_prompt(
     pictures: Sequence[PreparedPicture],
     form: PictureForm,
     *,
-    render: Callable[[Messages], str],
+    render: Render,
     encode: Callable[[str], Sequence[int]],
 ) -> PicturePrompt:
     """Return a conversation with pictures as tokens and inputs.
@@ -54,14 +64,14 @@ def picture_prompt(
         messages: contents are texts, or lists of parts of the types "text" and "image".
         pictures: those of the parts, in order.
         form: how the model takes pictures.
-        render: applies the chat template.
+        render: see ``Render``.
         encode: tokenises a text without adding special tokens.
 
     Raises:
         InvalidRequestError: the template does not write each picture once (param "messages").
     """
     typed = TypedMarks(form)
-    pieces = render(typed.messages(messages)).split(form.family.placeholder)
+    pieces = render(typed.messages(messages), typed.hide).split(form.family.placeholder)
     if len(pieces) != len(pictures) + 1:
         raise InvalidRequestError(
             f"The chat template writes {len(pieces) - 1} pictures of {len(pictures)}.",
@@ -79,7 +89,7 @@ def text_prompt(
     messages: Messages,
     form: PictureForm | None,
     *,
-    render: Callable[[Messages], str],
+    render: Render,
     encode: Callable[[str], Sequence[int]],
 ) -> PicturePrompt:
     """Return a conversation without pictures as tokens; see ``picture_prompt``.
@@ -87,14 +97,14 @@ def text_prompt(
     Args:
         messages: contents are texts.
         form: how the model takes pictures; None if it takes none.
-        render: applies the chat template.
+        render: see ``Render``.
         encode: tokenises a text without adding special tokens.
     """
     if form is None:
-        text = render(messages)
+        text = render(messages, as_it_is)
         return PicturePrompt(text, tuple(encode(text)))
     typed = TypedMarks(form)
-    text = render(typed.hide(list(messages)))
+    text = render(typed.hide(list(messages)), typed.hide)
     return PicturePrompt(typed.shown(text), tuple(typed.encode(text, encode)))
 
 
@@ -107,19 +117,63 @@ class TypedMarks:
     def __init__(self, form: PictureForm) -> None:
         family = form.family
         self._form = form
-        self._marks = {
-            mark: f"mark{secrets.token_hex(16)}"
-            for mark in dict.fromkeys((family.placeholder, family.feature_token))
-        }
+        # Covers of marks, and the texts in which what each covers is encoded.
+        self._covers: dict[str, str] = {}
+        self._pieces: dict[str, tuple[str, ...]] = {}
+        for mark in dict.fromkeys((family.placeholder, family.feature_token)):
+            half = len(mark) // 2
+            self._covers[mark] = self._cover(mark[:half], mark[half:])
 
     def messages(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages in the form that the chat template reads, with marks replaced."""
-        return [_message(message, self._form) for message in self.hide(list(messages))]
+        return [_message(self._hide_parted(each), self._form) for each in self.hide(list(messages))]
+
+    def _cover(self, *pieces: str) -> str:
+        cover = f"mark{secrets.token_hex(16)}"
+        self._pieces[cover] = pieces
+        return cover
+
+    def _begun_cover(self, begun: str) -> str:
+        """Return the cover of what begins a mark, one for all places: there may be thousands."""
+        covers = (cover for cover, pieces in self._pieces.items() if pieces == (begun,))
+        return next(covers, None) or self._cover(begun)
+
+    def _hide_parted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message without marks that begin in one text and go on in the next.
+
+        A template may join texts, and trim them before. What begins such a mark is covered.
+        """
+        content = message.get("content")
+        if not is_list(content):
+            return message
+        parts, behind = list(content), ""
+        for place in reversed(range(len(parts))):
+            if parts[place]["type"] != "text":
+                behind = ""
+                continue
+            text = parts[place]["text"]
+            end = len(text.rstrip())
+            begin = end - self._num_begun(text[:end], behind)
+            if begin < end:
+                cover = self._begun_cover(text[begin:end])
+                parts[place] = {**parts[place], "text": text[:begin] + cover + text[end:]}
+            behind = (text.strip() + behind)[: max(map(len, self._covers))]
+        return {**message, "content": parts}
+
+    def _num_begun(self, text: str, behind: str) -> int:
+        """Return how many characters at the end of ``text`` begin a mark that ``behind`` ends."""
+        lengths = (
+            length
+            for mark in self._covers
+            for length in range(1, len(mark))
+            if text.endswith(mark[:length]) and behind.startswith(mark[length:])
+        )
+        return max(lengths, default=0)
 
     def hide(self, value: Any) -> Any:
         """Return a copy of a JSON value with the marks in its texts replaced."""
         if isinstance(value, str):
-            for mark, cover in self._marks.items():
+            for mark, cover in self._covers.items():
                 value = value.replace(mark, cover)
             return value
         if is_mapping(value):
@@ -130,8 +184,8 @@ class TypedMarks:
 
     def shown(self, text: str) -> str:
         """Return a text with the marks in their places again."""
-        for mark, cover in self._marks.items():
-            text = text.replace(cover, mark)
+        for cover, pieces in self._pieces.items():
+            text = text.replace(cover, "".join(pieces))
         return text
 
     def encode(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
@@ -140,13 +194,8 @@ class TypedMarks:
         So it does not become the token that stands for a picture.
         """
         pieces = [text]
-        for mark, cover in self._marks.items():
-            half = len(mark) // 2
-            pieces = [
-                part
-                for piece in pieces
-                for part in _joined(piece.split(cover), (mark[:half], mark[half:]))
-            ]
+        for cover, covered in self._pieces.items():
+            pieces = [part for piece in pieces for part in _joined(piece.split(cover), covered)]
         return [token_id for piece in pieces if piece for token_id in encode(piece)]
 
 

@@ -145,10 +145,10 @@ def _picture_ids(
         template_messages(turns, id_length=model.call_id_length),
         pictures,
         form,
-        render=lambda messages: tokenizer.render_chat(
+        render=lambda messages, hide: tokenizer.render_chat(
             messages,
-            tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
-            template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+            tools=hide([tool.for_template() for tool in chat_tools(body.tools or ())] or None),
+            template_kwargs=hide({**model.chat_template_kwargs, **body.chat_template_kwargs}),
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         ),

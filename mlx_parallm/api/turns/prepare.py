@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, in_thread, maybe_in_thread
@@ -19,7 +20,13 @@ from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
+from mlx_parallm.pictures.prompt import (
+    Hide,
+    Messages,
+    PicturePrompt,
+    picture_prompt,
+    text_prompt,
+)
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
@@ -151,7 +158,7 @@ async def render_turn(
         prompt = text_prompt(
             template_messages(turn.messages, id_length=model.call_id_length),
             model.pictures,
-            render=lambda messages: _text(turn, model, messages),
+            render=partial(_text, turn, model),
             encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
         )
         ids = prompt.token_ids
@@ -180,20 +187,20 @@ async def _render_with_pictures(
             template_messages(turn.messages, id_length=model.call_id_length),
             prepared,
             form,
-            render=lambda messages: _text(turn, model, messages),
+            render=partial(_text, turn, model),
             encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
         )
     )
 
 
-def _text(turn: TurnRequest, model: GenerationModel, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the chat template makes of messages."""
+def _text(turn: TurnRequest, model: GenerationModel, messages: Messages, hide: Hide) -> str:
+    """Return what the chat template makes of messages; see ``pictures.prompt.Render``."""
     return model.tokenizer.render_chat(
         messages,
-        tools=_tools(turn),
+        tools=hide(_tools(turn)),
         add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
         continue_final_message=turn.continue_final_message,
-        template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
+        template_kwargs=hide({**model.chat_template_kwargs, **turn.template_kwargs}),
     )
 
 

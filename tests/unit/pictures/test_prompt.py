@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_parallm.pictures.families import OneRun, WrittenPicture
 from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import PicturePrompt, picture_prompt, text_prompt
+from mlx_parallm.pictures.prompt import Hide, Messages, PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import FEATURE, TOKEN_IDS
 
@@ -35,13 +35,13 @@ def picture(*runs: int, text: str | None = None, content: str = "a") -> Prepared
     return PreparedPicture(written, {}, content)
 
 
-def render(messages: Sequence[Mapping[str, Any]]) -> str:
+def render(messages: Messages, _: Hide | None = None, *, between: str = "|") -> str:
     texts: list[str] = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         texts += [MARK if part["type"] == "image" else part["text"] for part in parts]
-    return "|".join(texts)
+    return between.join(texts)
 
 
 def encode(text: str) -> list[int]:
@@ -58,9 +58,12 @@ def codes(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def prompt(content: Any, *pictures: PreparedPicture, form: PictureForm = FORM) -> PicturePrompt:
+def prompt(
+    content: Any, *pictures: PreparedPicture, form: PictureForm = FORM, between: str = "|"
+) -> PicturePrompt:
     messages = [{"role": "user", "content": content}]
-    return picture_prompt(messages, pictures, form, render=render, encode=encode)
+    shown = partial(render, between=between)
+    return picture_prompt(messages, pictures, form, render=shown, encode=encode)
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -98,17 +101,49 @@ def test_marks_that_were_typed_stay_text() -> None:
     assert made.text == "a<image>b|<image>|<image>"
 
 
-@given(st.lists(st.sampled_from(["picture", MARK, "<ima", "ge>", "w", MARK * 2]), max_size=8))
-def test_each_picture_has_its_run_whatever_is_typed(contents: list[str]) -> None:
+PARTS = ["picture", MARK, "<ima", "g", "e>", "ge>", "", "w", MARK * 2]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8), st.sampled_from(["|", ""]))
+def test_each_picture_has_its_run_whatever_is_typed(contents: list[str], between: str) -> None:
     parts = [IMAGE if each == "picture" else text_part(each) for each in contents]
     pictures = [picture(2 + place) for place in range(contents.count("picture"))]
-    made = prompt([text_part("s"), *parts], *pictures)
+    made = prompt([text_part("s"), *parts], *pictures, between=between)
+    texts = [MARK if each == "picture" else each for each in contents]
+    assert made.text == between.join(["s", *texts])
     assert [len(each.span or ()) for each in made.inputs] == [
         2 + place for place in range(len(pictures))
     ]
     assert sum(each == FEATURE_ID for each in made.token_ids) == sum(
         each.written.runs[0] for each in pictures
     )
+
+
+def test_a_mark_in_two_texts_that_the_template_trims_and_joins_stays_text() -> None:
+    parts = [text_part("<ima "), text_part("\nge>"), IMAGE]
+
+    def trimmed(messages: Messages, _: Hide) -> str:
+        texts = [part.get("text", MARK).strip() for part in messages[0]["content"]]
+        return "".join(texts)
+
+    messages = [{"role": "user", "content": parts}]
+    made = picture_prompt(messages, [picture(2)], FORM, render=trimmed, encode=encode)
+    assert list(made.token_ids) == [*codes("<image>"), 7, 7]
+
+
+@pytest.mark.parametrize("has_picture", [True, False])
+def test_marks_in_descriptions_of_tools_stay_text(has_picture: bool) -> None:
+    tools = [{"function": {"description": f"draws an {MARK}"}}]
+
+    def described(messages: Messages, hide: Hide) -> str:
+        return hide(tools)[0]["function"]["description"] + render(messages)
+
+    messages = [{"role": "user", "content": [IMAGE] if has_picture else "x"}]
+    if has_picture:
+        made = picture_prompt(messages, [picture(2)], FORM, render=described, encode=encode)
+    else:
+        made = text_prompt(messages, FORM, render=described, encode=encode)
+    assert list(made.token_ids) == codes(f"draws an {MARK}") + ([7, 7] if has_picture else [120])
 
 
 def test_templates_of_texts_get_the_marks() -> None:
@@ -132,7 +167,7 @@ def test_a_template_that_drops_a_picture_is_refused() -> None:
             messages,
             [picture(1), picture(1)],
             FORM,
-            render=lambda _: MARK,
+            render=lambda *_: MARK,
             encode=encode,
         )
     assert caught.value.param == "messages"

@@ -27,9 +27,11 @@ from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.pictures.prompt import (
+    Hide,
     Messages,
     PicturePrompt,
     TypedMarks,
+    as_it_is,
     picture_prompt,
     text_prompt,
 )
@@ -138,8 +140,8 @@ class PromptEncoder:
     ) -> PicturePrompt:
         tokenizer, form = self.model.tokenizer, self.model.pictures
 
-        def render(shown: Messages) -> str:
-            return self._render(shown, self.open_turn)
+        def render(shown: Messages, hide: Hide) -> str:
+            return self._render(shown, self.open_turn, hide)
 
         encode = partial(tokenizer.encode, add_special_tokens=False)
         if not pictures or form is None:
@@ -167,12 +169,12 @@ class PromptEncoder:
         turns = turns_of(messages, takes_pictures=True)
         return template_messages(turns, id_length=self.model.call_id_length)
 
-    def _render(self, messages: Messages, open_turn: bool) -> str:
+    def _render(self, messages: Messages, open_turn: bool, hide: Hide = as_it_is) -> str:
         return self.model.tokenizer.render_chat(
             messages,
-            tools=self.tools,
+            tools=hide(self.tools),
             add_generation_prompt=open_turn,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=hide(self.template_kwargs),
         )
 
 
