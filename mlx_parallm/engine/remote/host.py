@@ -25,6 +25,7 @@ from mlx_parallm.engine.local_life import (
 )
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
+    Beat,
     Events,
     Failed,
     Progress,
@@ -35,6 +36,7 @@ from mlx_parallm.engine.remote.messages import (
     Withdraw,
 )
 from mlx_parallm.engine.remote.remote_code import find_remote_code
+from mlx_parallm.engine.remote.silence import beat
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class _Host:
         open_worker: OpenWorker = own_worker,
     ) -> None:
         self._channel = channel
+        self._ranks = config.ranks
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
             config,
@@ -99,6 +102,8 @@ class _Host:
                 (started.config, started.model.packed(), started.is_loaded) for started in loaded
             ]
             self._channel.send(Ready(models))
+            if self._ranks.size > 1:
+                beat(self._ranks.timeout_s, lambda: self._channel.send(Beat()))
         except ControlError as cause:
             raise ConfigError(
                 f"--engine-process: a tokenizer cannot be handed to another process: {cause}"

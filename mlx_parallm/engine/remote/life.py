@@ -26,6 +26,7 @@ from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.engine.remote.messages import (
+    Beat,
     Events,
     Failed,
     Progress,
@@ -34,6 +35,7 @@ from mlx_parallm.engine.remote.messages import (
     Start,
 )
 from mlx_parallm.engine.remote.remote_code import find_remote_code
+from mlx_parallm.engine.remote.silence import Silence, watched
 from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.types.errors import ConfigError, EngineDeadError
@@ -94,13 +96,13 @@ class RemoteLife:
         """See ``EngineLife.run``."""
         gc.unfreeze()
         with _spawned(self._command, self._environment) as (process, channel):
-            link = Link(channel)
+            link, silence = Link(channel), Silence()
             try:
                 loaded = self._load(channel)
                 spare_garbage_collection()
-                with self._sending(inbox, link, channel):
+                with self._sending(inbox, link, channel), self._watched(silence, process):
                     on_loaded(loaded)
-                    _receive(channel, link, deliver)
+                    _receive(channel, link, silence, deliver)
             except (EOFError, OSError):
                 if not link.is_ending:
                     raise EngineDeadError(_last_words(process)) from None
@@ -163,6 +165,20 @@ class RemoteLife:
         finally:
             with self._lock:
                 self._loading = None
+
+    def _watched(
+        self, silence: Silence, process: subprocess.Popen[bytes]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Kill a process that computes with other ranks, if it says nothing for their timeout."""
+        ranks = self._config.ranks
+        if ranks.size == 1:
+            return contextlib.nullcontext()
+
+        def kill() -> None:
+            logger.critical("the engine's process has been silent for %g s", ranks.timeout_s)
+            process.kill()
+
+        return watched(silence, ranks.timeout_s, kill)
 
     @contextlib.contextmanager
     def _sending(
@@ -268,16 +284,20 @@ def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> Non
             channel.hang_up()
 
 
-def _receive(channel: Channel, link: Link, deliver: Deliver) -> None:
+def _receive(channel: Channel, link: Link, silence: Silence, deliver: Deliver) -> None:
     """Pass on what the engines send, until they are gone (EOFError) or send why they died."""
     while True:
+        silence.begin()
         try:
             message, number = channel.receive()
         except UnreadableError as problem:
             logger.exception("a reply cannot be read")
             link.settle(problem.number, problem)
             continue
+        silence.end()
         match message:
+            case Beat():
+                pass
             case Events(packed):
                 deliver(unpack_events(packed))
             case Reply(value):

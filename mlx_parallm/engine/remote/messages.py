@@ -69,6 +69,11 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """From the engines of a world of ranks: their process runs; see ``silence``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """From the engines: what came of the command or query of its number, or its error."""
 

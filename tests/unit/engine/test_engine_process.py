@@ -22,7 +22,13 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.channel import Channel
-from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import (
+    EngineConfig,
+    ModelConfig,
+    RanksConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.host import ORPHANED, _Host
@@ -152,6 +158,25 @@ async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
     # Whatever needs no engine is still answered.
     assert (await engine.load()).num_requests == 0
     assert b"mlx_parallm:paused" in (await engine.render_metrics())[0]
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_stopped_process_of_ranks_counts_as_dead_after_the_deadline() -> None:
+    deadline_s = 3.0
+    config = EngineConfig(ranks=RanksConfig(size=2, timeout_s=deadline_s))  # time limit: of beats
+    engine = remote_engine(config=config)
+    await asyncio.to_thread(engine.start)
+    assert await text_of(engine, make_request("a")) == "hello"
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request("b"))
+    pid = await engine.call(pid_of)
+    os.kill(pid, signal.SIGSTOP)
+    last = [event async for event in handle.events][-1]
+    assert isinstance(last, ErrorEvent)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
     await asyncio.to_thread(engine.stop)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -1,0 +1,78 @@
+"""Notices a process that lives and says nothing: it was stopped, or its machine hangs.
+
+A process that is stopped keeps its end of a channel, and its own threads cannot end it. So it sends
+beats while it runs, and the other end counts what comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+# CHECKS, BEATS: how often within a timeout it is asked whether something came, and beats are sent.
+CHECKS, BEATS = 4, 8
+
+
+class Silence:
+    """Knows for how many checks in a row nothing came.
+
+    Checks are counted instead of seconds: while this process is stopped itself, it hears nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_listening = False
+        self._num_heard = 0
+        self._num_known = 0
+        self._num_silent = 0
+
+    def begin(self) -> None:
+        """Note that the next message is waited for."""
+        self._is_listening = True
+
+    def end(self) -> None:
+        """Note that a message has come, and that nobody listens before it is seen to."""
+        self._is_listening = False
+        self._num_heard += 1
+
+    def check(self) -> bool:
+        """True if nothing came since as many checks as a timeout has; call it so often."""
+        is_silent = self._is_listening and self._num_heard == self._num_known
+        self._num_known = self._num_heard
+        self._num_silent = self._num_silent + 1 if is_silent else 0
+        return self._num_silent >= CHECKS
+
+
+@contextmanager
+def watched(silence: Silence, timeout_s: float, on_silent: Callable[[], None]) -> Generator[None]:
+    """Call ``on_silent``, once and on another thread, if a process is silent for ``timeout_s``."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(timeout_s / CHECKS):
+            if silence.check():
+                on_silent()
+                return
+
+    thread = threading.Thread(target=watch, name="silence", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def beat(timeout_s: float, send: Callable[[], None]) -> None:
+    """Send a beat ``BEATS`` times in each timeout, on a thread that ends with this process."""
+    never = threading.Event()
+
+    def run() -> None:
+        while not never.wait(timeout_s / BEATS):
+            try:
+                send()
+            except OSError:
+                # The other end is gone; who reads from it ends this process.
+                return
+
+    threading.Thread(target=run, name="beats", daemon=True).start()

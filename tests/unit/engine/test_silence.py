@@ -1,0 +1,33 @@
+"""A process that is silent for a whole timeout, by the checks that its listener makes."""
+
+from __future__ import annotations
+
+from mlx_parallm.engine.remote.silence import CHECKS, Silence
+
+
+def checks(silence: Silence, count: int = CHECKS) -> list[bool]:
+    return [silence.check() for _ in range(count)]
+
+
+def test_it_is_silent_once_nothing_came_for_a_timeout() -> None:
+    silence = Silence()
+    silence.begin()
+    assert checks(silence) == [*[False] * (CHECKS - 1), True]
+
+
+def test_a_message_begins_a_timeout_anew() -> None:
+    silence = Silence()
+    silence.begin()
+    assert not any(checks(silence, CHECKS - 1))
+    silence.end()
+    silence.begin()
+    # The first check finds the message.
+    assert checks(silence, CHECKS + 1) == [*[False] * CHECKS, True]
+
+
+def test_nobody_is_silent_to_whom_nobody_listens() -> None:
+    silence = Silence()
+    assert not any(checks(silence, 3 * CHECKS))
+    silence.begin()
+    silence.end()
+    assert not any(checks(silence, 3 * CHECKS))
