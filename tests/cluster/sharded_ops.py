@@ -167,6 +167,13 @@ class Run:
             self._worker.execute(CommitWeights(model=MODEL))
         self.results[name] = refusal
 
+    def prepare_other_files(self, name: str) -> None:
+        """Prepare a folder of which the last of several ranks has other files on its machine."""
+        if self._ranks is not None:
+            is_last = self._ranks.rank == self._ranks.size - 1
+            other = self.folder.with_name(f"{self.folder.name}-other")
+            self.prepare(name, None, self.folder if is_last else other)
+
     def some_tensors(self, seed: int) -> dict[str, HostTensor]:
         """Return new weights of layers that are cut in either way, and of two that are not."""
         shapes, source = shapes_of(self.folder), np.random.default_rng(seed)
@@ -314,6 +321,7 @@ def updates(run: Run) -> None:
     run.decode("after folder")
     run.checksums("digests after folder")
     run.sleep(2)
+    run.prepare_other_files("other files")
     run.checksums("digests after all")
 
 

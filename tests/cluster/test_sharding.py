@@ -149,6 +149,12 @@ def test_updates_are_refused_as_by_one_process(pair: Compared, model: str) -> No
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_updates_of_other_files_on_another_machine_are_refused(pair: Compared, model: str) -> None:
+    refusals = [rank[model]["other files"] for rank in pair.ranks]
+    assert all(refusal.startswith("Rank 1 has other files in ") for refusal in refusals)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_adapters_of_one_part_do_not_fit_the_whole_model(pair: Compared, model: str) -> None:
     wanted = pair.alone[model]["unfit"]
     assert "does not fit" in wanted

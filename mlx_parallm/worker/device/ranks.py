@@ -1,7 +1,7 @@
 """The processes that compute one model together: the only module that calls ``mx.distributed``.
 
 Every rank must make the same calls in the same order, because each call waits for the other ranks.
-Sums and gathers are lazy like other operations; ``agree``, ``least`` and ``broadcast`` evaluate.
+Sums and gathers are lazy like other operations; the others evaluate.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ class Ranks:
         words = mx.array([number >> 32, number & 0xFFFFFFFF], mx.uint32)
         pairs = _host(self.gather(words)).reshape(-1, 2).astype(np.uint64)
         return min(int(high) << 32 | int(low) for high, low in pairs)
+
+    def first_other(self, digest: bytes) -> int | None:
+        """Return the first rank that passes another digest than rank 0; None if all are alike."""
+        words = mx.array(np.frombuffer(digest, np.uint32))
+        rows = _host(self.gather(words[None]))
+        others = np.flatnonzero((rows != rows[0]).any(axis=1))
+        return int(others[0]) if others.size else None
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return rank 0's ``data``, some bytes; other ranks pass None.

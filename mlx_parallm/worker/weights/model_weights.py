@@ -26,6 +26,7 @@ from mlx_parallm.worker.device.shared_tensors import in_groups, on_devices
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
 from mlx_parallm.worker.weights.renaming import PARAM, Renamer, checkpoint_shapes, renamed_as_in
+from mlx_parallm.worker.weights.revision import DIGEST_BYTES, folder_revision
 
 Arrays = Mapping[str, mx.array]
 
@@ -52,12 +53,17 @@ class ModelWeights:
     def read_folder(self, path: Path) -> Arrays:
         """Return the weights of a checkpoint of the same architecture, checked and evaluated.
 
+        Ranks must all call. Each reads the folder of its own machine.
+
         Raises:
             InvalidRequestError: it cannot be read, has other tensors, or numbers that are not
-                finite.
+                finite; or ranks have other files there.
+            RankLostError: another rank is gone.
         """
+        ranks = None if self._sharding is None else self._sharding.ranks
+        if ranks is not None:
+            _refuse_other_files(path, ranks)
         try:
-            ranks = None if self._sharding is None else self._sharding.ranks
             arrays = load_parameters(self._config, path, is_cast=self._is_cast, ranks=ranks)
         except (ConfigError, ModelLoadError) as problem:
             raise InvalidRequestError(str(problem), param=PARAM) from None
@@ -249,6 +255,23 @@ class ModelWeights:
 def has_own_memory() -> bool:
     """True if the device has memory of its own."""
     return backend_name() == "cuda"
+
+
+def _refuse_other_files(path: Path, ranks: Ranks) -> None:
+    """Raise InvalidRequestError on all ranks if one has other files in a folder than rank 0."""
+    try:
+        digest = bytes.fromhex(folder_revision(path))
+    except OSError:
+        # All ranks compare. If none can read the folder, the load says why.
+        digest = bytes(DIGEST_BYTES)
+    try:
+        other = ranks.first_other(digest)
+    except RuntimeError as problem:
+        raise RankLostError(ranks.rank, f"cannot compare files: {problem}") from problem
+    if other is not None:
+        raise InvalidRequestError(
+            f"Rank {other} has other files in {path} than rank 0, or none.", param=PARAM
+        )
 
 
 def _check_finite(arrays: Arrays, modes: Mapping[str, str] | None = None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 # hashing all of a model would take as long as loading it.
 PLACES = 16
 PLACE_BYTES = 4096
+DIGEST_BYTES = hashlib.sha256().digest_size
 CONFIGS = ("config.json", "tokenizer.json")
 
 
