@@ -128,7 +128,7 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
-    app.state.pictures = Pictures(config.media)
+    app.state.pictures = Pictures(config.media, separates_clients=config.separates_keys)
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
@@ -199,7 +199,7 @@ def create_request_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
-    app.state.pictures = Pictures(config.media)
+    app.state.pictures = Pictures(config.media, separates_clients=config.separates_keys)
     app.state.policies = policies
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ import httpx2
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.addresses import check_host
 from mlx_parallm.media.pinned import MAX_LOOKUPS, PinnedBackend, Resolve, Resolver
+from mlx_parallm.media.shared_budget import SharedBudget
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
-# MAX_FETCHES: connections of the process at once; further pictures wait within their time limit.
+# MAX_FETCHES: connections of the process at once, of which one client has half at most; further
+# pictures wait within their time limit.
 MAX_FETCHES = MAX_LOOKUPS
 MAX_URL_CHARS = 8192
 MAX_PORT = 65535
@@ -61,36 +64,50 @@ class Fetcher:
         system = cast("httpcore2.AsyncNetworkBackend", httpcore2.AnyIOBackend())
         self._backend = PinnedBackend(network or system, resolve or Resolver())
         self._ssl_context = ssl_context
-        self._turns = asyncio.Semaphore(MAX_FETCHES)
+        self._turns = SharedBudget(MAX_FETCHES)
         self.num_bytes = 0
+        self._bytes_of: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def fetched(self, url: str) -> AsyncGenerator[bytes]:
+    async def fetched(self, url: str, client: str = "") -> AsyncGenerator[bytes]:
         """Provide a file; its bytes count among those that the process holds until the end.
+
+        One client may have half of these, and of the connections; "" is everybody.
 
         Raises:
             InvalidRequestError: the URL is not allowed, or it gives no file within the limits.
-            OverloadedError: the process holds too many bytes of fetched files.
+            OverloadedError: the process, or the client, holds too many bytes of fetched files.
         """
-        held = _HeldBytes(self)
+        held = _HeldBytes(self, client)
         try:
             yield await self._get(url, held)
         finally:
-            self.num_bytes -= held.num_bytes
+            self.free_bytes(held.num_bytes, client)
 
-    def add_bytes(self, num_bytes: int) -> None:
+    def add_bytes(self, num_bytes: int, client: str) -> None:
         """Count bytes that have arrived.
 
         Raises:
-            OverloadedError: the process holds too many.
+            OverloadedError: the process, or the client, holds too many.
         """
-        if self.num_bytes + num_bytes > self._limits.max_fetched_bytes:
+        most = self._limits.max_fetched_bytes
+        # The largest picture fits even if that is more than half.
+        share = max(most // 2, self._limits.max_bytes) if client else most
+        if self.num_bytes + num_bytes > most or self._bytes_of[client] + num_bytes > share:
             raise OverloadedError("Too many pictures are being fetched; try again later.")
         self.num_bytes += num_bytes
+        self._bytes_of[client] += num_bytes
+
+    def free_bytes(self, num_bytes: int, client: str) -> None:
+        """Count bytes that are held no more."""
+        self.num_bytes -= num_bytes
+        self._bytes_of[client] -= num_bytes
+        if not self._bytes_of[client]:
+            del self._bytes_of[client]
 
     async def _get(self, url: str, held: _HeldBytes) -> bytes:
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._turns:
+            async with asyncio.timeout(self._limits.timeout_s), self._turn(held.client):
                 return await self._follow(url, held)
         except TimeoutError:
             raise InvalidRequestError(
@@ -101,6 +118,14 @@ class Fetcher:
             raise InvalidRequestError(f"{NOT_FETCHED}its host cannot be reached.") from None
         except (httpcore2.ProtocolError, httpcore2.UnsupportedProtocol):
             raise InvalidRequestError(f"{NOT_FETCHED}its host does not speak HTTP.") from None
+
+    @asynccontextmanager
+    async def _turn(self, client: str) -> AsyncGenerator[None]:
+        await self._turns.acquire(1, client)
+        try:
+            yield
+        finally:
+            self._turns.release(1, client)
 
     async def _follow(self, url: str, held: _HeldBytes) -> bytes:
         target = self._checked(url)
@@ -153,15 +178,16 @@ class _Redirect:
 
 
 class _HeldBytes:
-    """Counts the bytes of a file among those of the process."""
+    """Counts the bytes of a client's file among those of the process."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher, client: str) -> None:
         self._fetcher = fetcher
+        self.client = client
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that have arrived; see ``Fetcher.add_bytes``."""
-        self._fetcher.add_bytes(num_bytes)
+        self._fetcher.add_bytes(num_bytes, self.client)
         self.num_bytes += num_bytes
 
 

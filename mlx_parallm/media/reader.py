@@ -18,7 +18,7 @@ from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.formats.stored import StoredPicture
 from mlx_parallm.media.local_files import SCHEME as FILE_SCHEME
 from mlx_parallm.media.local_files import LocalFiles
-from mlx_parallm.media.pixel_budget import PixelBudget
+from mlx_parallm.media.shared_budget import SharedBudget
 from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ class PictureReader:
         *,
         fetcher: Fetcher | None = None,
         in_thread: RunInThread = asyncio.to_thread,
+        client: Callable[[], str] = str,
     ) -> None:
         """Prepare.
 
@@ -68,12 +69,14 @@ class PictureReader:
             limits: those of every picture, and of all together.
             fetcher: gets pictures by HTTP; None makes one with the same limits.
             in_thread: runs work on a thread.
+            client: returns the client of the request that runs; without it there is one.
         """
         self._limits = limits
         self._fetcher = fetcher or Fetcher(limits)
         self._files = LocalFiles(limits)
         self._in_thread = in_thread
-        self._budget = PixelBudget(limits.max_pixels_in_flight)
+        self._client = client
+        self._budget = SharedBudget(limits.max_pixels_in_flight)
 
     @property
     def num_free_pixels(self) -> int:
@@ -103,7 +106,9 @@ class PictureReader:
                 elif scheme == FILE_SCHEME:
                     work = partial(self._from_file, url)
                 else:
-                    data = await stack.enter_async_context(self._fetcher.fetched(url))
+                    data = await stack.enter_async_context(
+                        self._fetcher.fetched(url, self._client())
+                    )
                     work = partial(read_picture, data, self._limits)
                 picture = await stack.enter_async_context(self._decoded(work, check))
             yield picture
@@ -157,7 +162,8 @@ class PictureReader:
 
         stored = await self._in_thread(checked)
         num_pixels, kind = stored.width * stored.height, stored.format
-        await self._budget.acquire(num_pixels)
+        client = self._client()
+        await self._budget.acquire(num_pixels, client)
         decoding = asyncio.ensure_future(self._in_thread(partial(decode_picture, stored)))
         # The file is not needed while its pixels are used.
         del stored
@@ -165,13 +171,13 @@ class PictureReader:
             yield DecodedPicture(await asyncio.shield(decoding), kind)
         finally:
             if decoding.done():
-                self._budget.release(num_pixels)
+                self._budget.release(num_pixels, client)
             else:
                 # A cancelled request leaves a thread behind, whose pixels still count.
-                decoding.add_done_callback(partial(self._end, num_pixels))
+                decoding.add_done_callback(partial(self._end, num_pixels, client))
 
-    def _end(self, num_pixels: int, decoding: asyncio.Future[Pixels]) -> None:
-        self._budget.release(num_pixels)
+    def _end(self, num_pixels: int, client: str, decoding: asyncio.Future[Pixels]) -> None:
+        self._budget.release(num_pixels, client)
         if not decoding.cancelled():
             # An exception that nobody retrieves would be logged.
             decoding.exception()

@@ -136,10 +136,17 @@ def pixel_range_of(kwargs: Mapping[str, Any] | None) -> PixelRange:
 class Pictures:
     """Reads and prepares the pictures of requests, for all models of a process."""
 
-    def __init__(self, limits: MediaLimits) -> None:
-        """``limits`` are those of every request."""
+    def __init__(self, limits: MediaLimits, *, separates_clients: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            limits: those of every request.
+            separates_clients: True if no client finds what was prepared for another's request, not
+                even by the time that it takes.
+        """
         self._limits = limits
-        self._reader = PictureReader(limits, in_thread=in_thread)
+        self._separates_clients = separates_clients
+        self._reader = PictureReader(limits, in_thread=in_thread, client=current_client)
         self._processors: dict[Hashable, PictureProcessor] = {}
         self._prepared = PreparedCache(PREPARED_BYTES)
         self._budget = PreparedBudget(prepared_bytes())
@@ -224,7 +231,8 @@ class Pictures:
         if source.url.startswith(DATA):
             # Other URLs may have other bytes the next time.
             digest = await in_thread(lambda: sha256(source.url.encode()).digest())
-            key = processing, source.detail, digest
+            owner = current_client() if self._separates_clients else None
+            key = owner, processing, source.detail, digest
             known = self._prepared.get(key)
             if known is not None:
                 return known

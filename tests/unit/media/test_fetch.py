@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_parallm.config import MediaLimits
-from mlx_parallm.media.fetch import Fetcher
+from mlx_parallm.media.fetch import MAX_FETCHES, Fetcher
 from mlx_parallm.media.pinned import Resolver
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.unit.media.servers import OTHER_PUBLIC, PUBLIC, TLS, Names, Network, Writer, serving
@@ -386,6 +386,42 @@ async def test_bytes_in_use_are_bounded(server):
             await get(fetcher)
         assert fetcher.num_bytes == 60
     assert len(await get(fetcher)) == 60
+    assert fetcher.num_bytes == 0
+
+
+async def test_slow_fetches_of_one_client_leave_room_for_others(server):
+    async def slow(writer: Writer) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nslow")
+        await writer.drain()
+        await writer.wait_closed()
+
+    server.answers["/slow.png"] = slow
+    server.add("/a.png", b"data")
+    fetcher = fetcher_of(server, max_bytes=4, max_fetched_bytes=2 * 4 * MAX_FETCHES)
+
+    async def wait_for_slow() -> None:
+        async with fetcher.fetched("http://pictures.test/slow.png", "greedy"):
+            pytest.fail("the answer never ends")
+
+    tasks = [asyncio.create_task(wait_for_slow()) for _ in range(MAX_FETCHES)]
+    await asyncio.sleep(0)
+    async with fetcher.fetched(URL, "other") as data:
+        assert data == b"data"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert fetcher.num_bytes == 0
+
+
+async def test_a_client_holds_half_of_the_bytes(server):
+    server.add("/a.png", bytes(60))
+    fetcher = fetcher_of(server, max_bytes=60, max_fetched_bytes=200)
+    async with fetcher.fetched(URL, "greedy"):
+        with pytest.raises(OverloadedError):
+            async with fetcher.fetched(URL, "greedy"):
+                pytest.fail("it has its half")
+        async with fetcher.fetched(URL, "other"):
+            assert fetcher.num_bytes == 120
     assert fetcher.num_bytes == 0
 
 

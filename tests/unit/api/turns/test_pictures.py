@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.api.turns.pictures import Pictures, PictureSource
 from mlx_parallm.config import MediaLimits
+from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from tests.golden_pictures import GoldenPictures, read_vision, write_vision
 from tests.unit.media.pictures import file_of, noise
@@ -61,3 +63,19 @@ async def test_a_picture_that_is_refused_is_named(model: Any) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await Pictures(MediaLimits()).prepare(sources(1, "not a picture"), model)
     assert refused.value.param == "[1]"
+
+
+@pytest.mark.parametrize("separates", [True, False])
+async def test_clients_find_prepared_pictures_of_their_scope_only(
+    model: Any, separates: bool
+) -> None:
+    pictures, threads = Pictures(MediaLimits(), separates_clients=separates), TextThreads(2)
+
+    async def prepare(client: str) -> PreparedPicture:
+        with threads.serving(client):
+            (picture,) = await pictures.prepare(sources(1), model)
+        return picture
+
+    first = await prepare("one")
+    assert await prepare("one") is first
+    assert (await prepare("two") is first) != separates
