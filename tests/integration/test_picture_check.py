@@ -10,7 +10,7 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation import path_choice, picture_check
+from mlx_parallm.worker.generation import input_forward, path_choice, picture_check
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
 from mlx_parallm.worker.generation.memory import plan_kv
@@ -90,6 +90,15 @@ def test_pictures_are_refused_on_a_path_that_does_not_compute_them(
     monkeypatch.setattr(DeepstackSeam, "during", fail)
     assert not takes_pictures(load("qwen3_vl"))
     assert "mlx_lm's model does not compute them: ValueError: no such layer" in caplog.text
+
+
+def test_pictures_are_refused_where_rope_has_one_axis(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(input_forward, "find_rotary", lambda *_: None)
+    assert not takes_pictures(load("qwen2_vl"))
+    (warning,) = [each for each in caplog.messages if "takes no pictures" in each]
+    assert "mrope_section" in warning
 
 
 def test_a_model_without_a_tower_is_not_checked_with_pictures(

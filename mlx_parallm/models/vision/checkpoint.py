@@ -54,6 +54,7 @@ class TowerFamily:
         unlike: returns what the tower of a ``config.json`` has that those of this kind lack; None
             if it is of this kind.
         two_way: returns where the text model lets rows of a picture attend to later ones.
+        has_axes: True if rows of a picture have position ids on several axes (M-RoPE).
         converted: returns the tower's weights that a weight of a checkpoint becomes, by name; its
             prefix is the tower's own already.
     """
@@ -62,6 +63,7 @@ class TowerFamily:
     parts: Mapping[str, str]
     unlike: Callable[[Mapping[str, Any]], str | None] = _any_config
     two_way: Callable[[Mapping[str, Any]], TwoWay | None] = _causal
+    has_axes: bool = False
     converted: Callable[[str, mx.array], dict[str, mx.array]] = in_order
 
     def weights(self, checkpoint: Mapping[str, mx.array]) -> dict[str, mx.array]:

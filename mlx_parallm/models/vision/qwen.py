@@ -315,4 +315,4 @@ def patch_turns(places: np.ndarray, head_size: int) -> mx.array:
 
 
 #: ``QWEN``: Qwen2-VL and Qwen2.5-VL. mlx-community calls their tower "vision_tower".
-QWEN = TowerFamily(QwenTower, {"visual.": "visual.", "vision_tower.": "visual."})
+QWEN = TowerFamily(QwenTower, {"visual.": "visual.", "vision_tower.": "visual."}, has_axes=True)

@@ -196,4 +196,4 @@ def table_places(grid: Grid, side: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 #: ``QWEN3``: Qwen3-VL and Qwen3.5. mlx-community calls their tower "vision_tower".
-QWEN3 = TowerFamily(Qwen3Tower, {"visual.": "visual.", "vision_tower.": "visual."})
+QWEN3 = TowerFamily(Qwen3Tower, {"visual.": "visual.", "vision_tower.": "visual."}, has_axes=True)

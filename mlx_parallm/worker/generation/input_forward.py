@@ -31,6 +31,7 @@ class InputForward:
         embedding: puts rows in place of token embeddings; None if the model takes no inputs.
         deepstack: adds rows to the outputs of the first layers.
         rotary: turns rows by ids on several axes; None if the model has one axis.
+        lacks_axes: True if rows of its pictures have several axes and ``rotary`` is None.
         two_way: where the rows of a picture attend to later ones; None if nowhere.
         two_way_rows: lets them; None if the path cannot.
     """
@@ -39,6 +40,7 @@ class InputForward:
     embedding: EmbeddingSeam | None
     deepstack: DeepstackSeam
     rotary: RotarySeam | None = None
+    lacks_axes: bool = False
     two_way: TwoWay | None = None
     two_way_rows: TwoWayRows | None = None
 
@@ -50,6 +52,8 @@ class InputForward:
     @property
     def why_no_rows(self) -> str | None:
         """Why no path of the model takes pictures; None if some may."""
+        if self.lacks_axes:
+            return "its config.json has no RoPE on several axes (mrope_section) that is known"
         return "rows cannot replace its token embeddings" if self.embedding is None else None
 
     @property
@@ -99,9 +103,12 @@ def input_forward(loaded: LoadedModel, embedding: EmbeddingSeam | None) -> Input
     """Return the forward of a model, without a path; ``embedding`` as in ``InputForward``."""
     family = family_of(loaded.config)
     has_tower = getattr(loaded.model, TOWER, None) is not None
+    rotary = find_rotary(loaded.model, loaded.config) if has_tower else None
+    has_axes = has_tower and family is not None and family.has_axes
     return InputForward(
         embedding=embedding,
         deepstack=DeepstackSeam(loaded.model.layers),
-        rotary=find_rotary(loaded.model, loaded.config) if has_tower else None,
+        rotary=rotary,
+        lacks_axes=has_axes and rotary is None,
         two_way=None if family is None or not has_tower else family.two_way(loaded.config),
     )
