@@ -13,7 +13,7 @@ from mlx_parallm.distributed.agreement import difference
 from mlx_parallm.distributed.facts import process_facts
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leading import end_process
-from mlx_parallm.distributed.link import JOIN_S, FollowerLink, LeaderLink
+from mlx_parallm.distributed.link import JOIN_S, LINK_S, FollowerLink, LeaderLink
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.worker.device.properties import device_report
 from mlx_parallm.worker.device.rank_speed import Sums, measure_sums
@@ -72,14 +72,17 @@ def report_world(config: EngineConfig) -> WorldReport | None:
     settings = config.ranks
     with joining_within(JOIN_S, os.environ):
         ranks = join_ranks(settings.backend)
+        link = (
+            LeaderLink.open(ranks, settings.host, LINK_S)
+            if ranks.rank == 0
+            else FollowerLink.open(ranks, LINK_S)
+        )
     own = describe(config)
-    if ranks.rank > 0:
-        follower = FollowerLink.open(ranks)
-        ends = {0: follower.beats}
-        follow(ranks, own, follower, Watch(ranks.rank, ends, settings.timeout_s, end_process))
-        return None
-    leader = LeaderLink.open(ranks, settings.host)
-    return lead(ranks, own, leader, Watch(0, leader.beats, settings.timeout_s, end_process))
+    if isinstance(link, LeaderLink):
+        return lead(ranks, own, link, Watch(0, link.beats, settings.timeout_s, end_process))
+    ends = {0: link.beats}
+    follow(ranks, own, link, Watch(ranks.rank, ends, settings.timeout_s, end_process))
+    return None
 
 
 def describe(config: EngineConfig) -> RankDescription:

@@ -127,9 +127,10 @@ class LeadingWorker(Worker):
         return model in self._encoders
 
     def _step(self, op: Step) -> Pending[Any]:
-        batch = self._encoders[op.model].encode(op.batch)
-        self._log.begin(Entry.STEP, (op.model, batch))
         with self._log.fatal("a step"):
+            # The encoder expects followers to get all that it has encoded, even in part.
+            batch = self._encoders[op.model].encode(op.batch)
+            self._log.begin(Entry.STEP, (op.model, batch))
             return _LeadingStep(self._log, super().begin(op))
         raise AssertionError("a failure ends the process")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 #: ``LOST``: the exit status of a rank that ends because another one is lost (EX_TEMPFAIL of BSD's
 #: sysexits.h).
 LOST = 75
+# LOG_S: seconds that a rank which ends may take to log why.
+LOG_S = 1.0
 # FETCH_S: seconds that ranks may take to fetch the files of models.
 FETCH_S = 24 * 3600.0
 
@@ -34,8 +37,14 @@ FETCH_S = 24 * 3600.0
 def end_process(reason: str) -> None:
     """Log why a rank ends, and end it at once.
 
-    Native code that waits for a lost rank cannot be interrupted, so nothing is cleaned up.
+    Native code that waits for a lost rank cannot be interrupted, so nothing is cleaned up. A log
+    that nobody reads blocks its writers, so another thread ends the process if that happens.
     """
+    end = threading.Timer(LOG_S, os._exit, (LOST,))
+    end.daemon = True
+    # There may be no memory for a thread.
+    with suppress(RuntimeError):
+        end.start()
     logger.critical("this rank ends: %s", reason)
     for handler in logging.getLogger().handlers:
         handler.flush()

@@ -14,6 +14,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.distributed.leader import LeadingWorker
 from mlx_parallm.distributed.log import LeaderLog
 from mlx_parallm.types.errors import InvalidRequestError, RankLostError
+from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import LARGE_BYTES_OF, SharedTensor
 from mlx_parallm.worker.ops import (
@@ -23,6 +24,7 @@ from mlx_parallm.worker.ops import (
     Pending,
     PrepareWeights,
     PutTensors,
+    Step,
 )
 from mlx_parallm.worker.worker import Device
 
@@ -150,3 +152,12 @@ def test_a_rank_that_cannot_share_tensors_ends_all(
     with pytest.raises(RankLostError):
         worker.execute(PrepareWeights(model="m", handle="h"))
     assert log.ends == ["Rank 0 cannot share tensors: no memory."]
+
+
+def test_a_batch_that_cannot_be_encoded_ends_all(worker: LeadingWorker, log: Log) -> None:
+    # Followers lack what the encoder took of it, and would misread the next batch.
+    row = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(1 << 64,), block_table=(3,))
+    with pytest.raises(OverflowError):
+        worker.begin(Step(model="m", batch=ScheduledBatch(step_id=1, sequences=(row,))))
+    assert len(log.ends) == 1
+    assert log.ends[0].startswith("a step failed on rank 0: OverflowError")
