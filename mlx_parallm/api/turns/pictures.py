@@ -179,7 +179,8 @@ class Pictures:
             raise InvalidRequestError(
                 f"{model.names[0]} does not take pictures.", param=sources[0].param
             )
-        self._limits.check_count(len(sources), param="messages")
+        last = sources[: self._limits.max_images + 1][-1]
+        self._limits.check_count(len(sources), param=last.param)
         form_key = form.fingerprint, form.family
         processor = self._processors.setdefault(form_key, PictureProcessor(form))
         if pixel_range != AS_CONFIGURED:

@@ -79,3 +79,9 @@ async def test_clients_find_prepared_pictures_of_their_scope_only(
     first = await prepare("one")
     assert await prepare("one") is first
     assert (await prepare("two") is first) != separates
+
+
+async def test_the_first_picture_beyond_the_limit_is_named(model: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="4 pictures; at most 2") as refused:
+        await Pictures(MediaLimits(max_images=2)).prepare(sources(4), model)
+    assert refused.value.param == "[2]"
