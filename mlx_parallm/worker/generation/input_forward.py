@@ -96,7 +96,8 @@ class InputForward:
                 seams.enter_context(self.deepstack.during(placed, layers))
             if self.two_way is not None and self.two_way_rows is not None:
                 seams.enter_context(self.two_way_rows.during(features.two_way_spans(sequences)))
-            return self.path.logits(spread, self.embedding.place(token_ids, sequences), rows)
+            ids = self.embedding.place(token_ids, sequences, features)
+            return self.path.logits(spread, ids, rows)
 
 
 def input_forward(loaded: LoadedModel, embedding: EmbeddingSeam | None) -> InputForward:

@@ -107,20 +107,27 @@ class EmbeddingSeam:
         with WrappedCalls(self._others, wrap):
             yield
 
-    def place(self, token_ids: mx.array, sequences: Sequence[ScheduledSequence]) -> mx.array:
+    def place(
+        self,
+        token_ids: mx.array,
+        sequences: Sequence[ScheduledSequence],
+        features: InputFeatures,
+    ) -> mx.array:
         """Return the step's ids, int32 ``[T]``, with the ids of input rows put in.
 
-        The k-th row of all inputs of the sequences, in order, has id ``first_id + k``.
+        The k-th row of all inputs of the sequences, in order, has id ``first_id + k``, unless it is
+        a token.
         """
-        is_row = np.zeros(token_ids.size, bool)
+        is_row, is_feature = np.zeros((2, token_ids.size), bool)
         first = 0
         for sequence in sequences:
             for rows in sequence.inputs:
                 start = first + rows.offset
                 is_row[start : start + rows.num_rows] = True
+                is_feature[start : start + rows.num_rows] = features.is_feature(rows)
             first += len(sequence.token_ids)
-        ids = np.where(is_row, self.first_id + np.cumsum(is_row) - 1, 0).astype(np.int32)
-        return mx.where(mx.array(is_row), mx.array(ids), token_ids)
+        ids = np.where(is_feature, self.first_id + np.cumsum(is_row) - 1, 0).astype(np.int32)
+        return mx.where(mx.array(is_feature), mx.array(ids), token_ids)
 
 
 class Droppable(Protocol):
@@ -140,6 +147,7 @@ class InputFeatures:
         self._layers: dict[int, mx.array] = {}
         self._positions: dict[int, np.ndarray] = {}
         self._two_way: dict[int, TwoWay] = {}
+        self._is_feature: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self._expected.keys() | self._rows.keys())
@@ -158,6 +166,7 @@ class InputFeatures:
         *,
         layers: mx.array | None = None,
         two_way: TwoWay | None = None,
+        is_feature: np.ndarray | None = None,
     ) -> None:
         """Keep an input's features, unless its slot was dropped since the run began.
 
@@ -168,6 +177,8 @@ class InputFeatures:
             positions: their position ids, int32 ``[rows, axes]``, see ``model_input.POSITIONS``.
             layers: what the first text layers add to these rows, ``[layers, rows, width]``.
             two_way: where the rows attend to later ones; None if nowhere.
+            is_feature: False where a row is a token, such as a mark between rows of patches, bool
+                ``[rows]``; None if none is.
         """
         if self._expected.get(slot) is not run:
             return
@@ -179,11 +190,18 @@ class InputFeatures:
             self._positions[slot] = positions
         if two_way is not None:
             self._two_way[slot] = two_way
+        if is_feature is not None:
+            self._is_feature[slot] = is_feature
 
     def positions(self, rows: InputRows) -> np.ndarray | None:
         """Return the position ids of some rows, ``[rows, axes]``; None if they are places."""
         ids = self._positions.get(rows.slot)
         return None if ids is None else ids[rows.first_row : rows.first_row + rows.num_rows]
+
+    def is_feature(self, rows: InputRows) -> np.ndarray | bool:
+        """Return which of some rows are not tokens, bool ``[rows]``; True if all are not."""
+        kept = self._is_feature.get(rows.slot)
+        return True if kept is None else kept[rows.first_row : rows.first_row + rows.num_rows]
 
     def two_way_spans(self, sequences: Sequence[ScheduledSequence]) -> list[TwoWaySpan]:
         """Return the rows of a step that attend to each other."""
@@ -213,6 +231,7 @@ class InputFeatures:
             self._layers.pop(slot, None)
             self._positions.pop(slot, None)
             self._two_way.pop(slot, None)
+            self._is_feature.pop(slot, None)
 
     def clear(self) -> None:
         """Drop all features, and all that is being computed."""
@@ -223,6 +242,7 @@ class InputFeatures:
         self._layers.clear()
         self._positions.clear()
         self._two_way.clear()
+        self._is_feature.clear()
 
     def gather(self, sequences: Sequence[ScheduledSequence]) -> mx.array | None:
         """Return the rows of inputs in a step, in order, ``[rows, width]``; None if it has none."""

@@ -10,9 +10,9 @@ import numpy as np
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.vision.features import Features, Stages, Tower, TwoWay
-from mlx_parallm.types.model_input import POSITIONS, TOKEN_IDS, InputKind
-from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
-from mlx_parallm.worker.generation.picture_rows import with_marks
+from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS, InputKind
+from mlx_parallm.worker.generation.input_rows import InputFeatures
+from mlx_parallm.worker.generation.picture_rows import over_span
 
 # OWN_ARRAYS: arrays of a picture that are not the tower's.
 OWN_ARRAYS = (TOKEN_IDS, POSITIONS)
@@ -30,7 +30,6 @@ class InputComputer:
     def __init__(
         self,
         tower: Tower | None,
-        embedding: EmbeddingSeam | None,
         dtype: mx.Dtype,
         *,
         two_way: TwoWay | None,
@@ -40,7 +39,6 @@ class InputComputer:
 
         Args:
             tower: see the attribute.
-            embedding: has the model's token embedding.
             dtype: of the model.
             two_way: where the rows of a picture attend to later ones; None if nowhere.
             waits: True if each stage is computed when it returns; False if the device may still be
@@ -48,7 +46,6 @@ class InputComputer:
         """
         self.features = InputFeatures()
         self.tower = tower
-        self._embedding = embedding
         self._dtype = dtype
         self._two_way = two_way
         self._evaluate: Callable[..., None] = mx.eval if waits else mx.async_eval
@@ -69,16 +66,15 @@ class InputComputer:
         arrays = [{name: to_mlx(tensor) for name, tensor in each.items()} for each in inputs]
         if kind is not InputKind.PICTURE:
             return self._run(slots, inputs, _rows_of(arrays), 1)
-        tower, embedding = self.tower, self._embedding
+        tower = self.tower
         assert tower is not None, "a picture was admitted that the model does not take"
-        assert embedding is not None, "a model with a tower takes rows"
         own = [{name: each[name] for name in each if name not in OWN_ARRAYS} for each in arrays]
         ids = [each[TOKEN_IDS] for each in arrays]
 
         def stages() -> Stages:
             made = yield from tower.stages(own)
             pairs = zip(made, ids, strict=True)
-            return [with_marks(each, marks, embedding, self._dtype) for each, marks in pairs]
+            return [over_span(each, marks, self._dtype) for each, marks in pairs]
 
         return self._run(slots, inputs, stages(), tower.num_stages, two_way=self._two_way)
 
@@ -93,17 +89,30 @@ class InputComputer:
     ) -> InputRun:
         ids = [each.get(POSITIONS) for each in inputs]
         positions = [None if each is None else np.array(each.array) for each in ids]
+        marked = [_is_feature(each) for each in inputs]
 
         def keep(made: Sequence[Features]) -> None:
-            for slot, features, own in zip(slots, made, positions, strict=True):
+            parts = zip(slots, made, positions, marked, strict=True)
+            for slot, features, own, is_feature in parts:
                 rows = features.rows.astype(self._dtype)
                 layers = mx.stack(list(features.layers)) if features.layers else None
                 self._evaluate(rows, *(() if layers is None else (layers,)))
-                self.features.put(slot, run, rows, own, layers=layers, two_way=two_way)
+                self.features.put(
+                    slot, run, rows, own, layers=layers, two_way=two_way, is_feature=is_feature
+                )
 
         run = InputRun(stages, num_stages, self._evaluate, keep)
         self.features.expect(slots, run)
         return run
+
+
+def _is_feature(tensors: Tensors) -> np.ndarray | None:
+    """Return which rows of an input are not tokens, bool ``[rows]``; None if all are not."""
+    ids = tensors.get(TOKEN_IDS)
+    if ids is None:
+        return None
+    is_feature = np.array(ids.array) == FEATURE
+    return None if is_feature.all() else is_feature
 
 
 def _rows_of(arrays: Sequence[Mapping[str, mx.array]]) -> Stages:

@@ -189,7 +189,6 @@ class ModelRunner:
             tower = None
         return InputComputer(
             tower,
-            forward.embedding,
             dtype,
             two_way=forward.two_way,
             waits=not self._info.runs_ahead,

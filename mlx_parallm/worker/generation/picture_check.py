@@ -188,7 +188,7 @@ class PictureCheck:
                 seq_id=0, slot=0, start=0, token_ids=tuple(text.token_ids), block_table=()
             )
         )
-        ids = forward.embedding.place(mx.array(text.token_ids), [whole])
+        ids = forward.embedding.place(mx.array(text.token_ids), [whole], self._features)
         own = self._rows[text.first_slot : text.first_slot + len(text.spans)]
         rows, *layers = mx.concatenate(own, axis=1)
         if forward.two_way is not None:
