@@ -12,7 +12,7 @@ import numpy as np
 from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.pictures.processor import PreparedPicture, host_array
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_list, is_mapping
+from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 from mlx_parallm.types.model_input import (
     FEATURE,
     POSITIONS,
@@ -178,7 +178,7 @@ class TypedMarks:
             return value
         if is_mapping(value):
             return {key: self.hide(each) for key, each in value.items()}
-        if is_list(value):
+        if is_sequence(value):
             return [self.hide(each) for each in value]
         return value
 

@@ -133,7 +133,8 @@ def test_a_mark_in_two_texts_that_the_template_trims_and_joins_stays_text() -> N
 
 @pytest.mark.parametrize("has_picture", [True, False])
 def test_marks_in_descriptions_of_tools_stay_text(has_picture: bool) -> None:
-    tools = [{"function": {"description": f"draws an {MARK}"}}]
+    # Python programs may give a tuple.
+    tools = ({"function": {"description": f"draws an {MARK}"}},)
 
     def described(messages: Messages, hide: Hide) -> str:
         return hide(tools)[0]["function"]["description"] + render(messages)
