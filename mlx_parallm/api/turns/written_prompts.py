@@ -49,8 +49,13 @@ async def read_prompts(
             for prompt, shown in zip(prompts, prepared, strict=True)
         ]
 
-    texts = sum(len(prompt.prompt) for prompt in prompts if isinstance(prompt.prompt, str))
-    return await maybe_in_thread(work, texts)
+    # Tokens of a prompt without pictures are taken as they are.
+    length = sum(
+        len(prompt.prompt)
+        for prompt in prompts
+        if isinstance(prompt.prompt, str) or prompt.pictures
+    )
+    return await maybe_in_thread(work, length)
 
 
 def read_prompt(
