@@ -2,7 +2,8 @@
 # Runs mlx.launch with these arguments as a service, which mlx.launch alone is not fit for:
 # - It ends with 0 when a rank fails. This ends with 75 then, so that a supervisor restarts all.
 # - It leaves its ranks running when it receives SIGTERM. This passes the signal to the ranks of
-#   this machine: rank 0 lets requests finish, and then tells the others to end.
+#   this machine: rank 0 lets requests finish, and then tells the others to end. It does not go to
+#   ssh clients: when one ends, the launcher sends rank 0 a second signal, which ends its requests.
 # - It reads the end of /dev/null over and over as its standard input. This gives it a pipe.
 #
 # LAUNCHER is the command, if mlx.launch is not on the path.
@@ -10,7 +11,19 @@ pipe=$(mktemp -u) && mkfifo -m 600 "$pipe" && exec 3<>"$pipe" && rm "$pipe" || e
 "${LAUNCHER:-mlx.launch}" "$@" <&3 &
 launcher=$!
 stopped=
-trap 'stopped=yes; pkill -TERM -P "$launcher"' TERM INT
+stop() {
+    stopped=yes
+    ranks=
+    for child in $(pgrep -P "$launcher"); do
+        case $(ps -o comm= -p "$child") in
+            *ssh) ;;
+            *) ranks="$ranks $child" ;;
+        esac
+    done
+    # A rank 0 that ssh has started ends when the connection does.
+    kill -TERM ${ranks:-$(pgrep -P "$launcher")}
+}
+trap stop TERM INT
 # A signal interrupts wait.
 while kill -0 "$launcher" 2>/dev/null; do
     wait "$launcher"

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # BACKLOG: connections that wait to be accepted.
 BACKLOG = 2048
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# HANGUP: a rank that mlx.launch started by ssh gets it when the connection ends.
+HANGUP = signal.SIGHUP
 # NOTICE_S: time from the engine's death to the server's end. Requests and /health are answered with
 # 503 until then, so that proxies that poll it see more than refused connections.
 NOTICE_S = 1.0
@@ -75,7 +77,7 @@ def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
-    # The launcher signals all ranks. Rank 0 drains, and then tells this one to end.
+    # The launcher signals all ranks, or ssh hangs up. Rank 0 drains, then tells this one to end.
     ignore_signals()
     # This process has MLX, unlike one that speaks HTTP.
     from mlx_parallm.serving.build import follow_ranks  # noqa: PLC0415
@@ -179,6 +181,8 @@ class EngineServer:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        if self._engine.config.ranks.size > 1 and signal.getsignal(HANGUP) != signal.SIG_IGN:
+            loop.add_signal_handler(HANGUP, self._on_signal)
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         if self._has_launcher:
             threading.Thread(target=self._watch_launcher, args=(loop,), daemon=True).start()

@@ -120,12 +120,18 @@ def test_clients_are_told_of_a_lost_rank_and_it_starts_again(model: Path) -> Non
 
 
 def end_by_signal(server: ServerProcess) -> None:
-    """Check that a signal to all processes lets a running request finish, and all end with 0."""
+    """Check that signals to all processes let a running request finish, and all end with 0.
+
+    A rank gets SIGHUP when its ssh connection ends, and SIGTERM from the launcher.
+    """
     stream = Stream(server, PROMPTS[1], 300)
     stream.next_event()
+    first, *followers = server.ranks
     engines = engines_of(server.process.pid)
-    for pid in (*engines, *(rank.pid for rank in server.ranks)):
+    for pid in (*engines, *(rank.pid for rank in followers)):
+        os.kill(pid, signal.SIGHUP)
         os.kill(pid, signal.SIGTERM)
+    first.send_signal(signal.SIGHUP)
     *_, last, done = stream.rest()
     assert json.loads(last)["choices"][0]["finish_reason"] == "length"
     assert done == "[DONE]"

@@ -62,6 +62,19 @@ def test_a_signal_reaches_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
     assert script(f"sh {rank} $PPID & wait; true") == 0
 
 
+def test_a_signal_does_not_end_the_ssh_clients_of_other_ranks(tmp_path: Path) -> None:
+    client, status, rank = (tmp_path / name for name in ("ssh", "status", "rank.sh"))
+    client.write_text('#!/bin/sh\ntrap "exit 7" USR1\ntouch "$0.up"\nwhile :; do sleep 0.1; done\n')
+    client.chmod(0o700)
+    rank.write_text('trap "exit 0" TERM; kill -TERM $1; while :; do sleep 0.1; done\n')
+    launcher = (
+        f"{client} & client=$!; until test -e {client}.up; do sleep 0.1; done; "
+        f"sh {rank} $PPID & wait $!; kill -USR1 $client; wait $client; echo $? > {status}"
+    )
+    assert script(launcher) == 0
+    assert status.read_text() == "7\n"
+
+
 def test_the_launcher_reads_a_pipe_that_stays_open() -> None:
     # The launcher stops the script only if its input is a pipe, and only then that is no failure.
     assert script("test -p /dev/stdin && kill -TERM $PPID; wait") == 0

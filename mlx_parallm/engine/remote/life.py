@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: ``IGNORED_SIGNALS``: a signal to the whole process group is meant for the server, which drains
-#: before it stops its engines.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: before it stops its engines. SIGHUP comes from a terminal that is gone, or an ssh connection.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # END_TIMEOUT_S and DEATH_TIMEOUT_S: grace period before SIGKILL, after a requested stop and after a
 # crash.
 END_TIMEOUT_S, DEATH_TIMEOUT_S = 30.0, 1.0

@@ -273,6 +273,7 @@ def test_no_signal_ends_it_however_early() -> None:
     with _spawned(module_command(ENGINE, ServerConfig())) as (process, channel):
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
         channel.send(Start(replace(config, models=(ModelConfig(path="no such model"),))))
         message, _ = channel.receive()
         process.send_signal(signal.SIGTERM)
