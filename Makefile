@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-engines page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-engines test-ranks page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -72,6 +72,14 @@ test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more agai
 		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not one_engine" \
 		tests/e2e/test_data_parallel.py tests/e2e/test_llm_data_parallel.py \
 		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
+
+# Suites that hold for a model over ranks.
+RANK_SUITES := abort api_answers live_adapters live_weights logprobs prompt_embeds rl_logprobs rollout \
+	sglang speculation structured token_generate tools
+test-ranks: $(DEV_STAMP) ## Tests of clients, adapters, weights and rollouts against a model over two ranks
+	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_TEST_RANKS=2 \
+		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(RANK_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(ENV_WITH_MAKE) $(WITH_MAKE) pytest tests/unit $(ARGS)
