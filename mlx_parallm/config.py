@@ -254,6 +254,7 @@ class RanksConfig:
         host: the address of rank 0 that the others connect to; None for those that the launcher
             told, or else those of the machine.
         timeout_s: seconds without progress after which a rank is taken for lost.
+        join_timeout_s: seconds that ranks wait for each other at the start.
     """
 
     rank: int = 0
@@ -261,6 +262,7 @@ class RanksConfig:
     backend: str = "ring"
     host: str | None = None
     timeout_s: float = 60.0
+    join_timeout_s: float = 25.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

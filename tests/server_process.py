@@ -25,6 +25,7 @@ PATIENT = {
     "MLX_PARALLM_CLIENT_TIMEOUT": "0",
     "MLX_PARALLM_SSE_KEEP_ALIVE_INTERVAL": "0",
     "MLX_PARALLM_SHUTDOWN_TIMEOUT": "3600",
+    "MLX_PARALLM_DISTRIBUTED_JOIN_TIMEOUT": "3600",
 }
 #: The variable that says how many ranks compute the models of every server of a run of tests.
 RANKS = "MLX_PARALLM_TEST_RANKS"

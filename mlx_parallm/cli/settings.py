@@ -394,6 +394,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("distributed-timeout", "ranks.timeout_s", values.number(0.1), PROCESS,
              "under mlx.launch, time without progress after which a rank counts as lost, and all "
              "ranks end.", metavar="SECONDS"),
+    _setting("distributed-join-timeout", "ranks.join_timeout_s", values.number(0.1), PROCESS,
+             "under mlx.launch, time that ranks wait for each other at the start.",
+             metavar="SECONDS"),
     _setting("distributed-host", "ranks.host", values.text, PROCESS,
              "under mlx.launch, address of rank 0 to which the other ranks connect. If not given: "
              "those in the hostfile, then those of the machine.", metavar="ADDRESS"),

@@ -13,7 +13,7 @@ from mlx_parallm.distributed.agreement import difference
 from mlx_parallm.distributed.facts import process_facts
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leading import end_process
-from mlx_parallm.distributed.link import JOIN_S, LINK_S, FollowerLink, LeaderLink
+from mlx_parallm.distributed.link import LINK_SHARE, FollowerLink, LeaderLink
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.worker.device.properties import device_report
 from mlx_parallm.worker.device.rank_speed import Sums, measure_sums
@@ -21,6 +21,8 @@ from mlx_parallm.worker.device.ranks import Ranks, join_ranks
 
 # INTRODUCE, ECHO, MEASURE: the kinds of rank 0's messages.
 INTRODUCE, ECHO, MEASURE = 1, 2, 3
+# INTRODUCE_S: seconds in which a rank describes its machine.
+INTRODUCE_S = 25.0
 # NUM_ECHOES: repetitions of the measurement of the log; the median counts.
 NUM_ECHOES = 50
 
@@ -70,12 +72,13 @@ def report_world(config: EngineConfig) -> WorldReport | None:
         ConfigError: a rank is missing, or cannot reach rank 0.
     """
     settings = config.ranks
-    with joining_within(JOIN_S, os.environ):
+    join_s = settings.join_timeout_s
+    with joining_within(join_s, os.environ):
         ranks = join_ranks(settings.backend)
         link = (
-            LeaderLink.open(ranks, settings.host, LINK_S)
+            LeaderLink.open(ranks, settings.host, LINK_SHARE * join_s)
             if ranks.rank == 0
-            else FollowerLink.open(ranks, LINK_S)
+            else FollowerLink.open(ranks, LINK_SHARE * join_s)
         )
     own = describe(config)
     if isinstance(link, LeaderLink):
@@ -100,7 +103,7 @@ def lead(ranks: Ranks, own: RankDescription, link: LeaderLink, watch: Watch) -> 
     """Question the followers, and measure with them."""
     watch.start()
     described = [
-        RankDescription(**other) for other in link.replies(link.send(INTRODUCE, None), JOIN_S)
+        RankDescription(**other) for other in link.replies(link.send(INTRODUCE, None), INTRODUCE_S)
     ]
     log_us = statistics.median(_echo_s(link) for _ in range(NUM_ECHOES)) * 1e6
     link.send(MEASURE, None)

@@ -14,7 +14,7 @@ from mlx_parallm.distributed.facts import checkpoint_facts, process_facts
 from mlx_parallm.distributed.follower import Follower
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leading import end_process
-from mlx_parallm.distributed.link import JOIN_S, LINK_S, FollowerLink
+from mlx_parallm.distributed.link import LINK_SHARE, FollowerLink
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.types.errors import RankLostError
 from mlx_parallm.worker.device.ranks import join_ranks
@@ -42,9 +42,10 @@ def follow(
         ConfigError: this rank differs from rank 0.
     """
     settings = config.ranks
-    with joining_within(JOIN_S, os.environ):
+    join_s = settings.join_timeout_s
+    with joining_within(join_s, os.environ):
         ranks = join_ranks(settings.backend)
-        link = FollowerLink.open(ranks, LINK_S)
+        link = FollowerLink.open(ranks, LINK_SHARE * join_s)
     watch = Watch(ranks.rank, {0: link.beats}, settings.timeout_s, end_process)
     answer(link, process_facts(config))
     watch.start()

@@ -14,7 +14,7 @@ from mlx_parallm.distributed.agreement import agree
 from mlx_parallm.distributed.facts import checkpoint_facts, process_facts
 from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leader import LeadingWorker
-from mlx_parallm.distributed.link import JOIN_S, LINK_S, LeaderLink
+from mlx_parallm.distributed.link import LINK_SHARE, LeaderLink
 from mlx_parallm.distributed.log import LeaderLog
 from mlx_parallm.distributed.metrics import RankMetrics
 from mlx_parallm.distributed.watch import Watch
@@ -69,12 +69,13 @@ def leading_worker(
         ConfigError: a rank is missing, or differs.
     """
     settings = config.ranks
-    with joining_within(JOIN_S, os.environ):
+    join_s = settings.join_timeout_s
+    with joining_within(join_s, os.environ):
         ranks = join_ranks(settings.backend)
-        link = LeaderLink.open(ranks, settings.host, LINK_S)
+        link = LeaderLink.open(ranks, settings.host, LINK_SHARE * join_s)
     watch = Watch(0, link.beats, settings.timeout_s, end_process)
     try:
-        agree(link, process_facts(config), JOIN_S)
+        agree(link, process_facts(config), join_s)
         watch.start()
         agree(link, checkpoint_facts(find_folders(config)), FETCH_S)
         families.of(RankMetrics).watch(watch, link)

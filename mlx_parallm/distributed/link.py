@@ -30,10 +30,9 @@ from mlx_parallm.distributed.handshake import (
 from mlx_parallm.distributed.reception import Reception, all_callers
 from mlx_parallm.types.errors import ConfigError, RankLostError
 
-#: ``JOIN_S``: seconds that ranks wait for each other until all have joined.
-JOIN_S = 25.0
-#: ``LINK_S``: the part of ``JOIN_S`` that rank 0 waits for the followers' streams, and they for it.
-LINK_S = 20.0
+#: ``LINK_SHARE``: the share of the seconds for joining in which rank 0 waits for the followers'
+#: streams, and they for it.
+LINK_SHARE = 0.8
 # GOODBYE_S: seconds that rank 0 waits for followers to read its goodbye.
 GOODBYE_S = 5.0
 # GOODBYE: the kind of the message that ends a log. Callers use smaller kinds.
@@ -101,8 +100,8 @@ class LeaderLink:
     def open(
         cls,
         ranks: Broadcast,
-        host: str | None = None,
-        timeout_s: float = LINK_S,
+        host: str | None,
+        timeout_s: float,
         *,
         port: int = 0,
         environment: Mapping[str, str] = os.environ,
@@ -217,7 +216,7 @@ class FollowerLink:
         self._channel = _log_channel(log)
 
     @classmethod
-    def open(cls, ranks: Broadcast, timeout_s: float = LINK_S) -> FollowerLink:
+    def open(cls, ranks: Broadcast, timeout_s: float) -> FollowerLink:
         """Learn where rank 0 listens, and join it.
 
         Raises:

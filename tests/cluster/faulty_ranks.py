@@ -22,7 +22,7 @@ from mlx_parallm.config import (
     RanksConfig,
     SchedulerConfig,
 )
-from mlx_parallm.distributed import facts, following, leading
+from mlx_parallm.distributed import facts, following
 from mlx_parallm.engine.build import build_models, loading
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
@@ -81,7 +81,13 @@ class Task:
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=256, max_loras=1
             ),
-            ranks=RanksConfig(rank=rank, size=size, backend="ring", timeout_s=self.timeout_s),
+            ranks=RanksConfig(
+                rank=rank,
+                size=size,
+                backend="ring",
+                timeout_s=self.timeout_s,
+                join_timeout_s=self.join_s,
+            ),
             warm_up=False,
         )
 
@@ -90,7 +96,6 @@ def run_rank(rank: int, size: int, task: Task, say: Say) -> int:
     """Be a rank; return the exit code."""
     if task.version:
         facts._version = lambda package: task.version if package == "mlx" else ""
-    leading.JOIN_S = following.JOIN_S = task.join_s
     try:
         if rank == 0:
             _lead(task, size, say)

@@ -24,12 +24,14 @@ class LiveServer:
         model: its first name.
         folder: the embedded model in the form that transformers reads.
         adapters: the folder below which it loads adapters by path or name.
+        num_ranks: the processes that compute its models together.
     """
 
     url: str
     model: str
     folder: Path
     adapters: Path
+    num_ranks: int = int(os.environ.get("MLX_PARALLM_TEST_RANKS", "1"))
 
     def get(self, path: str, **more: object) -> requests.Response:
         """Send a GET request; return any answer."""

@@ -195,7 +195,7 @@ class TestSkyRl:
         server.ok("/pause", params={"mode": "keep", "clear_cache": "false"})
         server.ok("/resume")
         server.ok("/reset_prefix_cache", {"reset_running_requests": False})
-        assert server.get("/get_world_size").json()["world_size"] == 1
+        assert server.get("/get_world_size").json()["world_size"] == server.num_ranks
         server.ok("/sleep", params={"level": 1})
         assert server.get("/is_sleeping").json() == {"is_sleeping": True}
         server.ok("/wake_up", params={"tags": ["weights"]})

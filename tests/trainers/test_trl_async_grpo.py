@@ -84,7 +84,7 @@ def test_server_is_fit_for_adapters(client, server, policy):
     args = types.SimpleNamespace(max_staleness=STALENESS)
     assert select_adapter_sync(info, policy, args) is True
     assert client.get_dtype() == "torch.float32"
-    assert client.get_world_size() == 1
+    assert client.get_world_size() == server.num_ranks
     assert client.get_max_model_len() == server.get("/v1/models").json()["data"][0]["max_model_len"]
 
 

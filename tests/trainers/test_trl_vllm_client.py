@@ -20,7 +20,7 @@ def client(server):
 def test_health_and_model(client, server):
     client.check_server()
     assert client.model == server.model
-    assert client.get_world_size() == 1
+    assert client.get_world_size() == server.num_ranks
 
 
 def test_server_that_is_not_there():

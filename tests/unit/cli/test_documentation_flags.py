@@ -34,6 +34,8 @@ OTHER_OPTIONS = {
         "--shm-size",
     },
     "hf": {"--local-dir"},
+    "mlx.launch": {"--env", "--nccl-port", "--starting-port"},
+    "mlx.distributed_config": {"--auto-setup", "--over"},
     "systemctl": {"--now"},
 }
 FLAG = re.compile(r"(?<![\w-])(--[a-z][a-z0-9-]*[a-z0-9])(?![\w-])")
