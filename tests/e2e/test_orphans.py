@@ -27,8 +27,9 @@ ART = """
 import pathlib, sys
 from mlx_parallm.art.server import ManagedServer
 server = ManagedServer([], log=pathlib.Path(sys.argv[1]))
-print(server._process.pid, flush=True)
-server._process.wait()
+(process,) = server._processes
+print(process.pid, flush=True)
+process.wait()
 """
 
 
