@@ -33,7 +33,7 @@ ROOT = Path(ops.__file__).parent
 #: ``CLOCKS``: what no op may read.
 CLOCKS = {"time", "perf_counter", "monotonic", "free_memory_bytes", "get_active_memory"}
 #: ``REPORTS``: describes the device to people and to what runs above the worker; no op uses it.
-REPORTS = {"device/properties.py", "device/memory_limits.py"}
+REPORTS = {"device/properties.py", "device/memory_limits.py", "device/rank_speed.py"}
 
 
 class FakeModel:
