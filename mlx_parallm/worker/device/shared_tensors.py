@@ -1,12 +1,13 @@
 """Large tensors of an upload, which reach the other ranks on their devices, without a host copy.
 
-Rank 0 has them in host memory. It copies each to its device once, as one process does, and a sum
-over the ranks brings it to theirs when an op needs it.
+Rank 0 has them in host memory. It copies each to its device once, as one process does, and sums
+over the ranks bring them to theirs when an op needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,10 @@ from mlx_parallm.worker.device.ranks import Ranks
 # MLX's ring is slower than a stream of bytes, and that of NCCL a hundred times as fast.
 LARGE_BYTES = 64 << 20
 LARGE_BYTES_OF = {"nccl": 1 << 20}
+# SUM_BYTES: tensors that together are no larger share a sum, since each sum is a launch and a wait.
+SUM_BYTES = 64 << 20
+# ALIGNMENT: where a tensor may begin in the bytes of a sum, for the widest loads of kernels.
+ALIGNMENT = 16
 
 
 class SharedTensor(HostTensor):
@@ -52,17 +57,18 @@ def on_devices(tensors: Mapping[str, HostTensor], ranks: Ranks) -> dict[str, mx.
     Raises:
         RankLostError: this rank cannot take part, or another one is gone.
     """
-    arrays: dict[str, mx.array] = {}
+    shared = {name: t for name, t in tensors.items() if isinstance(t, SharedTensor)}
     try:
-        for name, tensor in tensors.items():
-            is_shared = isinstance(tensor, SharedTensor)
-            arrays[name] = _sum(tensor, ranks) if is_shared else to_mlx(tensor)
+        arrays = {name: to_mlx(t) for name, t in tensors.items() if name not in shared}
+        for group in _by_sum(shared):
+            summed = _sum(list(group.values()), ranks)
             # Submitted one by one, so that sums have the same order on all ranks.
-            mx.async_eval(arrays[name])
+            mx.async_eval(summed)
+            arrays |= dict(zip(group, summed, strict=True))
         mx.eval(list(arrays.values()))
     except (MemoryError, RuntimeError) as problem:
         raise RankLostError(ranks.rank, f"cannot share tensors: {problem}") from problem
-    return arrays
+    return {name: arrays[name] for name in tensors}
 
 
 def on_hosts(tensors: Mapping[str, HostTensor], ranks: Ranks) -> dict[str, HostTensor]:
@@ -72,26 +78,33 @@ def on_hosts(tensors: Mapping[str, HostTensor], ranks: Ranks) -> dict[str, HostT
         RankLostError: see ``on_devices``.
     """
     complete = dict(tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, SharedTensor):
-            (array,) = on_devices({name: tensor}, ranks).values()
-            own = HostTensor(tensor.array, tensor.is_bfloat16)
+    shared = {name: t for name, t in tensors.items() if isinstance(t, SharedTensor)}
+    for group in _by_sum(shared):
+        for name, array in on_devices(group, ranks).items():
+            own = HostTensor(tensors[name].array, tensors[name].is_bfloat16)
             complete[name] = own if ranks.rank == 0 else to_host(array)
     return complete
 
 
-def in_groups(tensors: Mapping[str, HostTensor]) -> Iterator[dict[str, HostTensor]]:
-    """Yield tensors in groups of at most the largest one's bytes, since every group takes waits."""
-    most = max((tensor.nbytes for tensor in tensors.values()), default=0)
+def in_groups(tensors: Mapping[str, HostTensor], most: int) -> Iterator[dict[str, HostTensor]]:
+    """Yield tensors, in their order, in groups of at most ``most`` bytes or of one tensor."""
     group: dict[str, HostTensor] = {}
     room = most
     for name, tensor in tensors.items():
-        if tensor.nbytes > room:
+        if group and tensor.nbytes > room:
             yield group
             group, room = {}, most
         group[name] = tensor
         room -= tensor.nbytes
-    yield group
+    if group:
+        yield group
+
+
+def _by_sum(tensors: Mapping[str, HostTensor]) -> Iterator[dict[str, HostTensor]]:
+    """Yield tensors in groups that share a sum."""
+    aligned = {name: t for name, t in tensors.items() if t.nbytes % ALIGNMENT == 0}
+    yield from in_groups(aligned, SUM_BYTES)
+    yield from in_groups({name: t for name, t in tensors.items() if name not in aligned}, 0)
 
 
 def as_words(array: mx.array) -> mx.array:
@@ -112,14 +125,24 @@ def _word(num_bytes: int) -> mx.Dtype:
     return mx.uint32 if num_bytes % 4 == 0 else mx.uint8
 
 
-def _sum(tensor: HostTensor, ranks: Ranks) -> mx.array:
-    """Return rank 0's tensor, lazy."""
-    # MLX lacks some dtypes of NumPy.
-    dtype = to_mlx(HostTensor(np.zeros(1, tensor.array.dtype), tensor.is_bfloat16)).dtype
+def _sum(tensors: Sequence[HostTensor], ranks: Ranks) -> list[mx.array]:
+    """Return rank 0's tensors, a group that shares a sum, lazy."""
+    dtypes = [_dtype(tensor) for tensor in tensors]
+    sizes = [t.array.size * dtype.size for t, dtype in zip(tensors, dtypes, strict=True)]
+    word = _word(sum(sizes))
     if ranks.rank == 0:
-        words = as_words(to_mlx(tensor))
+        words = [as_words(to_mlx(tensor)) for tensor in tensors]
+        total = words[0] if len(words) == 1 else mx.concatenate(words)
     else:
-        num_bytes = tensor.array.size * dtype.size
-        word = _word(num_bytes)
-        words = mx.zeros(num_bytes // word.size, word)
-    return from_words(ranks.sum(words), dtype, tensor.shape)
+        total = mx.zeros(sum(sizes) // word.size, word)
+    ends = [end // word.size for end in accumulate(sizes)]
+    parts = mx.split(ranks.sum(total), ends[:-1])
+    return [
+        from_words(part, dtype, tensor.shape)
+        for part, dtype, tensor in zip(parts, dtypes, tensors, strict=True)
+    ]
+
+
+def _dtype(tensor: HostTensor) -> mx.Dtype:
+    """Return the dtype on the device; MLX lacks some dtypes of NumPy."""
+    return to_mlx(HostTensor(np.zeros(1, tensor.array.dtype), tensor.is_bfloat16)).dtype

@@ -14,6 +14,7 @@ from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.types.errors import InvalidRequestError, RankLostError
+from mlx_parallm.worker.device import shared_tensors
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import (
     LARGE_BYTES,
@@ -35,6 +36,7 @@ TENSORS = {
     "bfloat16": HostTensor(np.array([[0x8000, 0x7FC1, 1]], np.uint16), is_bfloat16=True),
     "packed": HostTensor(np.array([0xFFFFFFFF, 0, 7], np.uint32)),
     "bytes": HostTensor(np.array([255, 0, 3, 4, 5], np.uint8)),
+    "wide": HostTensor(np.tile(BITS.astype(np.float16), (2, 2))[:, :4].copy()),
     "columns": HostTensor(np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4))),
 }
 SHARED: dict[str, HostTensor] = {
@@ -86,7 +88,11 @@ def bits_of(tensor: HostTensor) -> tuple[str, tuple[int, ...], bytes]:
     return tensor.dtype, tensor.shape, np.ascontiguousarray(tensor.array).tobytes()
 
 
-def test_every_bit_reaches_other_ranks_and_no_number_is_in_the_message() -> None:
+@pytest.mark.parametrize("sum_bytes", [0, 79, 80], ids=["alone", "too small", "together"])
+def test_every_bit_reaches_other_ranks_and_no_number_is_in_the_message(
+    sum_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_tensors, "SUM_BYTES", sum_bytes)
     leader = Recording()
     ours = on_devices(SHARED, leader)
     message = pickle.dumps(SHARED)
@@ -95,7 +101,11 @@ def test_every_bit_reaches_other_ranks_and_no_number_is_in_the_message() -> None
     for name, tensor in TENSORS.items():
         assert bits_of(to_host(ours[name])) == bits_of(tensor)
         assert bits_of(to_host(theirs[name])) == bits_of(tensor)
+    aligned = [32, 48] if sum_bytes < 80 else [80]
+    # Sizes that are no multiple of 16 come alone, each with the word that divides it.
+    assert [words.nbytes for words in leader.words] == [*aligned, 24, 12, 6, 12, 5]
     assert {words.dtype for words in leader.words} == {mx.uint32, mx.uint8}
+    assert list(ours) == list(theirs) == list(TENSORS)
 
 
 def test_tensors_that_are_needed_in_host_memory_come_there() -> None:
@@ -108,7 +118,7 @@ def test_tensors_that_are_needed_in_host_memory_come_there() -> None:
         assert [bits_of(tensors[name]) for name in SHARED] == [
             bits_of(tensor) for tensor in TENSORS.values()
         ]
-    assert len(leader.words) == len(SHARED)
+    assert len(leader.words) == len(SHARED) - 1
 
 
 def test_large_tensors_are_shared() -> None:
@@ -126,11 +136,17 @@ def test_large_tensors_are_shared() -> None:
     assert shared("nccl") == ["most", "large"]
 
 
-def test_groups_take_no_more_memory_than_the_largest_tensor() -> None:
+def test_groups_are_no_larger_than_asked_or_of_one_tensor() -> None:
     sizes = {"a": 2, "b": 3, "c": 1, "d": 5, "e": 5, "f": 1}
     tensors = {name: HostTensor(np.zeros(size, np.uint8)) for name, size in sizes.items()}
-    assert [list(group) for group in in_groups(tensors)] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    assert list(in_groups({})) == [{}]
+
+    def groups(most: int) -> list[list[str]]:
+        return [list(group) for group in in_groups(tensors, most)]
+
+    assert groups(5) == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
+    assert groups(0) == [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]
+    assert groups(99) == [list("abcdef")]
+    assert list(in_groups({}, 5)) == []
 
 
 def test_a_rank_that_refuses_an_update_takes_part_in_the_other_sums(tmp_path: Path) -> None:
@@ -144,8 +160,8 @@ def test_a_rank_that_refuses_an_update_takes_part_in_the_other_sums(tmp_path: Pa
     ranks.words.clear()
     with pytest.raises(InvalidRequestError, match="NaN"):
         weights.read_tensors(tensors)
-    sizes = [tensor.nbytes for tensor in tensors.values()]
-    assert [words.nbytes for words in ranks.words] == sizes
+    assert sum(words.nbytes for words in ranks.words) == sum(t.nbytes for t in tensors.values())
+    assert len(ranks.words) > 1
 
 
 def test_a_rank_that_cannot_take_part_is_lost() -> None:
