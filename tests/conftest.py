@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,13 +30,15 @@ settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Set up what all HTTP clients of tests share."""
+    """Set up what all HTTP clients and all servers of tests share."""
     # The limit of pytest ends a test that hangs; no client gives up earlier.
     for step in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, step, None)
     # None reads the system's certificates: all talk plain HTTP, and it takes 30 ms.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
+    # Servers inherit it, and one that nohup started stays when its terminal closes.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_finish() -> None:
