@@ -37,8 +37,9 @@ def pytest_configure() -> None:
     # None reads the system's certificates: all talk plain HTTP, and it takes 30 ms.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
-    # Servers inherit it, and one that nohup started stays when its terminal closes.
+    # Processes inherit what nohup, or a shell that runs tests in the background, ignores.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
