@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-engines test-ranks page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -59,8 +59,14 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.
 # One more worker than the 2 cores of a small machine: tests of servers wait for those.
 WORKERS ?= 3
-test: checks ## Lint, types (as one of the tests), layers and every test
-	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engines" $(ARGS)
+TEST_ENV := $(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST := $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: checks ## Lint, layers and the tests, but those of the next two targets
+	@$(TEST_ENV) $(PYTEST) -m "not engines and not slow" $(ARGS)
+
+test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and restarts, long random histories
+	@$(TEST_ENV) $(PYTEST) -m "slow and not engines" $(ARGS)
 
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
@@ -68,8 +74,7 @@ ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embedding
 	model_loading pictures prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
-	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 \
-		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not one_engine" \
+	@$(TEST_ENV) MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 $(PYTEST) -m "not one_engine" \
 		tests/e2e/test_data_parallel.py tests/e2e/test_llm_data_parallel.py \
 		tests/e2e/test_api_servers.py tests/e2e/test_batch.py tests/e2e/test_art_serving.py $(ENGINE_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
@@ -77,8 +82,7 @@ test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more agai
 RANK_SUITES := abort api_answers live_adapters live_weights logprobs prompt_embeds rl_logprobs rollout \
 	sglang speculation structured token_generate tools
 test-ranks: $(DEV_STAMP) ## Tests of clients, adapters, weights and rollouts against a model over two ranks
-	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= MLX_PARALLM_TEST_RANKS=2 \
-		$(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	@$(TEST_ENV) MLX_PARALLM_TEST_RANKS=2 $(PYTEST) \
 		$(RANK_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only

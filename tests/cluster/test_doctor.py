@@ -7,8 +7,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.serving.local_ranks import ring_ranks
+
+pytestmark = pytest.mark.slow
 
 # LIMIT_S ends ranks that wait for each other for ever.
 LIMIT_S = 150

@@ -22,6 +22,8 @@ from tests.decoder_folders import write_words
 from tests.processes import are_gone, engines_of
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 NAME = "small"
 ASKED = {"model": NAME, "temperature": 0, "ignore_eos": True}
 RAW = {"content-type": "application/octet-stream"}

@@ -171,6 +171,7 @@ def test_adapters_change_what_the_model_answers(pair: Compared, model: str) -> N
         assert answer != other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "scenario", "config"),
     [(3, "some", sharded_models.THIRDS), (4, "base", sharded_models.DENSE)],

@@ -17,6 +17,8 @@ from mlx_parallm.client import RequestFailedError
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests.adapter_files import save
 
+pytestmark = pytest.mark.slow
+
 KEY = "art-key"
 SHARED = DeviceConfig(inference_device=0, training_devices=(0,), auto_detect=False)
 SPLIT = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)

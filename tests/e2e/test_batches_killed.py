@@ -9,8 +9,11 @@ from pathlib import Path
 
 import httpx2
 import openai
+import pytest
 
 from tests.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
 
 NUM_LINES = 500
 MODEL = "mlx-parallm-demo"

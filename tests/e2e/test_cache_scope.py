@@ -11,6 +11,8 @@ import pytest
 
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("mlx-parallm-demo", "demo:mlm")
 # The text is longer than a block, because only whole blocks are cached.
 PROMPT = "one two three four five six seven eight nine ten " * 4

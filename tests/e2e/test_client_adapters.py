@@ -20,6 +20,8 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 NAME = "client-test"
 WIDTH, RANK, NUM_LAYERS = 256, 4, 6
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK}

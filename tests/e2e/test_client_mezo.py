@@ -183,6 +183,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             await writer.drain()
 
 
+@pytest.mark.slow
 async def test_events_continue_when_the_server_was_restarted(tmp_path: Path) -> None:
     signals = {20: signal.SIGKILL, 100: signal.SIGTERM}
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))

@@ -15,6 +15,8 @@ import pytest
 from tests.adapter_files import CONFIG, upload
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 MODEL = "mlx-parallm-demo"
 FLAGS = ("--engine-process", "--max-num-seqs", "8")
 ASKED = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -13,6 +13,8 @@ from examples.mezo.task import label_words, read_rows, reviews, split
 from examples.mezo.train import main, parse_arguments, session_options
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:

@@ -13,6 +13,8 @@ import pytest
 from tests import adapter_files
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 SLOT = "policy:active"
 
 

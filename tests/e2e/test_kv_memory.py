@@ -11,6 +11,8 @@ import pytest
 from mlx_parallm import child_process
 from tests.server_process import ROOT
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 14_000_000 * 1024
 
 

@@ -243,6 +243,7 @@ def test_a_connection_cut_in_the_middle_changes_nothing(
     assert tokens(http, "policy") == before
 
 
+@pytest.mark.slow
 def test_swaps_under_load_give_no_wrong_token(http: httpx2.Client) -> None:
     """Check that a sample's first version writes what it writes alone, up to the first swap."""
     alone = {}

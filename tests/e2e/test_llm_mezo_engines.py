@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mlx_parallm.llm import LLM
 from tests.integration.test_llm_mezo import OBJECTIVE, ROWS, SETTINGS, WORDS, predicted
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_session_of_two_engines_is_that_of_one() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
 
 

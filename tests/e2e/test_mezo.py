@@ -172,6 +172,7 @@ def test_a_session_changes_no_token_of_the_traffic(
         assert traffic() == alone
 
 
+@pytest.mark.slow
 def test_a_killed_server_goes_on_where_it_was(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))
     digests: dict[str, str] = {}
@@ -534,6 +535,7 @@ def test_a_session_is_deleted_while_its_steps_are_awaited(client: httpx2.Client)
     assert client.get("/v1/mezo/sessions").json()["data"] == []
 
 
+@pytest.mark.slow
 def test_many_sessions_leave_no_memory(client: httpx2.Client) -> None:
     draw = random.Random(0)
     sizes: list[float] = []

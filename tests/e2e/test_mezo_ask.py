@@ -298,6 +298,7 @@ def test_without_room_nothing_is_served(client: httpx2.Client, session: str) -> 
     assert adapters(client) == []
 
 
+@pytest.mark.slow
 def test_a_killed_server_repeats_what_it_asked(tmp_path: Path) -> None:
     flags = ("--model", MODEL, "--data-dir", str(tmp_path))
     process = ServerProcess(*flags)

@@ -12,6 +12,8 @@ import pytest
 from tests.mezo_sessions import asked, begun
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 MODEL = "demo:mlm"
 WORDS = {"good": "cat", "bad": "dog"}
 OBJECTIVE = {"kind": "label_words", "template": "{text} It was [MASK].", "label_words": WORDS}

@@ -17,6 +17,8 @@ from tests.mezo_sessions import asked
 from tests.processes import engines_of
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 
 class HeldJudge(Judge):
     """Judges once it may, and says when it is asked."""

@@ -10,6 +10,8 @@ import pytest
 from tests.embedder_folder import write_embedder
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 DEMO = "mlx-parallm-demo"
 
 

@@ -10,6 +10,8 @@ import pytest
 from mlx_parallm import child_process
 from scripts.run_notebook import CellError, run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "encoders.ipynb"
 

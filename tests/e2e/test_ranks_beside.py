@@ -10,7 +10,7 @@ import pytest
 
 from tests.server_process import ServerProcess
 
-pytestmark = pytest.mark.one_engine
+pytestmark = [pytest.mark.one_engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
 from tests.server_process import ServerProcess
+
+pytestmark = pytest.mark.slow
 
 MODEL = "mlx-parallm-demo"
 MAX_TOKENS = 4

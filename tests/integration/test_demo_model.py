@@ -10,6 +10,8 @@ from mlx_lm.utils import load
 from demo.evaluate import Evaluator, held_out
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
+pytestmark = pytest.mark.slow
+
 EIGHT_MB = 8 * 1024 * 1024
 
 

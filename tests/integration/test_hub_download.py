@@ -21,6 +21,8 @@ import pytest
 from tests import adapter_files
 from tests.server_process import ServerProcess
 
+pytestmark = pytest.mark.slow
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
 ADAPTER = "org/lora"

@@ -21,6 +21,8 @@ from tests.integration.test_parity_generate import BLOCK_SIZE
 from tests.picture_mutations import SCHEDULED_MUTATIONS, Mutation
 from tests.picture_sessions import MAX_LEN, PictureSession, golden_of, pictures_of
 
+pytestmark = pytest.mark.slow
+
 #: ``NUM_PROMPTS``, ``MOST_PICTURES``: of a model, and of a prompt.
 NUM_PROMPTS, MOST_PICTURES = 12, 4
 #: ``LONGEST_PICTURE``: rows of the longest picture that prompts have.

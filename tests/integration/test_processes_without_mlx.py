@@ -7,9 +7,13 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
 from mlx_parallm.tokenizer.loading import load_tokenizer
+
+pytestmark = pytest.mark.slow
 
 HEAVY = ("mlx", "mlx_lm", "torch", "transformers")
 MODULES = (

@@ -38,6 +38,8 @@ from tests.integration.test_parity_generate import (
     shared_runner,
 )
 
+pytestmark = pytest.mark.slow
+
 NGRAM = SpeculativeConfig(prompt_lookup_min=1, disable_by_batch_size=8)
 TEXTS = (
     "Repeat this text: the quick brown fox jumps over the lazy dog",

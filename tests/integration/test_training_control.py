@@ -23,6 +23,8 @@ from tests.integration.test_live_adapters import generate
 from tests.integration.test_live_weights import NAME, save
 from tests.unit.training.worker_sessions import CONFIG
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = [
     Example(ChoiceInput((10 + number, 20, 30 + number), ((40,), (50,))), number % 2)
     for number in range(8)

@@ -33,6 +33,8 @@ from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 
+pytestmark = pytest.mark.slow
+
 NUM_HISTORIES, LONGEST_HISTORY = 500, 6
 # ALONE: the same model, whose sessions keep nothing.
 MODEL, ALONE = "model", "alone"

@@ -47,6 +47,8 @@ from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
 from tests import adapter_files
 from tests.recorded_worker import MODULES, Advanced, Begun, RecordingWorker, Waited, kinds_of
 
+pytestmark = pytest.mark.slow
+
 GENERATOR, EMBEDDER, SEER = "generator", "embedder", "seer"
 NORM = "model.norm.weight"
 #: ``NUM_FEATURES``: rows of a picture of demo:see.

@@ -39,6 +39,8 @@ from tests.kernels.mutation import (
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import Shim
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 

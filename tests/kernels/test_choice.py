@@ -17,6 +17,8 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from tests.kernels.shim_language import Shim
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (mx.float32, mx.bfloat16)
 # Texts of the kernels, and a mistake to put in the place of each.
 MISTAKES = {

@@ -13,6 +13,8 @@ from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, o
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import CudaShim, MetalShim, Shim
 
+pytestmark = pytest.mark.slow
+
 #: The cases have several heads, keys per warp, warps, and items per row.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
 QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))

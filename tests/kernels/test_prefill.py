@@ -25,6 +25,8 @@ from tests.kernels.mutation import SYNCHRONISATION, leave_out
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.tensor_shim import TensorShim
 
+pytestmark = pytest.mark.slow
+
 BFLOAT: dict[str, Any] = {"dtype": mx.bfloat16}
 CASES = (
     # A step has a chunk after many tokens, a decode row, a short chunk and a whole prompt.

@@ -23,6 +23,8 @@ from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categoric
 from mlx_parallm.worker.sampling.truncation import Stage, settings_in_use, truncate
 from tests.kernels.shim_language import ORDERS, CudaShim, Shim
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: ``ROUNDING`` of probabilities: the rounding of sums decides where top-p ends.
 ROUNDING = 1e-5

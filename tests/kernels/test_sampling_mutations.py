@@ -21,6 +21,8 @@ from tests.kernels.mutation import (
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import Shim
 
+pytestmark = pytest.mark.slow
+
 # Both warps have logits of both halves.
 VOCAB, THREADS = 1040, 64
 

@@ -166,6 +166,7 @@ def test_batches_have_equal_shapes(tokenizer, tmp_path: Path):
     assert (made[0][0].pixels != made[1][0].pixels).any()
 
 
+@pytest.mark.slow
 def test_training_learns_stores_and_resumes(tokenizer, tmp_path: Path):
     save_tokenizer(tokenizer, tmp_path)
     config = config_of(tokenizer)

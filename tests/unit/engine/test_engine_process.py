@@ -57,6 +57,8 @@ from tests.scripted_process import (
     something_unreadable,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMITED = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
 
 

@@ -16,6 +16,8 @@ from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest
 from mlx_parallm.types.work import Ends, RequestWork
 from tests.fleet_simulator import BLOCK, SimFleet, SimRequest, chats, tokens
 
+pytestmark = pytest.mark.slow
+
 NUM_ENGINES = (2, 4, 8)
 # One engine's part.
 BLOCKS, SEQS, ROWS = 512, 16, 256

@@ -147,6 +147,7 @@ def test_nothing_starves_and_no_row_is_lost(
     world.drain()
 
 
+@pytest.mark.slow
 @given(st.integers(1, SLOTS - 1), st.integers(0, 40), st.booleans())
 @settings(max_examples=30)
 def test_every_normal_request_starts_within_few_steps(

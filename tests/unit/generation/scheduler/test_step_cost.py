@@ -324,6 +324,7 @@ def test_a_bound_below_the_decode_step_still_lets_prompts_through() -> None:
     assert len(chunks) <= 200 // MIN_CHUNK + 2
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), runs_ahead=st.booleans())
 @settings(max_examples=15)
 def test_under_any_bound_and_load_everything_ends(seed: int, runs_ahead: bool) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from random import Random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.scheduler_harness import SchedulerHarness
+
+pytestmark = pytest.mark.slow
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40

@@ -14,6 +14,8 @@ from mlx_parallm.engine import adapter_slots
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import BAD_DIGEST, VersionHarness
 
+pytestmark = pytest.mark.slow
+
 NUM_PARTS = 8
 RUNS_PER_PART = 125
 
