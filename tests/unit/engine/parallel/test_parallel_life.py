@@ -69,7 +69,8 @@ async def test_every_engine_answers(engine: AsyncEngine) -> None:
         for line in text.decode().splitlines()
         if line.startswith(total % rank)
     ]
-    assert sum(counts) == 30 * 6
+    # A request that moves to an idle engine may have begun in its first one, which counts that.
+    assert sum(counts) >= 30 * 6
     assert min(counts) > 0
     types = [line for line in text.splitlines() if line.startswith(b"# TYPE")]
     assert len(types) == len(set(types))
