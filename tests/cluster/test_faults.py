@@ -20,6 +20,8 @@ from tests.cluster.forked_worlds import ForkServer, World
 from tests.cluster.sharded_models import DENSE, write_model
 from tests.decoder_folders import write_words
 
+pytestmark = pytest.mark.slow
+
 #: All ranks are gone so soon after one is lost.
 GONE_S = 5.0
 #: A rank counts as lost after this time without progress. On a busy machine ranks that load are

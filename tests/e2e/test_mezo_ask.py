@@ -24,7 +24,10 @@ SESSION: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(), ("--data-parallel-size", "2")], ids=["one", "two"])
+TWO = pytest.param(("--data-parallel-size", "2"), id="two", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[pytest.param((), id="one"), TWO])
 def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     process = ServerProcess("--model", MODEL, GENERATOR, "--max-cpu-loras", "5", *request.param)
     process.wait_until_ready()

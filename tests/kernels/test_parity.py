@@ -12,6 +12,8 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.shim_language import ORDERS, Shim
 
+pytestmark = pytest.mark.slow
+
 #: ``SHORT`` has decode rows and a few tokens of one sequence.
 SHORT = ((37, 1), (3, 1), (15, 3), (0, 1))
 #: ``LONG``: rows are cut into items; long chunks between rows and short ones use stock attention.

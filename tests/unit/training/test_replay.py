@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mlx_parallm.training.estimators import EstimatorSettings
 from mlx_parallm.training.records import Example
 from mlx_parallm.training.service import TrainingService
@@ -23,6 +25,8 @@ from tests.unit.training.worker_sessions import (
     config_of,
     three_layers,
 )
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS, BATCH, NUM_EXAMPLES = 1000, 16, 1024
 REPLAY = """
