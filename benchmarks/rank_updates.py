@@ -63,18 +63,16 @@ def sharing(folder: Path, ranks: Ranks) -> dict[str, float]:
         name: SharedTensor(tensor.array, tensor.is_bfloat16) for name, tensor in tensors.items()
     }
     num_bytes = sum(tensor.nbytes for tensor in large.values())
-    # As an update of a model's own tensors does.
-    groups = list(in_groups(large, max(tensor.nbytes for tensor in large.values())))
     words = mx.zeros(min(SUM_BYTES, max(num_bytes, 4)) // 4, mx.uint32)
     mx.eval(words)
 
     def upload() -> None:
         # MLX moves an array to the device when a kernel first reads it.
-        for group in groups:
+        for group in in_groups(large):
             mx.eval([as_words(to_mlx(tensor)) + 1 for tensor in group.values()])
 
     def share() -> None:
-        for group in groups:
+        for group in in_groups(large):
             on_devices(group, ranks)
 
     upload_s = _seconds(upload, ranks) if ranks.rank == 0 else _seconds(lambda: None, ranks)

@@ -57,10 +57,13 @@ def on_devices(tensors: Mapping[str, HostTensor], ranks: Ranks) -> dict[str, mx.
     Raises:
         RankLostError: this rank cannot take part, or another one is gone.
     """
-    shared = {name: t for name, t in tensors.items() if isinstance(t, SharedTensor)}
     try:
-        arrays = {name: to_mlx(t) for name, t in tensors.items() if name not in shared}
-        for group in _by_sum(shared):
+        arrays = {
+            name: to_mlx(tensor)
+            for name, tensor in tensors.items()
+            if not isinstance(tensor, SharedTensor)
+        }
+        for group in _by_sum(tensors):
             summed = _sum(list(group.values()), ranks)
             # Submitted one by one, so that sums have the same order on all ranks.
             mx.async_eval(summed)
@@ -78,16 +81,22 @@ def on_hosts(tensors: Mapping[str, HostTensor], ranks: Ranks) -> dict[str, HostT
         RankLostError: see ``on_devices``.
     """
     complete = dict(tensors)
-    shared = {name: t for name, t in tensors.items() if isinstance(t, SharedTensor)}
-    for group in _by_sum(shared):
+    for group in _by_sum(tensors):
         for name, array in on_devices(group, ranks).items():
-            own = HostTensor(tensors[name].array, tensors[name].is_bfloat16)
+            own = HostTensor(group[name].array, group[name].is_bfloat16)
             complete[name] = own if ranks.rank == 0 else to_host(array)
     return complete
 
 
-def in_groups(tensors: Mapping[str, HostTensor], most: int) -> Iterator[dict[str, HostTensor]]:
-    """Yield tensors, in their order, in groups of at most ``most`` bytes or of one tensor."""
+def in_groups(
+    tensors: Mapping[str, HostTensor], most: int | None = None
+) -> Iterator[dict[str, HostTensor]]:
+    """Yield tensors, in their order, in groups of at most ``most`` bytes or of one tensor.
+
+    None is the largest one's bytes: every group takes waits, and such ones no more memory than it.
+    """
+    if most is None:
+        most = max((tensor.nbytes for tensor in tensors.values()), default=0)
     group: dict[str, HostTensor] = {}
     room = most
     for name, tensor in tensors.items():
@@ -101,10 +110,11 @@ def in_groups(tensors: Mapping[str, HostTensor], most: int) -> Iterator[dict[str
 
 
 def _by_sum(tensors: Mapping[str, HostTensor]) -> Iterator[dict[str, HostTensor]]:
-    """Yield tensors in groups that share a sum."""
-    aligned = {name: t for name, t in tensors.items() if t.nbytes % ALIGNMENT == 0}
+    """Yield those tensors that are shared, in groups of one sum each."""
+    shared = {name: t for name, t in tensors.items() if isinstance(t, SharedTensor)}
+    aligned = {name: t for name, t in shared.items() if t.nbytes % ALIGNMENT == 0}
     yield from in_groups(aligned, SUM_BYTES)
-    yield from in_groups({name: t for name, t in tensors.items() if name not in aligned}, 0)
+    yield from in_groups({name: t for name, t in shared.items() if name not in aligned}, 0)
 
 
 def as_words(array: mx.array) -> mx.array:

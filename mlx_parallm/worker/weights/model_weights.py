@@ -101,9 +101,7 @@ class ModelWeights:
         The rank needs memory for its parts and for the largest tensor, unless names are unknown.
         """
         is_known = tensors.keys() <= current.keys()
-        # A group takes waits, and one of the largest tensor's bytes no more memory than that.
-        largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
-        groups = deque(in_groups(tensors, largest) if is_known else [tensors])
+        groups = deque(in_groups(tensors) if is_known else [tensors])
         parts: dict[str, mx.array] = {}
         try:
             while groups:
