@@ -46,9 +46,9 @@ def test_services_run_the_script() -> None:
     assert "Restart=always" in unit
 
 
-def script(launcher: str) -> int:
+def script(launcher: str, path: str = "/usr/bin:/bin") -> int:
     command = ["--", "sh", str(SCRIPT), "-c", launcher]
-    return run(command, env={"PATH": "/usr/bin:/bin", "LAUNCHER": "/bin/sh"}).returncode
+    return run(command, env={"PATH": path, "LAUNCHER": "/bin/sh"}).returncode
 
 
 def test_the_script_fails_when_the_launcher_ends() -> None:
@@ -78,3 +78,10 @@ def test_a_signal_does_not_end_the_ssh_clients_of_other_ranks(tmp_path: Path) ->
 def test_the_launcher_reads_a_pipe_that_stays_open() -> None:
     # The launcher stops the script only if its input is a pipe, and only then that is no failure.
     assert script("test -p /dev/stdin && kill -TERM $PPID; wait") == 0
+
+
+def test_a_signal_before_the_launcher_starts_is_not_lost(tmp_path: Path) -> None:
+    command = tmp_path / "mkfifo"
+    command.write_text('#!/bin/sh\nPATH=/usr/bin:/bin mkfifo "$@"; kill -TERM $PPID\n')
+    command.chmod(0o700)
+    assert script("exec sleep 60", f"{tmp_path}:/usr/bin:/bin") == 0
