@@ -14,7 +14,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,13 +26,13 @@ from mlx_lm.models import qwen3
 
 from benchmarks.checks import RESULTS
 from benchmarks.make_model import train_tokenizer
+from benchmarks.rank_processes import BACKENDS, run_ranks
 from benchmarks.rank_updates import sharing, update_figures
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder
-from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.cli.ranks import with_ranks
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -64,7 +63,6 @@ ROOM = 256
 NUM_ADAPTERS, ADAPTER_RANK = 8, 16
 # NUM_COMPARED, COMPARED_TOKENS: prompts whose greedy tokens are compared, and how many tokens.
 NUM_COMPARED, COMPARED_TOKENS = 16, 64
-LIMIT_S = 560
 
 
 def make_folder(folder: Path, shape: str) -> Path:
@@ -299,29 +297,8 @@ def launch(arguments: argparse.Namespace, size: int, extra: Sequence[str]) -> di
     """Run the ranks of one measurement, and return what rank 0 found."""
     output = RESULTS / f"ranks-{arguments.shape}-{size}.json"
     output.unlink(missing_ok=True)
-    hosts = RESULTS / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{41100 + rank}"] for rank in range(size)]))
-    variables = {
-        "nccl": {"MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": "41200"},
-        "ring": {"MLX_HOSTFILE": str(hosts)},
-    }[arguments.backend]
     command = ["benchmarks.rank_decode", *extra, "--output", str(output)]
-    processes = [
-        ChildProcess(
-            command,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(rank)}
-            | (variables | {"MLX_RANK": str(rank)} if size > 1 else {}),
-        )
-        for rank in range(size)
-    ]
-    try:
-        for process in processes:
-            process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        print(f"{size} ranks took more than {LIMIT_S} s", flush=True)
-    finally:
-        for process in processes:
-            process.kill()
+    run_ranks(command, size, arguments.backend)
     return json.loads(output.read_text()) if output.exists() else {}
 
 
@@ -344,7 +321,7 @@ def compare(results: dict[int, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(ALL_SHAPES), default="8B")
-    parser.add_argument("--backend", choices=["nccl", "ring"], default="nccl")
+    parser.add_argument("--backend", choices=BACKENDS, default="nccl")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=512)

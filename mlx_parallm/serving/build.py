@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -50,19 +50,19 @@ def worker_for(config: EngineConfig, families: MetricFamilies) -> AbstractContex
     return leading_worker(config, families, _generator_folders)
 
 
-def follow_ranks(config: EngineConfig) -> None:
+def install_loaders(worker: Worker) -> None:
+    """Give a worker the loaders of all kinds of models."""
+    for kind in BUILDERS:
+        kind.install(worker)
+
+
+def follow_ranks(config: EngineConfig, install: Callable[[Worker], None] = install_loaders) -> None:
     """Be a rank above 0 until rank 0 says goodbye; see ``distributed.following.follow``."""
     from mlx_parallm.distributed.following import follow  # noqa: PLC0415
 
     compute_in_batches()
     with loading(config, ignore_progress):
-        follow(config, install_loaders, _generator_folders)
-
-
-def install_loaders(worker: Worker) -> None:
-    """Give a worker the loaders of all kinds of models."""
-    for kind in BUILDERS:
-        kind.install(worker)
+        follow(config, install, _generator_folders)
 
 
 def _generator_folders(config: EngineConfig) -> dict[str, Path]:
