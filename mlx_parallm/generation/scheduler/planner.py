@@ -313,7 +313,8 @@ class Planner:
         """Return how many of a sequence's next tokens can run in this step.
 
         They are at most ``limit``, unless they begin with rows that must not be cut; they end
-        before an input that is not computed.
+        before an input that is not computed. Fewer than a block of tokens wait for it beside decode
+        rows: a step of these alone is shorter, and the prefix cache keeps whole blocks only.
         """
         inputs, held = sequence.group.inputs, sequence.held
         if not inputs or limit <= 0:
@@ -327,7 +328,9 @@ class Planner:
             # Rows that fit a step wait for other prompts, but never for decode rows.
             if stop - start > plan.budget_left and not plan.is_decode:
                 return 0
-        return inputs.cut(start, held.acquire(start, stop)) - start
+        ready = inputs.cut(start, held.acquire(start, stop))
+        is_worth = ready == stop or ready - start >= self._kv.block_size
+        return ready - start if is_worth or not plan.has_streams else 0
 
     def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""

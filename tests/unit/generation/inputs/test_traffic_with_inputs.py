@@ -347,7 +347,7 @@ def streaming(harness: InputHarness) -> None:
 def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | None) -> None:
     harness = InputHarness(budget=32, stall_ms=stall_ms)
     streaming(harness)
-    harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=16)
+    harness.add_parts("a", [4, 5, 6, 7, 8, ROWS[3], 3], cost=12)
     batches = list[ScheduledBatch]()
     while "a" in harness.tracked:
         batch = harness.step()
@@ -360,11 +360,38 @@ def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | No
     assert len(stages) > 1
     # The text before the picture runs while that is computed.
     chunks = [(row.start, len(row.token_ids)) for batch in batches for row in batch.sequences[1:]]
-    assert chunks[0] == (0, 3)
+    assert chunks[0] == (0, 5)
     if stall_ms is not None:
         seconds = [harness.seconds_of(batch) for batch in batches if batch.inputs.stages]
         assert max(seconds) <= 1e-3 * stall_ms
     harness.abort("stream")
+
+
+def test_less_than_a_block_before_a_picture_waits_for_it_beside_decode_rows() -> None:
+    harness = InputHarness(budget=32)
+    streaming(harness)
+    harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=16)
+    batches = list[ScheduledBatch]()
+    while not (batches and batches[-1].sequences[1:]):
+        batch = harness.step()
+        assert batch is not None
+        batches.append(batch)
+    stages = [each for batch in batches for each in batch.inputs.stages]
+    assert sum(each.num_stages for each in stages) == NUM_STAGES
+    assert len(batches) > 2
+    first = batches[-1].sequences[1]
+    assert (first.start, len(first.token_ids)) == (0, 13)
+    harness.abort("stream")
+    harness.drain()
+
+
+def test_less_than_a_block_before_a_picture_runs_if_nothing_decodes() -> None:
+    harness = InputHarness(budget=16)
+    harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=100)
+    batch = harness.step()
+    assert batch is not None
+    assert [len(row.token_ids) for row in batch.sequences] == [3]
+    harness.drain()
 
 
 def test_the_picture_of_a_request_that_is_aborted_is_given_back() -> None:
