@@ -25,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.checks import RESULTS
+from benchmarks.checks import RESULTS, Check, conclude
 from benchmarks.rank_decode import ALL_SHAPES, NAME, make_adapter, make_folder
 from benchmarks.rank_processes import BACKENDS, run_ranks
 from benchmarks.rank_updates import tensors_of
@@ -262,20 +262,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
     arguments.output.with_suffix(f".{config.ranks.rank}.json").write_text(json.dumps(result))
 
 
-def compare(results: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(results: list[dict[str, Any]]) -> list[Check]:
     """Return how many digests of the ranks are equal."""
     first, second = (result["digests"] for result in results)
-    equal = [ours == theirs for ours, theirs in zip(first, second, strict=True)]
-    return {
-        "steps": results[0]["steps"],
-        **results[0]["seen"],
-        "digests": len(equal),
-        "different digests": len(set(first)),
-        "equal": sum(equal),
-    }
+    num_equal = sum(ours == theirs for ours, theirs in zip(first, second, strict=True))
+    return [
+        Check("steps", results[0]["steps"]),
+        Check("digests of a rank that differ from each other", len(set(first))),
+        Check("digests equal on both ranks", num_equal, "==", len(first)),
+    ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(ALL_SHAPES), default="0.6B")
     parser.add_argument("--backend", choices=BACKENDS, default="nccl")
@@ -288,7 +286,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.output is not None:
         run_rank(arguments)
-        return
+        return 0
     folder = make_folder(RESULTS / f"rank-bits-{arguments.shape}", arguments.shape)
     mirror(folder, arguments.second_half)
     output = RESULTS / "rank-bits"
@@ -299,8 +297,8 @@ def main() -> None:
         path.unlink(missing_ok=True)
     run_ranks(command, RANKS, arguments.backend)
     results = [json.loads(path.read_text()) for path in outputs]
-    print(json.dumps(compare(results), indent=1))
+    return conclude("rank_bits", compare(results), results[0]["seen"])
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
