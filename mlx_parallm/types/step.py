@@ -7,7 +7,7 @@ run the same ``ScheduledBatch``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from mlx_parallm.types.model_input import InputChanges, InputKind, InputRows
@@ -117,6 +117,34 @@ class ScheduledSequence:
     def proposals(self) -> tuple[int, ...]:
         """The proposals at the end of ``token_ids``, which the step verifies."""
         return self.token_ids[len(self.token_ids) - len(self.verify) :]
+
+    def with_span(
+        self,
+        start: int,
+        token_ids: tuple[int, ...],
+        *,
+        inputs: tuple[InputRows, ...] = (),
+        rope_offsets: tuple[tuple[int, int], ...] = (),
+    ) -> ScheduledSequence:
+        """Return other tokens of the sequence, from position ``start``, to compute only.
+
+        What belongs to the sequence stays. The fields named here belong to the tokens of a step:
+        those that say how tokens are chosen or scored are empty.
+        """
+        return replace(
+            self,
+            start=start,
+            token_ids=token_ids,
+            sample=None,
+            verify=(),
+            draft=None,
+            prompt_logprobs=None,
+            target_ids=(),
+            target_start=0,
+            prompt_entropy=False,
+            inputs=inputs,
+            rope_offsets=rope_offsets,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,7 @@ class DraftModel:
 
     def _compute_known(self, inputs: Sequence[ScheduledSequence]) -> mx.array:
         """Run the known tokens; return each sequence's last logits, ``[inputs, vocab]``."""
-        known = [_known_tokens(sequence) for sequence in inputs]
+        known = [known_tokens(sequence) for sequence in inputs]
         lengths = np.array([len(sequence.token_ids) for sequence in known])
         # The target model may have ids beyond this model's table, for padding.
         token_ids = mx.minimum(token_array(known), self._vocab_size - 1)
@@ -151,7 +151,10 @@ class DraftModel:
             if not active:
                 return columns
             self._finish(tokens)
-            rows = [_single_row(sequence, sequence.start + 1 + index) for sequence in active]
+            rows = [
+                drafted(sequence, sequence.start + 1 + index, (PENDING_TOKEN,))
+                for sequence in active
+            ]
             logits = self._path.logits(rows, tokens[: len(active)], range(len(active)))
 
     def _finish(self, output: mx.array) -> None:
@@ -163,27 +166,17 @@ class DraftModel:
             mx.eval(self._path.arrays(), output)
 
 
-def _known_tokens(sequence: ScheduledSequence) -> ScheduledSequence:
+def known_tokens(sequence: ScheduledSequence) -> ScheduledSequence:
     """Return a sequence's known tokens as a chunk for the draft model."""
     assert sequence.draft is not None
-    return ScheduledSequence(
-        seq_id=sequence.seq_id,
-        slot=sequence.slot,
-        start=sequence.draft.start,
-        token_ids=sequence.draft.token_ids,
-        block_table=sequence.block_table,
-    )
+    return drafted(sequence, sequence.draft.start, sequence.draft.token_ids)
 
 
-def _single_row(sequence: ScheduledSequence, position: int) -> ScheduledSequence:
-    """Return a decode row for a proposal at this position, whose token is on the device."""
-    return ScheduledSequence(
-        seq_id=sequence.seq_id,
-        slot=sequence.slot,
-        start=position,
-        token_ids=(PENDING_TOKEN,),
-        block_table=sequence.block_table,
-    )
+def drafted(
+    sequence: ScheduledSequence, start: int, token_ids: tuple[int, ...]
+) -> ScheduledSequence:
+    """Return tokens of a sequence for the draft model, which has no adapters."""
+    return replace(sequence.with_span(start, token_ids), adapter_slot=0)
 
 
 def _spec(sequence: ScheduledSequence, index: int) -> SampleSpec:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledSequence
+from mlx_parallm.worker.generation.paged_cache import offsets_of
 
 
 def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
@@ -50,19 +53,27 @@ def place_proposals(
 
 def single_rows(sequence: ScheduledSequence) -> list[ScheduledSequence]:
     """Return the tokens of a sequence as decode rows."""
+    offsets: list[tuple[tuple[int, int], ...]] = [()] * len(sequence.token_ids)
+    if sequence.rope_offsets:
+        offsets = [((0, offset),) for offset in offsets_of(sequence).tolist()]
     return [
-        ScheduledSequence(
-            seq_id=sequence.seq_id,
-            slot=sequence.slot,
-            start=position,
-            token_ids=(token,),
-            block_table=sequence.block_table,
-            inputs=sequence.inputs if position == sequence.start else (),
-            # Proposals follow the last offset.
-            rope_offsets=tuple((0, offset) for _, offset in sequence.rope_offsets[-1:]),
+        sequence.with_span(
+            sequence.start + index,
+            (token,),
+            inputs=_inputs_at(sequence, index),
+            rope_offsets=offsets[index],
         )
-        for position, token in enumerate(sequence.token_ids, sequence.start)
+        for index, token in enumerate(sequence.token_ids)
     ]
+
+
+def _inputs_at(sequence: ScheduledSequence, index: int) -> tuple[InputRows, ...]:
+    """Return the row of an input that stands in place of the token with this index."""
+    return tuple(
+        replace(rows, first_row=rows.first_row + index - rows.offset, num_rows=1, offset=0)
+        for rows in sequence.inputs
+        if rows.offset <= index < rows.offset + rows.num_rows
+    )
 
 
 class PendingTokens:

@@ -117,7 +117,7 @@ class WarmUp:
     def run_next(self, block: int) -> None:
         """Run the next step on an unused block; log the figures after the last one."""
         begin_s = self._clock()
-        self._runner.submit(_on_block(self._batches[self._num_done], block)).wait()
+        self._runner.submit(on_block(self._batches[self._num_done], block)).wait()
         self._seconds += self._clock() - begin_s
         self._num_done += 1
         if self.is_done:
@@ -125,7 +125,7 @@ class WarmUp:
             logger.info("%d of %d shapes prepared in %.1f s", *counts, self._seconds)
 
 
-def _on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
+def on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
     """Return the batch with block tables that consist of this block alone."""
     sequences = (
         replace(sequence, block_table=(block,) * len(sequence.block_table))
