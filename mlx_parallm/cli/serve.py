@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 # BACKLOG: connections that wait to be accepted.
 BACKLOG = 2048
+# ACCEPT_PAUSE_S: seconds until connections are accepted again, where no descriptor was left.
+ACCEPT_PAUSE_S = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # HANGUP: a rank that mlx.launch started by ssh gets it when the connection ends.
 HANGUP = signal.SIGHUP
@@ -277,6 +279,7 @@ class _SharedHttp(_OwnHttp):
             hand_over=self._processes.give,
         )
         self.uvicorn = self._connections.uvicorn
+        self._is_listening = True
 
     async def run(self, listener: socket.socket) -> None:
         """Serve until ``uvicorn.should_exit``."""
@@ -287,6 +290,7 @@ class _SharedHttp(_OwnHttp):
         listener.listen(BACKLOG)
         loop.add_reader(listener, self._accept, listener)
         await serving
+        self._is_listening = False
         loop.remove_reader(listener)
         listener.close()
         await self._processes.stop(0 if self.uvicorn.force_exit else STOP_TIMEOUT_S)
@@ -300,9 +304,21 @@ class _SharedHttp(_OwnHttp):
             except OSError as problem:
                 # Too many open files, or a client that is gone already.
                 logger.warning("a connection cannot be accepted: %s", problem.strerror)
+                self._pause_accepting(listener)
                 return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._processes.give(connection, b"")
+
+    def _pause_accepting(self, listener: socket.socket) -> None:
+        """Leave connections in the backlog for a while: the loop would be called at once again."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+
+        def go_on() -> None:
+            if self._is_listening:
+                loop.add_reader(listener, self._accept, listener)
+
+        loop.call_later(ACCEPT_PAUSE_S, go_on)
 
     def _adopt(self, connection: socket.socket, head: bytes) -> None:
         self._connections.adopt(connection, head)

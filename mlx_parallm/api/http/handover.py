@@ -8,6 +8,8 @@ unix(7)), with the bytes of that request that have been read.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import socket
 import struct
@@ -20,10 +22,17 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from mlx_parallm.api.http.connection import MAX_HEAD_BYTES, BoundedProtocol
 
+logger = logging.getLogger(__name__)
+
 # The number of bytes that come with a descriptor, little-endian.
 _SIZE = struct.Struct("<I")
 # READ_BYTES: bytes that are read at once.
 READ_BYTES = 1 << 18
+# NO_ROOM: a descriptor that came has no room in this process. Linux reports no error and drops the
+# descriptor; BSD systems refuse the first read after it.
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EMSGSIZE)
+# RETRY_S: seconds until descriptors are sent again, of which the user has too many on their way.
+RETRY_S = 0.1
 
 #: Called with a method and a path; True if this process answers such requests.
 Serves = Callable[[str, str], bool]
@@ -65,6 +74,8 @@ class HandoverProtocol(BoundedProtocol):
         self._is_in_message = False
         # True once a request has come that must be sent again.
         self._is_refused = False
+        # The request to go on with, once the client has read the answer before it.
+        self._leaves_with: bytes | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
@@ -132,12 +143,34 @@ class HandoverProtocol(BoundedProtocol):
         if not has_more and not self._is_in_message and not self.transport.is_closing():
             self._unrouted = bytearray()
 
+    def resume_writing(self) -> None:
+        """See asyncio."""
+        super().resume_writing()
+        if self._leaves_with is not None and not self.transport.is_closing():
+            self._give_away(self._leaves_with)
+
     def _leave(self, head: bytes) -> None:
-        """Give the connection away: this process closes its own descriptor only."""
-        connection = socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno()))
+        """Give the connection away, once the answer before it has been sent."""
         self._unset_keepalive_if_required()
+        self.flow.pause_reading()
+        if not self.transport.get_write_buffer_size():
+            self._give_away(head)
+            return
+        self._leaves_with = head
+        # ``resume_writing`` is called when nothing is left.
+        self.transport.set_write_buffer_limits(0)
+
+    def _give_away(self, head: bytes) -> None:
+        """Give the connection away: this process closes its own descriptor only."""
+        self._leaves_with = None
+        try:
+            descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
+        except OSError as problem:
+            logger.warning("a connection is closed: %s", problem.strerror)
+            self.transport.abort()
+            return
         self.transport.abort()
-        self._hand_over(connection, head)
+        self._hand_over(socket.socket(fileno=descriptor), head)
 
 
 def request_line(head: bytes | bytearray) -> tuple[str, str] | None:
@@ -165,18 +198,27 @@ def _path(target: bytes) -> str:
 class ConnectionPipe:
     """One end of a pair of Unix sockets that carries connections, on an event loop."""
 
-    def __init__(self, end: socket.socket, take: Handover, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        end: socket.socket,
+        take: Handover,
+        on_lost: Callable[[], None],
+        on_dropped: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin to read.
 
         Args:
             end: a stream socket; it belongs to the pipe from now on.
             take: called with each connection that comes.
             on_lost: called once the other end is gone.
+            on_dropped: called for each connection that came and for which this process has no
+                descriptor left. The system has closed it.
         """
         end.setblocking(False)
         self._end = end
         self._take = take
         self._on_lost = on_lost
+        self._on_dropped = on_dropped
         self._loop = asyncio.get_running_loop()
         # What is still to be sent: the descriptor goes with the first byte.
         self._unsent: deque[tuple[socket.socket | None, memoryview]] = deque()
@@ -212,6 +254,8 @@ class ConnectionPipe:
             self._arriving.close()
 
     def _flush(self) -> None:
+        if self._is_closed:
+            return
         try:
             while self._unsent:
                 connection, data = self._unsent[0]
@@ -227,8 +271,12 @@ class ConnectionPipe:
         except BlockingIOError:
             self._loop.add_writer(self._end, self._flush)
             return
-        except OSError:
-            self._lose()
+        except OSError as problem:
+            if problem.errno == errno.ETOOMANYREFS:
+                self._loop.remove_writer(self._end)
+                self._loop.call_later(RETRY_S, self._flush)
+            else:
+                self._lose()
             return
         self._loop.remove_writer(self._end)
 
@@ -244,20 +292,33 @@ class ConnectionPipe:
     def _read_some(self) -> bool:
         """Read the rest of a size or of what comes with it; False once the pipe is closed."""
         if self._size is None:
-            data, descriptors, _, _ = socket.recv_fds(self._end, _SIZE.size - len(self._head), 1)
-            if descriptors:
-                self._arriving = socket.socket(fileno=descriptors[0])
-            self._head += _some(data)
-            if len(self._head) == _SIZE.size:
-                self._size = _SIZE.unpack(self._head)[0]
+            self._read_head(_SIZE.size - len(self._head))
         elif len(self._body) < self._size:
             self._body += _some(self._end.recv(min(self._size - len(self._body), READ_BYTES)))
-        if self._size == len(self._body) and self._arriving is not None:
+        if self._size == len(self._body):
             connection, body = self._arriving, bytes(self._body)
             self._head, self._size, self._arriving = b"", None, None
             self._body = bytearray()
-            self._take(connection, body)
+            if connection is None:
+                logger.warning("a connection is closed: this process has no descriptor left for it")
+                self._on_dropped()
+            else:
+                self._take(connection, body)
         return not self._is_closed
+
+    def _read_head(self, size: int) -> None:
+        """Read up to ``size`` bytes of a size, and the descriptor that comes with the first."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._end, size, 1)
+        except OSError as problem:
+            if problem.errno not in NO_ROOM:
+                raise
+            data, descriptors = self._end.recv(size), []
+        if descriptors:
+            self._arriving = socket.socket(fileno=descriptors[0])
+        self._head += _some(data)
+        if len(self._head) == _SIZE.size:
+            self._size = _SIZE.unpack(self._head)[0]
 
     def _lose(self) -> None:
         if not self._is_closed:

@@ -70,7 +70,9 @@ class HttpProcess:
 
     def _set_up(self, start: Start) -> None:
         find_remote_code(start.engine_config)
-        pipe = ConnectionPipe(self._pipe_end, self._adopt, on_lost=_end_at_once)
+        pipe = ConnectionPipe(
+            self._pipe_end, self._adopt, on_lost=_end_at_once, on_dropped=self._note_closed
+        )
         policies = Policies()
         self._engine = RemoteEngine(start, self._wire, policies.replace)
         app = create_request_app(
@@ -85,7 +87,7 @@ class HttpProcess:
             start.server_config,
             serves=answers_in_any_process(),
             hand_over=pipe.send,
-            on_closed=lambda: self._wire.send(Closed()),
+            on_closed=self._note_closed,
         )
 
     async def _serve(self) -> None:
@@ -95,6 +97,9 @@ class HttpProcess:
         spare_garbage_collection()
         self._wire.send(Ready())
         await serving
+
+    def _note_closed(self) -> None:
+        self._wire.send(Closed())
 
     def _adopt(self, connection: socket.socket, head: bytes) -> None:
         assert self._connections is not None, "connections come once it is ready"

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from mlx_parallm.api.http import handover
 from mlx_parallm.api.http.connection import MAX_HEAD_BYTES
 from mlx_parallm.api.http.handover import ConnectionPipe, request_line
+from mlx_parallm.cli.api_servers.connections import ConnectionServer
+from mlx_parallm.config import ServerConfig
 
 
 @pytest.mark.parametrize(
@@ -96,3 +106,170 @@ async def test_what_was_not_sent_is_closed_with_the_pipe(
     assert other_of_late.recv(1) == connections[2][1].recv(1) == b""
     # The first one went with the first bytes, to a process that has ended since.
     assert other.recv(1) == b""
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Let this process open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n", b"x" * 300_000])
+async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
+    connections: list[tuple[socket.socket, socket.socket]],
+    caplog: pytest.LogCaptureFixture,
+    head: bytes,
+) -> None:
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    dropped: asyncio.Queue[None] = asyncio.Queue()
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+    receiver = ConnectionPipe(
+        there,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        on_dropped=lambda: dropped.put_nowait(None),
+    )
+    (first, other_of_first), (second, other_of_second) = connections[:2]
+    with no_descriptor_left():
+        sender.send(first, head)
+        await dropped.get()
+    assert other_of_first.recv(1) == b""
+    sender.send(second, head)
+    connection, read = await taken.get()
+    connection.sendall(b"here")
+    assert (other_of_second.recv(9), read) == (b"here", head)
+    assert caplog.text.count("no descriptor left") == 1
+    connection.close()
+    receiver.close()
+    sender.close()
+
+
+async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
+    connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As macOS does: it keeps the bytes that the descriptor came with."""
+    recv_fds = socket.recv_fds
+    refusals = [OSError(errno.EMSGSIZE, "Message too long")]
+
+    def refuse(*arguments: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return recv_fds(*arguments)
+
+    monkeypatch.setattr(socket, "recv_fds", refuse)
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    dropped: asyncio.Queue[None] = asyncio.Queue()
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+    receiver = ConnectionPipe(
+        there,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        on_dropped=lambda: dropped.put_nowait(None),
+    )
+    sender.send(connections[0][0], b"first")
+    sender.send(connections[1][0], b"second")
+    await dropped.get()
+    connection, head = await taken.get()
+    assert head == b"second"
+    connection.close()
+    receiver.close()
+    sender.close()
+
+
+async def test_descriptors_on_their_way_are_bounded_by_the_system(
+    connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(errno.ETOOMANYREFS, "Too many references")] * 3
+    send_fds = socket.send_fds
+
+    def refuse(*arguments: Any) -> int:
+        if refusals:
+            raise refusals.pop()
+        return send_fds(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    monkeypatch.setattr(handover, "RETRY_S", 0.001)
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    sender = ConnectionPipe(here, lambda *_: None, lambda: pytest.fail("the pipe is there"))
+    receiver = ConnectionPipe(there, lambda *arrived: taken.put_nowait(arrived), lambda: None)
+    for number in range(3):
+        sender.send(connections[number][0], b"%d" % number)
+    for number in range(3):
+        connection, head = await taken.get()
+        assert head == b"%d" % number
+        connection.close()
+    receiver.close()
+    sender.close()
+
+
+# LARGE: more than what the sockets of a connection hold.
+LARGE = b"x" * 20_000_000
+
+
+async def large_answer(scope: Scope, receive: Receive, send: Send) -> None:
+    assert scope["type"] != "http" or scope["path"] == "/here"
+    await Response(LARGE)(scope, receive, send)
+
+
+@asynccontextmanager
+async def serving_here(given_away: asyncio.Queue[Any]) -> AsyncIterator[ConnectionServer]:
+    """Yield a server of ``/here``, which gives connections with other requests away."""
+    server = ConnectionServer(
+        large_answer,
+        ServerConfig(),
+        serves=lambda method, path: path == "/here",
+        hand_over=lambda *connection: given_away.put_nowait(connection),
+    )
+    server.uvicorn.config.lifespan = "off"
+    running = asyncio.create_task(server.run())
+    await server.uvicorn.is_up.wait()
+    yield server
+    server.uvicorn.should_exit = True
+    await running
+
+
+def test_an_answer_that_is_not_read_yet_is_complete_before_the_next() -> None:
+    """The client sends its second request once all of the first answer is written."""
+
+    async def run() -> None:
+        given_away: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            client = socket.create_connection(listener.getsockname())
+            accepted, _ = listener.accept()
+        async with serving_here(given_away) as server:
+            server.adopt(accepted, b"GET /here HTTP/1.1\r\nHost: a\r\n\r\n")
+            while not server.uvicorn.server_state.total_requests:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while server.uvicorn.server_state.tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            elsewhere = b"GET /there HTTP/1.1\r\nHost: a\r\n\r\n"
+            client.sendall(elsewhere)
+            reading = asyncio.create_task(asyncio.to_thread(read_until, client, b"END"))
+            connection, head = await given_away.get()
+            assert head == elsewhere
+            connection.setblocking(True)
+            await asyncio.to_thread(connection.sendall, b"HTTP/1.1 200 OK\r\n\r\nEND")
+            answers = await reading
+            connection.close()
+            client.close()
+        first, separator, second = answers.partition(LARGE)
+        assert first.startswith(b"HTTP/1.1 200 OK")
+        assert (separator, second) == (LARGE, b"HTTP/1.1 200 OK\r\n\r\nEND")
+
+    uvloop.run(run())
+
+
+def read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what comes until a text, or until the end of the connection."""
+    data = bytearray()
+    while not data.endswith(end) and (part := connection.recv(1 << 20)):
+        data += part
+    return bytes(data)
