@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -114,6 +114,16 @@ ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do
 
 trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
 	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.trainers.run_all $(ARGS)
+
+# Libraries that save folders, with torch.
+CORPUS := .venv-corpus
+CORPUS_STAMP := $(CORPUS)/.installed-$(call checksum,requirements/corpus.txt)
+
+corpus: $(DEV_STAMP) $(CORPUS_STAMP) ## Templates, parsers' tests and folders of others; rewrites their part of docs/compatibility.md
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.run_all $(ARGS)
+
+corpus-sample: $(DEV_STAMP) ## The part of it that needs no torch, in a minute
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.run_all --sample $(ARGS)
 
 # sentence-transformers needs torch, which nothing else here does.
 PEER := .venv-sentence-transformers
@@ -200,6 +210,12 @@ $(ART_STAMP): requirements/trainers-art.txt
 	@$(ART_PYTHON) -m venv $(ART)
 	@$(ART)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(ART)/.installed-* && touch $@
+
+$(CORPUS_STAMP): requirements/corpus.txt
+	@echo "Installing the libraries that save folders"
+	@$(PYTHON) -m venv $(CORPUS)
+	@$(CORPUS)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@rm -f $(CORPUS)/.installed-* && touch $@
 
 $(PEER_STAMP): requirements/check-encoder.txt
 	@echo "Installing sentence-transformers"

@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 from tests.scoring_server import write_models
 from tests.server_process import ServerProcess, serving
 
-# Their tests need clients that this environment does not have: make conformance, make trainers.
-collect_ignore = ["conformance", "trainers"]
+# Their tests need clients that this environment does not have (make conformance, make trainers), or
+# files that are fetched (make corpus).
+collect_ignore = ["conformance", "trainers", "corpus"]
 
 # How long an example takes says nothing on a busy machine. The examples are the same each time;
 # pytest --hypothesis-seed=N tries others.

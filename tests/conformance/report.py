@@ -8,11 +8,12 @@ import re
 import subprocess
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.compatibility_page import with_clients
 from tests.conformance.suites import HERE, ROOT, SUITES, Suite
 
 INTRODUCTION = """\
@@ -38,10 +39,6 @@ The embedded model knows a few exercises and nothing else ([demo-model.md](demo-
 """
 
 
-#: The heading of the part that ``make trainers`` writes; it is the last one.
-TRAINERS = "## Trainers\n"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One test: its name, its group in the file, and how it went.
@@ -50,12 +47,14 @@ class Outcome:
         group: the class; empty if there is none.
         result: passed, skipped or failed.
         reason: why it was skipped.
+        properties: those that the test recorded.
     """
 
     name: str
     group: str
     result: str
     reason: str = ""
+    properties: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def outcomes(results: Path) -> Iterator[Outcome]:
@@ -65,21 +64,21 @@ def outcomes(results: Path) -> Iterator[Outcome]:
         last = case.get("classname", "").rpartition(".")[2]
         group = last.removeprefix("Test") if last.startswith("Test") else ""
         name = case.get("name", "")
+        recorded = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
         skipped = case.find("skipped")
         if skipped is not None:
-            yield Outcome(name, group, "skipped", skipped.get("message") or "")
+            yield Outcome(name, group, "skipped", skipped.get("message") or "", recorded)
         elif case.find("failure") is not None or case.find("error") is not None:
-            yield Outcome(name, group, "failed")
+            yield Outcome(name, group, "failed", properties=recorded)
         else:
-            yield Outcome(name, group, "passed")
+            yield Outcome(name, group, "passed", properties=recorded)
 
 
 def write_document(results: Path, target: Path) -> None:
-    """Write the page, all but the trainers' part; a suite without results counts as failed."""
+    """Write the clients' part of the page; a suite without results counts as failed."""
     ran = {suite: _read(suite, results) for suite in SUITES}
     parts = [INTRODUCTION, last_run(), _table(ran), REMARKS, _round_trips(ran), _skips(ran)]
-    _, heading, trainers = target.read_text().partition(TRAINERS)
-    target.write_text("\n".join(parts).rstrip() + "\n" + (heading and f"\n{heading}{trainers}"))
+    target.write_text(with_clients(target.read_text(), "\n".join(parts)))
 
 
 def _read(suite: Suite, results: Path) -> list[Outcome]:

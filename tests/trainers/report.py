@@ -7,7 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from tests.conformance.report import TRAINERS, Outcome, last_run, outcomes
+from tests.compatibility_page import TRAINERS, with_section
+from tests.conformance.report import Outcome, last_run, outcomes
 from tests.trainers.suites import HERE, ROOT, SUITES, Suite
 
 INTRODUCTION = """\
@@ -25,14 +26,13 @@ this table.
 
 def write_section(results: Path, target: Path) -> None:
     """Replace the part behind its heading, or add it."""
-    before, _, _ = target.read_text().partition(TRAINERS)
     lines = [
         "| client | version | what was tested | passed | failed | what needs CUDA |",
         "|---|---|---|---|---|---|",
         *(_row(suite, results / f"{suite.name}.xml") for suite in SUITES),
     ]
-    parts = [before.rstrip() + "\n", TRAINERS, INTRODUCTION, last_run(), "\n".join(lines)]
-    target.write_text("\n".join(parts) + "\n")
+    text = "\n".join([INTRODUCTION, last_run(), *lines])
+    target.write_text(with_section(target.read_text(), TRAINERS, text))
 
 
 def _row(suite: Suite, results: Path) -> str:

@@ -1,0 +1,74 @@
+"""The tools of ``make corpus``."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import compatibility_page as page
+from tests.corpus import fetch
+from tests.corpus.sources import Source
+
+FILES = {
+    "pack-1.0/chat/a.jinja": b"a",
+    "pack-1.0/chat/deep/b.jinja": b"b",
+    "pack-1.0/chat/c.py": b"c",
+    "pack-1.0/../../chat/d.jinja": b"d",
+    "pack-1.0//chat/e.jinja": b"e",
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """Return a source whose archive is on an index of files."""
+    archive = tmp_path / "pack-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, content in FILES.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("pack-1.0/chat/f.jinja")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"files": [{"filename": archive.name, "url": archive.as_uri()}]}))
+    monkeypatch.setattr(fetch, "project_page", lambda name: index.as_uri())
+    monkeypatch.setenv("MLX_PARALLM_CORPUS", str(tmp_path / "cache"))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    return Source(name="pack", version="1.0", sha256=digest, members=("chat/*.jinja",))
+
+
+def test_only_chosen_plain_files_are_unpacked(source: Source) -> None:
+    folder = fetch.unpacked(source)
+    assert [file.relative_to(folder) for file in folder.rglob("*.*")] == [Path("chat/a.jinja")]
+    assert list(fetch.cache_folder().iterdir()) == [folder]
+    assert fetch.unpacked(source) == folder
+
+
+def test_other_members_are_unpacked_anew(source: Source) -> None:
+    fetch.unpacked(source)
+    folder = fetch.unpacked(replace(source, members=("chat/*.py",)))
+    assert (folder / "chat" / "c.py").read_bytes() == b"c"
+
+
+def test_an_archive_of_another_digest_is_refused(source: Source) -> None:
+    with pytest.raises(ValueError, match="not the pinned"):
+        fetch.unpacked(replace(source, sha256="0" * 64))
+    assert not list(fetch.cache_folder().iterdir())
+
+
+def test_each_run_rewrites_its_own_part_of_the_page() -> None:
+    text = page.with_clients("# Old\n\n## Trainers\n\nthese\n", "# New\n\n## Skipped\n")
+    assert text == "# New\n\n## Skipped\n\n## Trainers\n\nthese\n"
+    text = page.with_section(text, page.NEWEST, "two\n")
+    text = page.with_section(text, page.CORPUS, "one\n")
+    text = page.with_section(text, page.TRAINERS, "those\n")
+    assert [page.section(text, name).strip() for name in page.SECTIONS] == ["those", "one", "two"]
+    assert text.startswith("# New\n\n## Skipped\n\n## Trainers\n")
+    assert page.with_section(text, page.CORPUS, "one") == text
