@@ -50,6 +50,7 @@ from mlx_parallm.types.step import (
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
 from mlx_parallm.worker.generation.loading import GenerationLoader
+from mlx_parallm.worker.generation.memory import learned_positions
 from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.ops import (
@@ -322,7 +323,7 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
     """Load a draft model for ``target``.
 
     Raises:
-        ConfigError: its tokens are not those of the model.
+        ConfigError: its tokens are not those of the model, or it knows fewer positions.
         ModelLoadError: it could not be fetched or loaded.
     """
     model = target.folder.config
@@ -334,7 +335,13 @@ def _load_draft(source: str, target: _Loaded, context: BuildContext) -> Generati
             f"{source} has other tokens than {target.name}; both need the same vocabulary."
         )
     config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
-    return _read(config, path, target.draft_name, context)
+    plan = _read(config, path, target.draft_name, context)
+    if plan.kv.max_model_len < target.kv.max_model_len and learned_positions(plan.model_config):
+        raise ConfigError(
+            f"{source} has vectors for {plan.kv.max_model_len} positions; {target.name} reads "
+            f"{target.kv.max_model_len} tokens (--max-model-len)."
+        )
+    return plan
 
 
 def speculative_for(

@@ -98,6 +98,10 @@ class GenerationEngine(ServedEngine):
     ) -> None:
         self.info = runner.info
         self.tokenizer = tokenizer
+        # A config may name end tokens that the model has no logits for.
+        self._end_ids = frozenset(
+            token_id for token_id in tokenizer.eos_ids if 0 <= token_id < self.info.vocab_size
+        )
         self.live = live
         self.grammars = grammars
         if live is None:
@@ -155,7 +159,7 @@ class GenerationEngine(ServedEngine):
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
         # A complete grammar allows only an end token, so samples with a grammar always end.
         is_endless = params.ignore_eos and params.grammar is None
-        end_ids = frozenset[int]() if is_endless else self.tokenizer.eos_ids
+        end_ids = frozenset[int]() if is_endless else self._end_ids
         weights = self.policies.weights_of(request.adapter)
         with self._counted_rejection():
             self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)

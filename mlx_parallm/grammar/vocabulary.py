@@ -39,9 +39,9 @@ class GrammarVocabulary:
             vocab_size: number of ids of the tokenizer.
         """
         self._json = tokenizer_json
-        self._eos_ids = sorted(eos_ids)
         self._vocab_size = vocab_size
         self.num_tokens = max(num_rows, vocab_size)
+        self._eos_ids = sorted(each for each in eos_ids if 0 <= each < self.num_tokens)
         self.num_words = -(-self.num_tokens // 32)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -151,7 +151,10 @@ def _build(config: dict[str, Any], weights: Weights) -> Any:
         )
     # A bare model may be saved with or without a pooler, and the config does not say which.
     has_pooler = any("pooler" in name.split(".")[:2] for name in weights)
-    return module.Model(module.ModelArgs.from_dict({**config, "add_pooling_layer": has_pooler}))
+    args = module.ModelArgs.from_dict({**config, "add_pooling_layer": has_pooler})
+    if args.max_length < 1 or args.vocab_size < 1:
+        raise ModelLoadError("its config leaves no room for a token.")
+    return module.Model(args)
 
 
 def _quantise(model: nn.Module, config: dict[str, Any], weights: Weights) -> None:

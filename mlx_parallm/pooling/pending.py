@@ -31,7 +31,7 @@ from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
 from mlx_parallm.worker.ops import Load, Pending, PoolBatch, Unload
@@ -137,6 +137,7 @@ class PendingPoolingModel:
         with load_failures(path):
             plan: PoolingPlan = self._opened.wait()
             info = self._info(plan.info)
+            _check_special_ids(self._tokenizer, info)
         max_tokens = self._settings.scheduler.max_num_batched_tokens or (
             CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS
         )
@@ -198,6 +199,24 @@ class PendingPoolingModel:
             spec = replace(spec, settings=replace(spec.settings, document_length=None))
         return with_late_interaction(
             info, spec, self._tokenizer, reads_on=reads_on(self._folder.path)
+        )
+
+
+def _check_special_ids(tokenizer: EncoderTokenizer, info: PoolingInfo) -> None:
+    """Refuse a tokenizer that puts tokens around every text that the model has no vectors for.
+
+    Raises:
+        ModelLoadError: it does, or late interaction would.
+    """
+    ids = list(tokenizer.encode([""])[0])
+    if info.late is not None:
+        ids += [*info.late.query_prefix, *info.late.document_prefix]
+        ids += [] if info.late.expansion_id is None else [info.late.expansion_id]
+    if unknown := sorted(token_id for token_id in ids if token_id >= info.vocab_size):
+        raise ModelLoadError(
+            f"Its tokenizer puts the token id {unknown[0]} "
+            f"({tokenizer.token_string(unknown[0])!r}) into every text, and the embedding table "
+            f"has {info.vocab_size} rows."
         )
 
 

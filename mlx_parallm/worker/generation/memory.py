@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
@@ -14,6 +15,13 @@ from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
 # attention heads, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+# LEARNED_POSITIONS: the field that sizes the table of positions, by model type, and its default.
+# A position beyond the table reads foreign memory, whatever the other fields say.
+LEARNED_POSITIONS = {
+    "gpt2": ("n_positions", 1024),
+    "gpt_bigcode": ("n_positions", 1024),
+    "opt": ("max_position_embeddings", 2048),
+}
 DEFAULT_MAX_MODEL_LEN = 4096
 # A model without KV still has block tables. NOMINAL_BYTES_PER_TOKEN bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
@@ -52,8 +60,21 @@ def context_length(config: dict[str, Any]) -> int | None:
 
     It is None if no key has a number of tokens; 0 and -1 stand for no limit in some configs.
     """
+    learned = learned_positions(config)
+    if learned is not None:
+        return learned
     lengths = (config_value(config, key) for key in LENGTH_KEYS)
     return next((length for length in lengths if length is not None and length > 0), None)
+
+
+def learned_positions(config: Mapping[str, Any]) -> int | None:
+    """Return how many positions a model has vectors for; None if it computes any position."""
+    field = LEARNED_POSITIONS.get(str(config.get("model_type")))
+    if field is None:
+        return None
+    name, default = field
+    length = config_value(config, name)
+    return default if length is None else length
 
 
 def query_heads(config: dict[str, Any]) -> int:
@@ -62,7 +83,7 @@ def query_heads(config: dict[str, Any]) -> int:
     return next((count for count in heads if count is not None), 1)
 
 
-def config_value(config: dict[str, Any], key: str) -> int | None:
+def config_value(config: Mapping[str, Any], key: str) -> int | None:
     """Return an integer field of a config.json, or of its ``text_config``; None if it has none."""
     for part in (config, config.get("text_config") or {}):
         if isinstance(part.get(key), int):

@@ -20,6 +20,7 @@ from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.weights.loader import (
     DECIDE,
     CastRule,
@@ -166,6 +167,9 @@ def _choice_layer(model: Any, chosen: tuple[int, ...]) -> nn.Linear:
     """Return a layer that computes the LM head's logit of the first token minus the second's."""
     trunk = trunk_of(model)
     owner = getattr(model, "language_model", model)
+    num_rows = embedding_rows(model, None) or 0
+    if any(not 0 <= token_id < num_rows for token_id in chosen):
+        raise ModelLoadError(f"it scores by the tokens {list(chosen)}, and has {num_rows}.")
     rows = weight_rows(owner.get("lm_head", trunk.embed_tokens), mx.array(chosen))
     weight = rows[0] - rows[1] if len(chosen) > 1 else rows[0]
     layer = nn.Linear(weight.shape[0], 1, bias=False)

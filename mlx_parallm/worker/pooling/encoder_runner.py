@@ -26,7 +26,7 @@ class EncoderRunner:
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
         self._model = loaded.model
-        self._has_types = int(loaded.config.get("type_vocab_size", 0)) > 1
+        self._has_types = getattr(loaded.model.args, "type_vocab_size", 0) > 1
         longest: int = loaded.model.args.max_length
         tasks = TASKS[loaded.model.args.head]
         classifies = "classify" in tasks or "token_classify" in tasks
@@ -42,7 +42,7 @@ class EncoderRunner:
         )
         self._info = PoolingInfo(
             architecture=str(loaded.config["model_type"]),
-            vocab_size=int(loaded.config["vocab_size"]),
+            vocab_size=loaded.model.args.vocab_size,
             max_model_len=min(longest, spec.max_model_len or longest),
             tasks=by_purpose(tasks, spec),
             dims=len(self.run([PoolingInput((0,))])[0]),

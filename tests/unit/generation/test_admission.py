@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.generation.admission import check_length, check_request, check_room
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
 from tests.fakes import make_info
 
 
@@ -25,6 +25,16 @@ from tests.fakes import make_info
         ((1,), {"logprobs": 258}, "logprobs"),
         ((1,), {"prompt_logprobs": 258}, "prompt_logprobs"),
         ((1,), {"min_tokens": 256}, "min_tokens"),
+        (
+            (1,),
+            {"thinking_budget": ThinkingBudget(tokens=1, end_id=257, is_open=True)},
+            "thinking_token_budget",
+        ),
+        (
+            (1,),
+            {"thinking_budget": ThinkingBudget(tokens=1, end_id=2, start_id=257, is_open=True)},
+            "thinking_token_budget",
+        ),
     ],
 )
 def test_impossible_requests_name_their_field(

@@ -68,13 +68,13 @@ async def single_inputs(
         role: the role of the texts.
 
     Raises:
-        InvalidRequestError: an input is empty, or has ids outside the vocabulary.
+        InvalidRequestError: an input is empty, or has a token that the model has no vector for:
+            an id that the request gives, or a token that only the tokenizer knows.
         ContextLengthError: an input is too long, and the request does not allow cutting.
     """
     limit = text_limit(model, reading, longest=role.longest)
     if not isinstance(sources[0], str):
         ids = [tuple(each) for each in sources]
-        _check_ids(ids, model.info.vocab_size, reading.param)
         return tuple(PoolingInput(each, task) for each in _fitting(ids, model, limit))
     leaves_prompt = bool(role.prompt) and task == "embed" and not model.info.pools_prompts
     # The length of the whole text shows how much of the prompt is cut at the left.
@@ -143,15 +143,6 @@ async def shortened_texts(texts: Sequence[str], model: PoolingModel, most: int) 
     return await maybe_in_thread(work, sum(map(len, texts)))
 
 
-def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> None:
-    for place, each in enumerate(ids):
-        if any(not 0 <= number < vocab_size for number in each):
-            raise InvalidRequestError(
-                f"{param} {place} has a token id outside the vocabulary of {vocab_size}.",
-                param=param,
-            )
-
-
 def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = None) -> TokenLimit:
     """Return how many tokens of each text a model reads.
 
@@ -180,12 +171,30 @@ def text_limit(model: PoolingModel, reading: Reading, *, longest: int | None = N
 def _fitting(
     inputs: Sequence[tuple[int, ...]], model: PoolingModel, limit: TokenLimit
 ) -> list[tuple[int, ...]]:
-    """Return inputs cut to the limit; refuse those that are too long, and empty ones."""
+    """Return inputs cut to the limit.
+
+    It refuses those that are too long, empty ones, and those with unknown tokens.
+    """
     for place, ids in enumerate(inputs):
         if not ids:
             raise InvalidRequestError(f"{limit.name} {place} is empty.", param=limit.name)
         limit.check(len(ids), place)
+        _check_known(ids, model, f"{limit.name} {place}", limit.name)
     if not limit.cuts or limit.most is None:
         return list(inputs)
     cut = model.tokenizer.cut
     return [cut(ids, limit.most, from_left=limit.from_left) for ids in inputs]
+
+
+def _check_known(ids: tuple[int, ...], model: PoolingModel, place: str, param: str | None) -> None:
+    """Refuse ids that have no row in the embedding table: a lookup would read foreign memory.
+
+    A tokenizer may have tokens that were added after the model was trained.
+    """
+    rows = model.info.vocab_size
+    if min(ids) < 0 or max(ids) >= rows:
+        unknown = next(number for number in ids if not 0 <= number < rows)
+        raise InvalidRequestError(
+            f"{place} has a token id outside the vocabulary of {rows}: {unknown}.",
+            param=param,
+        )

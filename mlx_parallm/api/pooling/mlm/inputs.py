@@ -39,11 +39,11 @@ def mask_id(model: PoolingModel) -> int:
     """Return the id of the mask token.
 
     Raises:
-        InvalidRequestError: the model's tokenizer has no mask token.
+        InvalidRequestError: the tokenizer has no mask token, or the model no vector for it.
     """
     token = model.tokenizer.mask_token
     known = None if token is None else model.tokenizer.token_id(token)
-    if known is None:
+    if known is None or known >= model.info.vocab_size:
         raise InvalidRequestError(f"{model.names[0]} has no mask token.", param="model")
     return known
 
@@ -126,10 +126,15 @@ def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str)
 
 
 def _candidate(word: str | int, model: PoolingModel, param: str) -> tuple[int | None, str | None]:
-    if isinstance(word, int):
-        if not 0 <= word < model.info.vocab_size:
-            raise InvalidRequestError(f"{param} has {word}, which is not a token id.", param=param)
-        return word, None
+    number, warning = (word, None) if isinstance(word, int) else _token_of(word, model)
+    if number is not None and not 0 <= number < model.info.vocab_size:
+        raise InvalidRequestError(
+            f"{param} has {word!r}, which is not a token of the model.", param=param
+        )
+    return number, warning
+
+
+def _token_of(word: str, model: PoolingModel) -> tuple[int | None, str | None]:
     number = model.tokenizer.token_id(word)
     if number is not None:
         return number, None
