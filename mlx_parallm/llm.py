@@ -31,6 +31,7 @@ from mlx_parallm.offline.outputs import (
     ScoringRequestOutput,
 )
 from mlx_parallm.pictures.prompt import PicturePrompt
+from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.pooling import Task
@@ -496,6 +497,7 @@ def _open_engines(
     if count == 1:
         if devices:
             raise ConfigError("data_parallel_devices needs a data_parallel_size above 1.")
+        prepare_device_process()
         own: OfflineEngines = _part("own_engine").OwnEngine(config)
         return own
     several: OfflineEngines = _part("engine_processes").EngineProcesses(

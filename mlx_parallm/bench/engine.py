@@ -14,6 +14,7 @@ from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
         models=(ModelConfig(path=args.model, dtype=args.dtype, max_model_len=length),),
         scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
     )
+    prepare_device_process()
     # MLX takes long to import, and ``bench serve`` does not need it.
     kinds = importlib.import_module("mlx_parallm.serving.build")
     loaded = kinds.build_model(config, MetricFamilies(), tracer=recorder)

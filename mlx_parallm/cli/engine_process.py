@@ -7,13 +7,23 @@ from collections.abc import Sequence
 
 from mlx_parallm.channel import Channel
 from mlx_parallm.cli.child_modules import begin
-from mlx_parallm.engine.remote.host import serve_engines
-from mlx_parallm.serving.build import build_engines, training_beside, worker_for
+from mlx_parallm.cli.logs import take_over_handlers
+from mlx_parallm.process_setup.device_process import prepare_device_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve over an inherited socket until the server sends stop, or is gone."""
     (end,) = begin(arguments)
+    prepare_device_process()
+    # These bring MLX.
+    from mlx_parallm.engine.remote.host import serve_engines  # noqa: PLC0415
+    from mlx_parallm.serving.build import (  # noqa: PLC0415
+        build_engines,
+        training_beside,
+        worker_for,
+    )
+
+    take_over_handlers()
     return serve_engines(Channel(end), build_engines, training_beside, worker_for)
 
 

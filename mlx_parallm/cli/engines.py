@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import RemoteLife
@@ -39,6 +40,8 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
     # A lost rank ends the engine's process at once, and this one tells clients of it.
     is_alone = engine_config.ranks.size == 1
     if is_alone and not server_config.engine_process and server_config.api_server_count == 1:
-        return AsyncEngine(engine_config, on_progress=on_progress)
+        engine = AsyncEngine(engine_config, on_progress=on_progress)
+        take_over_handlers()
+        return engine
     life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
     return AsyncEngine(engine_config, life=life)

@@ -59,8 +59,7 @@ class ConsoleFormatter(logging.Formatter):
 def configure_logging(level: str, log_format: str) -> None:
     """Send every logger's records, and warnings, to stderr in this format ("console" or "json").
 
-    Call it after importing the libraries, because transformers and huggingface_hub add handlers to
-    their loggers. With "json", tracebacks of uncaught errors are records too.
+    With "json", tracebacks of uncaught errors are records too.
     """
     formatter: logging.Formatter = ConsoleFormatter()
     if log_format == "json":
@@ -74,7 +73,7 @@ def configure_logging(level: str, log_format: str) -> None:
     root.setLevel(level.upper())
     for name in TALKATIVE:
         logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
-    _take_over_handlers()
+    take_over_handlers()
     logging.captureWarnings(True)
     if is_json():
         sys.excepthook = _log_uncaught
@@ -95,8 +94,11 @@ def report(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _take_over_handlers() -> None:
-    """Remove the handlers of all other loggers, so that the root's handler gets every record."""
+def take_over_handlers() -> None:
+    """Remove the handlers of all other loggers, so that the root's handler gets every record.
+
+    Call it after libraries are imported: transformers and huggingface_hub add handlers then.
+    """
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from mlx_parallm import __version__
 from mlx_parallm.cli.logs import report
 from mlx_parallm.cli.parser import CommandParser
+from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.types.errors import ConfigError, ParallmError
 
 
@@ -27,11 +28,13 @@ class Command:
         module: the module with ``run(args) -> int``.
         summary: a description for the overview.
         flags: the module with ``add_arguments(parser)``; None: ``module``.
+        brings_mlx: True if importing the module imports MLX.
     """
 
     module: str
     summary: str
     flags: str | None = None
+    brings_mlx: bool = False
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -42,7 +45,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
-    "doctor": Command("mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice"),
+    "doctor": Command(
+        "mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice", brings_mlx=True
+    ),
 }
 
 
@@ -87,6 +92,8 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if command.brings_mlx:
+        prepare_device_process()
     importlib.import_module(command.flags or command.module).add_arguments(parser)
     args = parser.parse_args(arguments)
     return importlib.import_module(command.module).run(args)

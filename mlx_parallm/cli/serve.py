@@ -34,10 +34,11 @@ from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddlewa
 from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
-from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.logs import configure_logging, take_over_handlers
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, wait_for_launcher, with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.remote.life import ignore_signals
+from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.processes import HTTP, module_command
 from mlx_parallm.serving.remote.messages import Start
@@ -81,9 +82,11 @@ def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     warn_of_unknown_variables()
     # The launcher signals all ranks, or ssh hangs up. Rank 0 drains, then tells this one to end.
     ignore_signals()
+    prepare_device_process()
     # This process has MLX, unlike one that speaks HTTP.
     from mlx_parallm.serving.build import follow_ranks  # noqa: PLC0415
 
+    take_over_handlers()
     follow_ranks(engine_config)
     return 0
 

@@ -15,6 +15,7 @@ from mlx_parallm.kernels.compiler import KernelCompiler
 from mlx_parallm.kernels.nvrtc import loaded_nvrtc
 from mlx_parallm.kernels.precompiled import Precompiler
 from mlx_parallm.kernels.store import KernelStore
+from mlx_parallm.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,4 @@ def kernel_folder(environment: Mapping[str, str]) -> Path:
     chosen = environment.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
-    caches = environment.get("XDG_CACHE_HOME", "")
-    # The XDG specification says that a relative path is ignored.
-    home = Path(caches) if caches.startswith("/") else Path.home() / ".cache"
-    return home / "mlx_parallm" / "kernels"
+    return user_cache(environment) / "kernels"

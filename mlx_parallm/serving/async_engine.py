@@ -14,6 +14,7 @@ from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.serving.generators import Generators
 from mlx_parallm.serving.kinds import KINDS, ignore_progress
 from mlx_parallm.training.requests import TrainingRequest
@@ -63,6 +64,7 @@ class AsyncEngine(EngineCore, Generators):
 
 
 def _life_here(config: EngineConfig, on_progress: TellProgress) -> EngineLife:
+    prepare_device_process()
     # The builders bring MLX: a process whose engines live elsewhere must not import them.
     from mlx_parallm.serving.build import local_life  # noqa: PLC0415
 

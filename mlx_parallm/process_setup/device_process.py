@@ -1,0 +1,15 @@
+"""What a process with a device needs before it imports MLX."""
+
+from __future__ import annotations
+
+from mlx_parallm.process_setup.openblas import load_openblas
+
+
+def prepare_device_process() -> None:
+    """Prepare this process for MLX; call it before ``mlx.core`` or ``mlx_lm`` is imported.
+
+    Every process with a device calls it: servers, engine processes, ranks, ``batch``, ``bench
+    engine``, ``doctor`` and ``LLM``. Processes that only speak HTTP do not, since they have no
+    MLX. A second call does nothing.
+    """
+    load_openblas()
