@@ -94,8 +94,26 @@ class GrammarCompiler:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
+    def starts(self, text: str, beginning: str) -> bool:
+        """True if what a compiled grammar matches may start with these characters.
+
+        They are tried one by one: as a whole they may be a token that has no place in a text.
+        """
+        tokens = [
+            token_id
+            for character in beginning
+            for token_id in self.vocabulary.tokens_of(character.encode())
+        ]
+        return self.matcher(text).try_consume_tokens(tokens) == len(tokens)
+
+    def text_after(self, beginning: str) -> LLMatcher:
+        """Return a matcher of this text, its special tokens as tokens, and of any text after it."""
+        builder = LarkBuilder(self.vocabulary.specials)
+        start = f"{builder.literal(beginning)} {builder.text_until('')}"
+        return self.matcher(json.dumps(builder.grammar(start), ensure_ascii=False))
+
     def _grammar(self, spec: GrammarSpec) -> dict[str, Any]:
-        specials = self.vocabulary.specials
+        builder = LarkBuilder()
         match spec.kind:
             case GrammarKind.JSON_SCHEMA | GrammarKind.LENIENT_JSON_SCHEMA:
                 lenient = spec.kind is GrammarKind.LENIENT_JSON_SCHEMA
@@ -103,18 +121,17 @@ class GrammarCompiler:
             case GrammarKind.REGEX:
                 grammar = regex_grammar(spec.text)
             case GrammarKind.CHOICE:
-                builder = LarkBuilder(specials)
                 options = [builder.literal(option) for option in json.loads(spec.text)]
                 return builder.grammar(" | ".join(options))
             case GrammarKind.STRUCTURAL_TAG:
-                return structural_tag_grammar(spec.text, specials)
+                return structural_tag_grammar(spec.text, self.vocabulary.markers)
             case GrammarKind.GBNF:
                 grammar = {"lark_grammar": lark_of_gbnf(spec.text)}
             case GrammarKind.EITHER:
                 grammar = {"lark_grammar": lark_of_either(spec.text)}
             case GrammarKind.LARK:
                 grammar = {"lark_grammar": spec.text}
-        return {"grammars": [grammar]}
+        return builder.grammar(builder.other(grammar))
 
 
 class BoundedCache(Generic[K, V]):

@@ -20,6 +20,10 @@ from mlx_parallm.types.errors import InvalidRequestError
 # put it. Without a bound, a model may write white space until its tokens run out.
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 NOTHING = '""'
+# OPTIONS: llguidance would replace bytes that are forced by the tokens that the tokenizer makes of
+# them. Where a text spells an added token (``<think>``), or is changed by the normaliser, these are
+# tokens that its own parser refuses. The model chooses among the spellings instead.
+OPTIONS = '%llguidance {"no_forcing": true}'
 ANY_TEXT = r"/(.|\n)*/"
 
 #: ``SpecialTokens``: ids of texts that are one token, such as ``<tool_call>``.
@@ -133,7 +137,7 @@ class LarkBuilder:
 
     def grammar(self, start: str) -> dict[str, Any]:
         """Return the whole in llguidance's JSON form; ``start`` is the expression to match."""
-        text = "\n".join(["%llguidance {}", f"start: {start or NOTHING}", *self.rules])
+        text = "\n".join([OPTIONS, f"start: {start or NOTHING}", *self.rules])
         return {"grammars": [{"name": "main", "lark_grammar": text}, *self.others]}
 
     def _name(self, kind: str) -> str:

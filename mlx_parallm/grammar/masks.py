@@ -74,8 +74,7 @@ class GrammarMasks:
             pending: the token that the step before chose, by sequence.
         """
         samples = [self._follow(row, pending or {}) for row in constrained]
-        words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
-        self._fill(samples, words)
+        words = self._matching(samples)
         kept: list[int] = []
         failed: dict[int, str] = {}
         for place, (row, sample) in enumerate(zip(constrained, samples, strict=True)):
@@ -108,17 +107,23 @@ class GrammarMasks:
     def _make(self, spec: SampleSpec) -> SampleMatcher:
         grammar = spec.params.grammar
         assert grammar is not None, "only constrained sequences are followed"
-        return SampleMatcher(self._compiler.matcher(grammar.text), self._vocabulary, spec.params)
+        return SampleMatcher(self._compiler, spec.params)
 
-    def _fill(self, samples: Sequence[SampleMatcher], words: np.ndarray) -> None:
-        """Compute masks on other threads, without holding the interpreter lock."""
-        jobs = [
-            (sample.matcher, place)
+    def _matching(self, samples: Sequence[SampleMatcher]) -> np.ndarray:
+        """Return what the samples' matchers allow, computed without the interpreter lock."""
+        matching = [
+            (place, matcher)
             for place, sample in enumerate(samples)
-            if not (sample.is_free or sample.has_ended or sample.error)
+            for matcher in sample.matchers()
         ]
+        each = np.zeros((len(matching), self._vocabulary.num_words), dtype=np.uint32)
+        jobs = [(matcher, number) for number, (_, matcher) in enumerate(matching)]
         if jobs:
-            fill_next_token_bitmask_par(self._executor, jobs, words.view(np.int32))
+            fill_next_token_bitmask_par(self._executor, jobs, each.view(np.int32))
+        words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
+        for (place, _), allowed in zip(matching, each, strict=True):
+            words[place] |= allowed
+        return words
 
     def _finish_row(self, words: np.ndarray, spec: SampleSpec, sample: SampleMatcher) -> None:
         """Allow the sample's stop tokens, ban its banned ones; fail it if no token is left."""
@@ -128,13 +133,12 @@ class GrammarMasks:
             words[:] = self._vocabulary.all_tokens
             # A sample that ended before the grammar begins would not match it.
             _clear(words, sample.ends)
-        elif sample.matcher.is_error():
+        elif sample.is_broken:
             sample.fail()
         else:
-            if sample.stop_ids and sample.matcher.is_accepting():
+            _clear(words, sample.early_ends(_has(words, self._vocabulary.eos_ids)))
+            if sample.stop_ids and sample.is_complete:
                 _set(words, sample.stop_ids)
-            if sample.free_start is not None:
-                _set(words, [sample.free_start])
         if spec.banned_ids:
             without = words.copy()
             _clear(without, spec.banned_ids)
@@ -143,6 +147,10 @@ class GrammarMasks:
                 words[:] = without
         if sample.error is None and not words.any():
             sample.fail()
+
+
+def _has(words: np.ndarray, token_ids: Iterable[int]) -> list[int]:
+    return [token_id for token_id in token_ids if words[token_id >> 5] >> (token_id & 31) & 1]
 
 
 def _set(words: np.ndarray, token_ids: Iterable[int]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.types.request import SamplingParams
 
 
@@ -15,32 +16,52 @@ class SampleMatcher:
 
     Attributes:
         num_taken: tokens followed so far.
-        matcher: the grammar's matcher.
         ends: tokens that end the sample.
         stop_ids: those of ``ends`` that the caller named.
-        free_start: a token that frees the sample if it comes first; None after the first token.
         is_free: True until the text that begins the grammar was generated.
         has_ended: True after a token that ends the sample.
         error: why no further token can be chosen; None while one can.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, vocabulary: GrammarVocabulary, params: SamplingParams
-    ) -> None:
+    def __init__(self, compiler: GrammarCompiler, params: SamplingParams) -> None:
         assert params.grammar is not None, "only constrained samples have a matcher"
-        self._vocabulary = vocabulary
         grammar = params.grammar
+        self._vocabulary = compiler.vocabulary
         self._marker = (grammar.begins_after or "").encode()
         self._tail = b""
-        start = grammar.free_start
-        self.free_start = None if start is None else vocabulary.specials.get(start)
-        self.ends = vocabulary.eos_ids | set(params.stop_token_ids)
+        # None: its text has left the grammar, which only a start of free text may do.
+        self._matcher: LLMatcher | None = compiler.matcher(grammar.text)
+        self._opening = _Opening.of(grammar.free_start, self._matcher, compiler)
+        self.ends = self._vocabulary.eos_ids | set(params.stop_token_ids)
         self.stop_ids = params.stop_token_ids
-        self.matcher = matcher
         self.num_taken = 0
-        self.is_free = bool(self._marker) and start is None
+        self.is_free = bool(self._marker) and self._opening is None
         self.has_ended = False
-        self.error: str | None = matcher.get_error() or None
+        self.error: str | None = self._matcher.get_error() or None
+
+    def matchers(self) -> Iterable[LLMatcher]:
+        """Return the matchers of which one must allow the next token; none if it is free."""
+        if self.is_free or self.has_ended or self.error:
+            return ()
+        opening = None if self._opening is None else self._opening.matcher
+        return filter(None, (self._matcher, opening))
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the grammar became too complex."""
+        return self._matcher is not None and self._matcher.is_error()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the text matches the grammar as it is."""
+        return self._matcher is not None and self._matcher.is_accepting()
+
+    def early_ends(self, end_ids: Iterable[int]) -> list[int]:
+        """Return those of the end tokens after which the text would not match the grammar.
+
+        Only a grammar that names end tokens allows them before its end.
+        """
+        return [token_id for token_id in end_ids if not self._is_end(token_id)]
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Follow the next tokens of the sample."""
@@ -48,23 +69,49 @@ class SampleMatcher:
             self.num_taken += 1
             if self.error is not None or self.has_ended:
                 continue
-            frees, self.free_start = token_id == self.free_start, None
-            if frees:
-                self.is_free = True
-            elif token_id in self.ends:
+            if token_id in self.ends:
                 self.has_ended = True
             elif self.is_free:
-                self._look_for_marker(token_id)
-            elif not self.matcher.consume_token(token_id):
-                self.fail()
+                self._look_for_marker(self._vocabulary.token_bytes(token_id))
+            elif self._opening is not None:
+                self._take_opening(self._opening, token_id)
+            else:
+                self._match([token_id])
 
     def fail(self) -> None:
         """Copy the matcher's error."""
-        self.error = self.matcher.get_error() or "No token can go on to match the grammar."
+        error = "" if self._matcher is None else self._matcher.get_error()
+        self.error = error or "No token can go on to match the grammar."
 
-    def _look_for_marker(self, token_id: int) -> None:
+    def _is_end(self, token_id: int) -> bool:
+        if self.is_complete:
+            return True
+        copy = None if self._matcher is None else self._matcher.deep_copy()
+        return copy is not None and copy.consume_token(token_id) and copy.is_accepting()
+
+    def _match(self, token_ids: list[int]) -> None:
+        if self._matcher is None or not self._matcher.consume_tokens(token_ids):
+            self.fail()
+
+    def _take_opening(self, opening: _Opening, token_id: int) -> None:
+        """Follow a token that may be free text's start, the grammar's, or both."""
+        if not opening.matcher.try_consume_tokens([token_id]):
+            self._opening = None
+            self._match([token_id])
+            return
+        opening.text += self._vocabulary.token_bytes(token_id)
+        if self._matcher is not None and not self._matcher.try_consume_tokens([token_id]):
+            self._matcher = None
+        if len(opening.text) < len(opening.start):
+            return
+        self._opening = None
+        self.is_free = True
+        self._matcher = opening.grammar
+        self._look_for_marker(opening.text[len(opening.start) :])
+
+    def _look_for_marker(self, text: bytes) -> None:
         """Begin the grammar once the marker is complete; tokens may cut it anywhere."""
-        self._tail += self._vocabulary.token_bytes(token_id)
+        self._tail += text
         place = self._tail.find(self._marker)
         if place < 0:
             self._tail = self._tail[max(len(self._tail) - len(self._marker) + 1, 0) :]
@@ -72,5 +119,30 @@ class SampleMatcher:
         self.is_free = False
         # The rest of this token belongs to the grammar, except leading white space.
         rest = self._tail[place + len(self._marker) :].lstrip()
-        if rest and not self.matcher.consume_tokens(self._vocabulary.tokens_of(rest)):
-            self.fail()
+        if rest:
+            self._match(self._vocabulary.tokens_of(rest))
+
+
+@dataclass(slots=True)
+class _Opening:
+    """A text that frees a sample if the sample begins with it.
+
+    Attributes:
+        start: the text.
+        matcher: follows the sample while it may be the text.
+        grammar: a matcher for what follows the free text.
+        text: what was generated of it.
+    """
+
+    start: bytes
+    matcher: LLMatcher
+    grammar: LLMatcher
+    text: bytes = b""
+
+    @classmethod
+    def of(
+        cls, start: str | None, grammar: LLMatcher, compiler: GrammarCompiler
+    ) -> _Opening | None:
+        if start is None:
+            return None
+        return cls(start.encode(), compiler.text_after(start), grammar.deep_copy())

@@ -74,6 +74,12 @@ class GrammarVocabulary:
         return {token["content"]: token["id"] for token in added if token["content"]}
 
     @functools.cached_property
+    def markers(self) -> Mapping[str, int]:
+        """Return ``specials`` without those that end a text."""
+        ends = self.eos_ids
+        return {text: token_id for text, token_id in self.specials.items() if token_id not in ends}
+
+    @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """Return the tokens that end a text."""
         return frozenset(self._eos_ids)

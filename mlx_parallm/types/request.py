@@ -70,8 +70,8 @@ class Grammar:
         text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
         begins_after: a text, such as ``</think>``, after which the grammar applies. Tokens before
             it are free, but the sample may not end there. None: it applies from the first token.
-        free_start: with ``begins_after``: a special token, such as ``<think>``. The grammar applies
-            from the first token unless the sample begins with it.
+        free_start: with ``begins_after``: a text, such as ``<think>``, of one or more tokens. The
+            grammar applies from the first token unless the sample begins with it.
     """
 
     text: str

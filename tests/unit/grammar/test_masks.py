@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from tests.small_vocabulary import (
 COMPILER = small_compiler()
 TWO_ENDS = small_compiler(END, OTHER_END)
 SPECIAL = {END, OTHER_END, THINK, THINK_END, CALL}
+# What begins the text "no".
+N = {*ids_of("n"), TOKENS.index("no")}
 
 
 def grammar(options: Sequence[str], **more: Any) -> Grammar:
@@ -77,11 +80,6 @@ def brute_force(prefix: str, options: Sequence[str], ends: set[int]) -> set[int]
     return ids | (ends if prefix in options else set())
 
 
-def is_forced(prefix: str, options: Sequence[str]) -> bool:
-    rest = [option[len(prefix) :] for option in options if option.startswith(prefix)]
-    return len({text[:1] for text in rest}) == 1
-
-
 options_of = st.lists(st.text("ab1 <>/", min_size=1, max_size=6), min_size=1, max_size=6)
 
 
@@ -94,10 +92,7 @@ def test_masks_are_what_trying_every_token_finds(options: list[str], data: st.Da
     prefix = ""
     for _ in range(8):
         ids = allowed(masks.compute([row(output, of)]))
-        wanted = brute_force(prefix, options, {END})
-        assert ids <= wanted
-        # Text without an alternative is forced in the tokens that the tokenizer would choose.
-        assert ids if is_forced(prefix, options) else ids == wanted
+        assert ids == brute_force(prefix, options, {END})
         token = data.draw(st.sampled_from(sorted(ids)))
         if token == END:
             return
@@ -170,7 +165,7 @@ def test_text_before_the_marker_is_free_but_cannot_end(thinking: list[int]) -> N
     for length in range(len(thinking)):
         ids = allowed(masks.compute([row(thinking[:length], of, stop_token_ids=(CALL,))]))
         assert ids == set(range(len(TOKENS))) - {END, CALL}
-    assert allowed(masks.compute([row(thinking, of)])) == set(ids_of("n"))
+    assert allowed(masks.compute([row(thinking, of)])) == N
 
 
 def test_what_a_token_has_behind_the_marker_belongs_to_the_grammar() -> None:
@@ -184,16 +179,64 @@ def test_what_a_token_has_behind_the_marker_belongs_to_the_grammar() -> None:
 
 def test_only_a_sample_that_begins_with_the_start_is_free() -> None:
     of = grammar(["no"], begins_after="</think>", free_start="<think>")
-    n = set(ids_of("n"))
-    assert mask([], of) == n | {THINK}
+    assert mask([], of) == N | {THINK}
     assert mask(ids_of("n"), of) == set(ids_of("o"))
     assert len(mask([THINK], of)) == len(TOKENS) - 1
-    assert mask([THINK, *ids_of("hm"), THINK_END], of) == n
+    assert mask([THINK, *ids_of("hm"), THINK_END], of) == N
 
 
-def test_special_tokens_in_a_text_are_tokens() -> None:
-    assert mask([], grammar(["<call>a"])) == {CALL}
-    # Inside a JSON value special tokens have no meaning.
+STARTS = ("<call>ab", "abc:", "<call>a<think>b", "a<call>")
+
+
+def tokens_of(text: str) -> list[int]:
+    """Return the tokens that a model writes a marker with."""
+    parts = re.split(f"({'|'.join(map(re.escape, TEXTS[:5]))})", text)
+    return [
+        token
+        for part in parts
+        for token in ([TEXTS.index(part)] if part in TEXTS else ids_of(part))
+    ]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_of_several_tokens_frees_a_sample(start: str) -> None:
+    of = grammar(["no", "abba"], begins_after="</think>", free_start=start)
+    tokens = tokens_of(start)
+    for place, token in enumerate(tokens):
+        assert token in mask(tokens[:place], of)
+    assert len(mask(tokens, of)) == len(TOKENS) - 1
+    after = mask([*tokens, *ids_of("hm"), THINK_END], of)
+    assert after == N | {*ids_of("a"), TOKENS.index("ab")}
+    # What may be the beginning of either may still become either.
+    assert mask(ids_of("n"), of) == set(ids_of("o"))
+    assert set(ids_of("b")) <= mask(ids_of("a"), of)
+
+
+def test_the_last_token_of_a_start_may_have_more() -> None:
+    of = grammar(["no"], begins_after="x", free_start="think>")
+    think, more = TOKENS.index("think"), TOKENS.index(">x")
+    assert more in mask([think], of)
+    # Its rest has the end of the free text.
+    assert mask([think, more], of) == N
+
+
+def test_neither_a_start_nor_a_text_of_the_grammar_fails() -> None:
+    of = grammar(["no"], begins_after="</think>", free_start="<call>a")
+    for wrong in ([CALL, *ids_of("n")], ids_of("x"), [*ids_of("n"), CALL]):
+        assert list(GrammarMasks(COMPILER).compute([row(wrong, of)]).failed) == [7]
+
+
+def test_an_end_token_in_a_grammar_ends_it_only_at_its_end() -> None:
+    last, inside = (
+        Grammar(text=COMPILER.compile(specs.context_free(f'start: "a" <[{END}]>{more}')))
+        for more in ("", ' "b"')
+    )
+    assert mask(ids_of("a"), last) == {END}
+    assert list(GrammarMasks(COMPILER).compute([row(ids_of("a"), inside)]).failed) == [7]
+
+
+def test_special_tokens_in_a_value_are_text() -> None:
+    assert mask([], grammar(["<call>a"])) == set(ids_of("<"))
     schema = COMPILER.compile(specs.json_schema({"type": "string"}))
     ids = mask(ids_of('"'), Grammar(text=schema))
     assert not ids & SPECIAL
