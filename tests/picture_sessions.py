@@ -7,10 +7,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
@@ -28,8 +29,12 @@ def golden_of(name: str) -> dict[str, Any]:
 
 @cache
 def loaded_of(name: str) -> LoadedModel:
-    folder = write_vision(Path(mkdtemp()), golden_of(name))
-    return load_model(ModelConfig(), folder)
+    return new_load(name)
+
+
+def new_load(name: str) -> LoadedModel:
+    """Return a copy of a golden model that nobody else has."""
+    return load_model(ModelConfig(), write_vision(Path(mkdtemp()), golden_of(name)))
 
 
 @cache
@@ -39,7 +44,13 @@ def pictures_of(name: str) -> GoldenPictures:
 
 @cache
 def runner_of(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
-    loaded = loaded_of(name)
+    return new_runner(loaded_of(name), backend)
+
+
+def new_runner(
+    loaded: LoadedModel, backend: type[ReferenceAttention], draft: LoadedModel | None = None
+) -> ModelRunner:
+    """Return a runner of a golden model, with another copy of it as draft model."""
     layouts = probe_layout(loaded.model)
     attention = backend(BLOCK_SIZE)
     plan = plan_kv(
@@ -50,7 +61,16 @@ def runner_of(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
         MAX_LEN,
         attention,
     )
-    return ModelRunner(loaded, layouts, plan, NUM_BLOCKS, attention)
+    drafting = None
+    if draft is not None:
+        drafting = DraftModel(
+            draft,
+            probe_layout(draft.model),
+            backend(BLOCK_SIZE),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+        )
+    return ModelRunner(loaded, layouts, plan, NUM_BLOCKS, attention, drafting)
 
 
 def longest_uncut(name: str) -> int:
@@ -70,10 +90,13 @@ class PictureSession(Session):
         *,
         num_blocks: int = NUM_BLOCKS,
         budget: int = 24,
+        runner: ModelRunner | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         budget = max(budget, longest_uncut(name))
-        super().__init__(runner_of(name, backend), num_blocks=num_blocks, budget=budget)
-        self.pictures = self.runner = InputRunner(runner_of(name, backend))
+        runner = runner or runner_of(name, backend)
+        super().__init__(runner, num_blocks=num_blocks, budget=budget, speculative=speculative)
+        self.pictures = self.runner = InputRunner(runner)
         # Another session's features are no part of this one.
         self.pictures.runner.inputs.features.clear()
         self.name = name
