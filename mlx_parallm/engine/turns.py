@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,11 @@ class TurnClass(IntEnum):
     FORWARD = 1
     BATCHES = 2
     TRAINING = 3
+
+
+#: GAPS: turns beside streams that a class leaves to others, if they want them, after one of its
+#: own. So of eight turns that it wants, ``FORWARD`` has at least 4, ``BATCHES`` 2, ``TRAINING`` 1.
+GAPS = {TurnClass.FORWARD: 0, TurnClass.BATCHES: 2, TurnClass.TRAINING: 6}
 
 
 class TurnTaker(Protocol):
@@ -90,7 +96,11 @@ class TurnTaker(Protocol):
 
 
 class Turns:
-    """The policy: streams step every round, and all others share the time that streams leave."""
+    """The policy: streams step every round; beside them, one other turn-taker does.
+
+    The classes of others share these turns by ``GAPS``. A turn that one does not want goes to the
+    others.
+    """
 
     def __init__(
         self, deliver: Callable[[Sequence[Event]], None], max_stall_s: float | None = None
@@ -103,6 +113,9 @@ class Turns:
         """
         self._deliver = deliver
         self._max_stall_s = max_stall_s
+        # How many turns there were beside streams, and the number of each class's latest.
+        self._num_turns = 0
+        self._latest: dict[TurnClass, int] = {}
 
     def take(self, takers: Iterable[TurnTaker]) -> float | None:
         """Run one round.
@@ -125,17 +138,34 @@ class Turns:
             self._deliver(events)
 
     def _step_others(self, others: Sequence[TurnTaker], streams: Sequence[TurnTaker]) -> None:
-        """Step all that are ready; beside streams only the first by class and age."""
+        """Step all that are ready; beside streams only one of them."""
         ready = [taker for taker in others if taker.ready_in_s() == 0.0]
         if not streams:
             for taker in ready:
                 self._send(taker.step() or ())
         elif ready:
-            first = min(ready, key=lambda taker: (taker.turn_class, taker.waiting_since_s))
-            if first.settles_others:
+            chosen = self._choose(ready)
+            if chosen.settles_others:
                 for stream in streams:
                     self._send(stream.settle())
-            self._send(first.step(self._allowed_s(streams)) or ())
+            self._send(chosen.step(self._allowed_s(streams)) or ())
+
+    def _choose(self, ready: Sequence[TurnTaker]) -> TurnTaker:
+        """Return whose turn it is: the oldest of the least urgent class that has left its gap.
+
+        If every class had its turn too lately, the most urgent one goes on.
+        """
+        classes = {taker.turn_class for taker in ready}
+        due = [each for each in classes if self._num_others(each) >= GAPS[each]]
+        chosen = max(due, default=min(classes))
+        self._num_turns += 1
+        self._latest[chosen] = self._num_turns
+        own = (taker for taker in ready if taker.turn_class is chosen)
+        return min(own, key=lambda taker: taker.waiting_since_s)
+
+    def _num_others(self, turn_class: TurnClass) -> float:
+        """Return how many turns others had since the latest one of a class."""
+        return self._num_turns - self._latest.get(turn_class, -math.inf)
 
     def _allowed_s(self, streams: Sequence[TurnTaker]) -> float:
         """Return how long streams may wait for a step of others, in seconds."""

@@ -1,0 +1,185 @@
+"""Beside streams every class of work has its share of turns, whatever the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.engine.interface import Event
+from mlx_parallm.engine.turns import GAPS, TurnClass, Turns, TurnTaker
+
+CLASSES = (TurnClass.FORWARD, TurnClass.BATCHES, TurnClass.TRAINING)
+#: SHARES: turns that a class has at least of ``OF_TURNS`` that it wants.
+SHARES = {TurnClass.FORWARD: 4, TurnClass.BATCHES: 2, TurnClass.TRAINING: 1}
+OF_TURNS = 8
+
+
+class Taker(TurnTaker):
+    """Work that arrives by hand and takes a turn each."""
+
+    def __init__(self, turn_class: TurnClass, name: int = 0) -> None:
+        self.turn_class = turn_class
+        self.name = name
+        self.arrivals: list[int] = []
+        self.waits_s = 0.0
+        self.turns: list[Taker] = []
+
+    @property
+    def waiting_since_s(self) -> float:
+        return self.arrivals[0]
+
+    def ready_in_s(self) -> float:
+        return self.waits_s
+
+    def has_work(self) -> bool:
+        return bool(self.arrivals)
+
+    def step(self, within_s: float | None = None) -> Sequence[Event]:
+        self.turns.append(self)
+        self.arrivals.pop(0)
+        return ()
+
+
+class Stream(Taker):
+    """A model that always decodes."""
+
+    def __init__(self) -> None:
+        super().__init__(TurnClass.STREAMS)
+        self.num_steps = 0
+
+    def has_work(self) -> bool:
+        return True
+
+    def step(self, within_s: float | None = None) -> Sequence[Event]:
+        self.num_steps += 1
+        return ()
+
+
+class Round(NamedTuple):
+    """The classes that wanted the turn of a round, and the one that had it."""
+
+    wanted: frozenset[TurnClass]
+    taken: TurnClass | None
+
+
+def run(rounds: Sequence[frozenset[TurnClass]]) -> list[Round]:
+    """Run rounds beside a stream in which these classes have work."""
+    turns, stream = Turns(lambda events: None), Stream()
+    log: list[Taker] = []
+    takers = [Taker(turn_class) for turn_class in CLASSES]
+    seen: list[Round] = []
+    for number, wanted in enumerate(rounds):
+        for taker in takers:
+            taker.turns = log
+            taker.arrivals = [number] if taker.turn_class in wanted else []
+        before = len(log)
+        turns.take([stream, *takers])
+        assert stream.num_steps == number + 1, "a stream steps in every round"
+        assert len(log) - before == (1 if wanted else 0), "a turn that somebody wants is taken once"
+        seen.append(Round(wanted, log[-1].turn_class if wanted else None))
+    return seen
+
+
+def assert_fair(seen: Sequence[Round]) -> None:
+    """Assert that each class has its share of every eight turns in a row that it wants."""
+    turns = [each for each in seen if each.taken is not None]
+    for turn_class, share in SHARES.items():
+        for first in range(len(turns) - OF_TURNS + 1):
+            window = turns[first : first + OF_TURNS]
+            if all(turn_class in each.wanted for each in window):
+                taken = sum(each.taken is turn_class for each in window)
+                assert taken >= share, (turn_class, window)
+
+
+WANTED = st.frozensets(st.sampled_from(CLASSES))
+
+
+@given(
+    st.lists(WANTED, max_size=20),
+    st.lists(st.tuples(WANTED, st.sampled_from([None, *CLASSES])), max_size=40),
+)
+def test_each_class_has_its_share(
+    before: list[frozenset[TurnClass]],
+    after: list[tuple[frozenset[TurnClass], TurnClass | None]],
+) -> None:
+    # A class that works without a break is the one that could be starved.
+    steady = [wanted | ({always} if always else set()) for wanted, always in after]
+    assert_fair(run([*before, *steady]))
+
+
+@given(st.lists(WANTED, max_size=12), st.lists(WANTED, min_size=16, max_size=16), st.data())
+def test_a_class_that_always_has_work_is_never_starved(
+    before: list[frozenset[TurnClass]], others: list[frozenset[TurnClass]], data: st.DataObject
+) -> None:
+    turn_class = data.draw(st.sampled_from(CLASSES))
+    assert_fair(run([*before, *(wanted | {turn_class} for wanted in others)]))
+
+
+def test_of_a_thousand_turns_that_all_want() -> None:
+    taken = [each.taken for each in run([frozenset(CLASSES)] * 1000)]
+    shares = [taken.count(turn_class) for turn_class in CLASSES]
+    assert shares == [571, 286, 143]
+    gaps = [place for place, each in enumerate(taken) if each is TurnClass.FORWARD]
+    assert max(after - before for before, after in pairwise(gaps)) <= 3
+
+
+@pytest.mark.parametrize("alone", CLASSES)
+def test_a_turn_that_others_do_not_want_is_nobodys_debt(alone: TurnClass) -> None:
+    seen = run([frozenset({alone})] * 20 + [frozenset(CLASSES)] * 16)
+    assert [each.taken for each in seen[:20]] == [alone] * 20
+    assert_fair(seen)
+
+
+@given(st.lists(st.sampled_from(range(6)), min_size=1, max_size=30))
+def test_the_oldest_of_a_class_goes_first(owners: list[int]) -> None:
+    log: list[Taker] = []
+    takers = [Taker(CLASSES[number % 3], number) for number in range(6)]
+    arrivals = count()
+    for taker in takers:
+        taker.turns = log
+    for owner in owners:
+        takers[owner].arrivals.append(next(arrivals))
+    turns, others = Turns(lambda events: None), list[tuple[TurnClass, int]]()
+    while any(taker.arrivals for taker in takers):
+        waiting = {taker.name: list(taker.arrivals) for taker in takers}
+        turns.take([Stream(), *takers])
+        own = log[-1]
+        oldest = min(
+            waiting[taker.name][0]
+            for taker in takers
+            if taker.turn_class is own.turn_class and waiting[taker.name]
+        )
+        others.append((own.turn_class, oldest))
+        assert waiting[own.name][0] == oldest
+    for turn_class in CLASSES:
+        ages = [age for each, age in others if each is turn_class]
+        assert ages == sorted(ages)
+
+
+def test_what_still_waits_for_company_takes_no_turn() -> None:
+    waiting, training = Taker(TurnClass.BATCHES), Taker(TurnClass.TRAINING)
+    waiting.waits_s = 0.5
+    for taker in (waiting, training):
+        taker.arrivals, taker.turns = [0, 0], []
+    turns = Turns(lambda events: None)
+    for _ in range(2):
+        turns.take([Stream(), waiting, training])
+    assert len(waiting.arrivals) == 2
+    assert not training.arrivals
+
+
+def test_without_streams_all_step() -> None:
+    takers: list[Any] = [Taker(turn_class) for turn_class in CLASSES]
+    for taker in takers:
+        taker.arrivals = [0, 1]
+    Turns(lambda events: None).take(takers)
+    assert [len(taker.turns) for taker in takers] == [1, 1, 1]
+
+
+def test_every_class_but_streams_has_a_gap() -> None:
+    assert GAPS.keys() | {TurnClass.STREAMS} == set(TurnClass)
