@@ -304,6 +304,10 @@ class EngineConfig:
 ANY_PUBLIC_HOST = "*"
 #: Pillow refuses more pixels than this, whatever the settings say.
 MOST_PIXELS = 178_956_970
+#: Most pixels along a side of a picture, and most times that one side is as long as the other:
+#: long screenshots stay within these. Rows of a few pixels take decoders and resizing far more time
+#: and memory than their number of pixels says.
+MOST_SIDE, MOST_RATIO = 32_768, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +317,7 @@ class MediaLimits:
     Attributes:
         max_images: most pictures of one request.
         max_bytes: most bytes of a picture's file.
-        max_pixels: most pixels of a picture.
+        max_pixels: most pixels of a picture, as it is sent and as image processors resize it.
         max_pixels_in_flight: most decoded pixels that are in use at once in the process; a picture
             waits until it fits. A decoded pixel takes 3 bytes, and up to 16 while it is decoded.
         max_fetched_bytes: most bytes of fetched files that are in use at once in the process.
@@ -367,17 +371,34 @@ class MediaLimits:
             )
 
     def check_pixels(self, width: int, height: int) -> None:
-        """Refuse a picture without pixels, or with too many.
+        """Refuse a picture without pixels, with too many, or of a shape that is costly to resize.
 
         Raises:
             InvalidRequestError: the size is not allowed.
         """
         if not width or not height:
             raise InvalidRequestError("The picture has no pixels.")
+        size = f"The picture has {width} x {height} pixels"
         if width * height > self.max_pixels:
+            raise InvalidRequestError(f"{size}; at most {self.max_pixels} pixels are allowed.")
+        longer, shorter = max(width, height), min(width, height)
+        if longer > MOST_SIDE:
+            raise InvalidRequestError(f"{size}; at most {MOST_SIDE} are allowed along a side.")
+        if longer > MOST_RATIO * shorter:
             raise InvalidRequestError(
-                f"The picture has {width} x {height} pixels; at most {self.max_pixels} pixels are "
-                "allowed."
+                f"{size}; one side may be at most {MOST_RATIO} times as long as the other."
+            )
+
+    def check_resized(self, num_pixels: int) -> None:
+        """Refuse a picture that its model's image processor would make too large.
+
+        Raises:
+            InvalidRequestError: it would have more pixels than a picture may have.
+        """
+        if num_pixels > self.max_pixels:
+            raise InvalidRequestError(
+                f"The model's image processor would resize the picture to {num_pixels} pixels; at "
+                f"most {self.max_pixels} pixels are allowed."
             )
 
 

@@ -312,7 +312,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-image-bytes", "media.max_bytes", values.size, REQUESTS,
              "largest file of a picture, such as 20MB.", metavar="SIZE"),
     _setting("max-image-pixels", "media.max_pixels", values.integer(1, MOST_PIXELS), REQUESTS,
-             "most pixels of a picture, before the model's image processor makes it smaller.",
+             "most pixels of a picture, as sent and as the model's image processor resizes it.",
              metavar="N"),
     _setting("media-timeout-s", "media.timeout_s", values.number(0, above=True), REQUESTS,
              "seconds that fetching a picture may take, redirects included.", metavar="SECONDS"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import binascii
 import re
+from urllib.parse import unquote
 
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEME = "data:"
-#: The part of a URL before the comma; other media types and encodings are refused.
-_HEADER = re.compile(r"data:image/(?P<subtype>[a-z0-9.+-]+);base64", re.IGNORECASE)
+# _HEADER: the part of a URL before the comma (RFC 2397). Its media type and parameters are not
+# read: clients label pictures wrongly, and the file's first bytes say what it is.
+_HEADER = re.compile(r"data:[^,\s]*;base64", re.IGNORECASE)
 # MAX_HEADER_CHARS: how far a comma is searched.
 MAX_HEADER_CHARS = 256
 #: Media types that say a format otherwise than by its name.
@@ -18,25 +20,36 @@ ALIASES = {"jpg": "jpeg", "pjpeg": "jpeg", "apng": "png", "x-ms-bmp": "bmp", "x-
 NOT_A_DATA_URL = "The URL must have the form data:image/<format>;base64,<data>."
 
 
-def read_data_url(url: str, limits: MediaLimits) -> tuple[bytes, str]:
-    """Return the bytes of a ``data:`` URL, and the format that it says they have.
+def read_data_url(url: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a ``data:`` URL.
 
     Raises:
-        InvalidRequestError: it is not a base64 URL of an image, or too long.
+        InvalidRequestError: it is not a base64 URL, or too long.
     """
     comma = url.find(",", 0, MAX_HEADER_CHARS)
-    header = _HEADER.fullmatch(url, 0, comma) if comma > 0 else None
-    if header is None:
+    if comma < 0 or not _HEADER.fullmatch(url, 0, comma):
         raise InvalidRequestError(NOT_A_DATA_URL)
-    return read_base64(url[comma + 1 :], limits), format_of(header["subtype"])
+    text = url[comma + 1 :]
+    return read_base64(unquote(text, "ascii") if "%" in text else text, limits)
 
 
-def format_of(subtype: str) -> str:
-    """Return the format of an image's media subtype."""
-    return ALIASES.get(subtype.lower(), subtype.lower())
+def format_of(media_type: str) -> str:
+    """Return the format of an image's media type."""
+    subtype = media_type.lower().removeprefix("image/")
+    return ALIASES.get(subtype, subtype)
 
 
 def read_base64(text: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a text in base64, which may have line breaks and lack its padding.
+
+    Raises:
+        InvalidRequestError: it is not base64, or too long.
+    """
+    digits = "".join(text.split()).rstrip("=")
+    return read_strict_base64(digits + "=" * (-len(digits) % 4), limits)
+
+
+def read_strict_base64(text: str, limits: MediaLimits) -> bytes:
     """Return the bytes of a text in base64, without line breaks and with padding.
 
     Raises:

@@ -12,7 +12,12 @@ from typing import Protocol, TypeVar
 
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
-from mlx_parallm.media.data_url import format_of, read_base64, read_data_url
+from mlx_parallm.media.data_url import (
+    format_of,
+    read_base64,
+    read_data_url,
+    read_strict_base64,
+)
 from mlx_parallm.media.decode import Pixels, decode_picture, read_picture
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.formats.stored import StoredPicture
@@ -122,9 +127,14 @@ class PictureReader:
         param: str,
         check: CheckSize | None = None,
     ) -> AsyncGenerator[DecodedPicture]:
-        """Provide the picture of a base64 text, of which a media type may be known.
+        """Provide the picture of a base64 text.
 
-        The other arguments are those of ``from_url``.
+        Args:
+            text: the base64.
+            media_type: if given, the text must be base64 without line breaks and with padding, and
+                the file of this type.
+            param: see ``from_url``.
+            check: see ``from_url``.
 
         Raises:
             InvalidRequestError: there is none within the limits, or it is of another type.
@@ -183,14 +193,13 @@ class PictureReader:
             decoding.exception()
 
     def _from_data_url(self, url: str) -> StoredPicture:
-        data, kind = read_data_url(url, self._limits)
-        return _of_format(read_picture(data, self._limits), kind)
+        return read_picture(read_data_url(url, self._limits), self._limits)
 
     def _from_base64(self, text: str, media_type: str | None) -> StoredPicture:
-        picture = read_picture(read_base64(text, self._limits), self._limits)
         if media_type is None:
-            return picture
-        return _of_format(picture, format_of(media_type.lower().removeprefix("image/")))
+            return read_picture(read_base64(text, self._limits), self._limits)
+        picture = read_picture(read_strict_base64(text, self._limits), self._limits)
+        return _of_format(picture, format_of(media_type))
 
     def _from_file(self, url: str) -> StoredPicture:
         return read_picture(self._files.read(url), self._limits)

@@ -45,6 +45,8 @@ class PictureFamily(Protocol):
         may_cut: False if the rows of a picture attend to later ones, and so run in one step.
         num_added_layers: text layers that add further rows of the tower to a picture's.
         counts_pixels: True if the image processor resizes to a number of pixels.
+        fixes_shorter_side: True if it may resize to a length of the shorter side, whatever the
+            longer one becomes.
     """
 
     @property
@@ -79,6 +81,11 @@ class PictureFamily(Protocol):
 
     @property
     def counts_pixels(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def fixes_shorter_side(self) -> bool:
         """See the class."""
         ...
 
@@ -125,6 +132,11 @@ class _Usual:
         """See ``PictureFamily``."""
         return False
 
+    @property
+    def fixes_shorter_side(self) -> bool:
+        """See ``PictureFamily``."""
+        return False
+
     def positions(self, arrays: Arrays) -> np.ndarray | None:
         """See ``PictureFamily``."""
         del arrays
@@ -151,6 +163,11 @@ class OneRun(_Usual):
     def feature_token(self) -> str:
         """See ``PictureFamily``."""
         return self.token
+
+    @property
+    def fixes_shorter_side(self) -> bool:
+        """See ``PictureFamily``: CLIP's processor cuts the middle out of the longer side."""
+        return True
 
     def written(self, arrays: Arrays) -> WrittenPicture:
         """See ``PictureFamily``."""

@@ -97,10 +97,10 @@ class PictureProcessor:
                 **family.options,
                 **size,
             )
-        except ValueError as refusal:
+        except (ValueError, OverflowError, MemoryError) as refusal:
             raise InvalidRequestError(
                 f"The model's image processor refuses a picture of {width} x {height} pixels: "
-                f"{refusal}"
+                f"{str(refusal) or type(refusal).__name__}"
             ) from refusal
         arrays = {name: np.asarray(value) for name, value in made.items()}
         return PreparedPicture(
@@ -114,14 +114,31 @@ class PictureProcessor:
         """Return the feature tokens of a picture by its size; 0 if the family needs its pixels."""
         if not self._form.family.counts_pixels:
             return 0
+        return self._num_patches(width, height, pixel_range) // self._processor.merge_size**2
+
+    def resized_pixels(
+        self, width: int, height: int, pixel_range: PixelRange = AS_CONFIGURED
+    ) -> int:
+        """Return how many pixels a picture will have after it was resized.
+
+        It is 0 in families whose settings bound that for pictures of all shapes.
+        """
+        family = self._form.family
+        if family.counts_pixels:
+            patches = self._num_patches(width, height, pixel_range)
+            return patches * self._processor.patch_size**2
+        side = self._processor.size.get("shortest_edge") if family.fixes_shorter_side else None
+        return side * side * max(width, height) // min(width, height) if side else 0
+
+    def _num_patches(self, width: int, height: int, pixel_range: PixelRange) -> int:
+        """Return how many patches a picture is cut into, in families that count pixels."""
         size = self._processor.size if pixel_range == AS_CONFIGURED else self._size(pixel_range)
         bounds = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
-            patches = self._processor.get_number_of_image_patches(height, width, bounds)
+            return self._processor.get_number_of_image_patches(height, width, bounds)
         except ValueError:
             # The picture is too narrow, which ``prepare`` says.
             return 0
-        return patches // self._processor.merge_size**2
 
     def _size(self, pixel_range: PixelRange) -> dict[str, int]:
         """Return the processor's ``size`` for a range; see ``check``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def long_gif() -> bytes:
 GOOD = data_url(file_of(noise(size=(40, 50))))
 BAD: dict[str, tuple[str, str]] = {
     "truncated": (data_url(file_of(noise())[:60]), "PNG file is truncated or damaged"),
-    "renamed": (data_url(file_of(noise(), "jpeg")), "image/jpeg"),
+    "line": (data_url(png_of_size(6000, 1)), "at most 200 times as long"),
+    "row": (data_url(png_of_size(40_000_000, 1)), "along a side"),
     "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), "This is SVG"),
     "html": (data_url(b"<html>private</html>"), "This is HTML"),
     "bomb": (data_url(png_of_size(60_000, 60_000)), "60000 x 60000 pixels; at most 40000000"),
@@ -54,6 +56,24 @@ BAD: dict[str, tuple[str, str]] = {
     "loopback": ("http://127.0.0.1/private", "not fetched"),
     "mapped": ("http://[::ffff:127.0.0.1]/private", "not fetched"),
     "credentials": ("http://user:private@example.org/x", "a user or a password"),
+}
+
+
+def wrapped(url: str) -> str:
+    """Return a URL whose base64 is in lines and has no padding."""
+    head, _, text = url.partition(",")
+    return f"{head},{chr(10).join(textwrap.wrap(text.rstrip('='), 76))}\n"
+
+
+#: Pictures that are labelled or written wrongly; Anthropic's own API refuses them.
+CARELESS = {
+    "label": data_url(file_of(noise(size=(40, 51)), "jpeg")),
+    "wrapped": wrapped(data_url(file_of(noise(size=(40, 52))))),
+}
+#: Files that lack their end, which hold a whole picture.
+ENDLESS = {
+    "png": data_url(file_of(noise(size=(40, 53)))[:-12]),
+    "gif": data_url(file_of(noise(size=(40, 54)), "gif")[:-1], "gif"),
 }
 
 
@@ -166,6 +186,15 @@ def test_bad_pictures_name_their_part(server: ServerProcess, route: str) -> None
     for url, why in BAD.values():
         assert_refused(posted(server, route, GOOD, url), route, why, number=1)
     assert posted(server, route, GOOD).status_code == 200
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_bytes_decide_what_a_picture_is(server: ServerProcess, route: str) -> None:
+    for url in ENDLESS.values():
+        assert posted(server, route, url).status_code == 200
+    for url in CARELESS.values():
+        expected = 400 if ROUTES[route][1] is anthropic else 200
+        assert posted(server, route, url).status_code == expected
 
 
 @pytest.mark.skipif(not MEMORY.exists(), reason="only Linux tells a process's largest memory")

@@ -119,13 +119,13 @@ def _text(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
 def _picture(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
     source = block["source"].object()
     if source.type == "base64":
-        kind, data = source["media_type"].filled_text(), source["data"].filled_text()
-        url = f"data:{kind};base64,{data}"
+        media_type, data = source["media_type"].filled_text(), source["data"].filled_text()
+        picture = PictureSource(param=source.where, url=data, is_base64=True, media_type=media_type)
     elif source.type == "url":
-        url = source["url"].filled_text()
+        picture = PictureSource(param=source.where, url=source["url"].filled_text())
     else:
         raise source["type"].refusal("must be base64 or url")
-    return {"content": [picture_part(PictureSource(param=source.where, url=url))]}
+    return {"content": [picture_part(picture)]}
 
 
 def _thinking(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:

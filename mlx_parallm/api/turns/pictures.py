@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -14,8 +15,8 @@ from pydantic import Field, StrictStr
 from mlx_parallm.api.http.offload import current_client, in_thread
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.media.decode import shrunk
-from mlx_parallm.media.reader import DecodedPicture, PictureReader
+from mlx_parallm.media.decode import shrunk, shrunk_size
+from mlx_parallm.media.reader import CheckSize, DecodedPicture, PictureReader
 from mlx_parallm.pictures.prepared_budget import PreparedBudget, prepared_bytes
 from mlx_parallm.pictures.prepared_cache import PreparedCache
 from mlx_parallm.pictures.processor import (
@@ -59,13 +60,15 @@ class PictureSource:
         param: the part of the request that has it, for errors.
         url: of any scheme that ``PictureReader`` takes.
         detail: how closely it is looked at.
-        is_base64: True if ``url`` is a file's bytes in base64, without a media type.
+        is_base64: True if ``url`` is a file's bytes in base64.
+        media_type: of base64, if the file must be of this type; see ``PictureReader.from_base64``.
     """
 
     param: str
     url: str
     detail: Detail = Detail.AUTO
     is_base64: bool = False
+    media_type: str | None = None
 
 
 def picture_part(source: PictureSource) -> dict[str, Any]:
@@ -229,26 +232,37 @@ class Pictures:
         room: _Room,
     ) -> PreparedPicture:
         key = None
-        if source.url.startswith(DATA):
+        if source.is_base64 or source.url.startswith(DATA):
             # Other URLs may have other bytes the next time.
             digest = await in_thread(lambda: sha256(source.url.encode()).digest())
             owner = current_client() if self._separates_clients else None
-            key = owner, processing, source.detail, digest
+            key = owner, processing, source.detail, source.media_type, digest
             known = self._prepared.get(key)
             if known is not None:
                 return known
-        read = self._reader.from_base64 if source.is_base64 else self._reader.from_url
 
         def check(width: int, height: int) -> None:
-            if source.detail is not Detail.LOW:
+            if source.detail is Detail.LOW:
+                width, height = shrunk_size(width, height, LOW_SIDE)
+            else:
                 room.check(processor.least_tokens(width, height, pixel_range))
+            self._limits.check_resized(processor.resized_pixels(width, height, pixel_range))
 
-        async with read(source.url, param=source.param, check=check) as picture:
+        async with self._read(source, check) as picture:
             prepared = await in_thread(partial(_prepared, processor, picture, source, pixel_range))
         self._budget.hold(prepared, current_client())
         if key is not None:
             self._prepared.put(key, prepared)
         return prepared
+
+    def _read(
+        self, source: PictureSource, check: CheckSize
+    ) -> AbstractAsyncContextManager[DecodedPicture]:
+        if source.is_base64:
+            return self._reader.from_base64(
+                source.url, source.media_type, param=source.param, check=check
+            )
+        return self._reader.from_url(source.url, param=source.param, check=check)
 
 
 class _Room:

@@ -36,7 +36,9 @@ def read_bmp(data: bytes) -> StoredPicture:
         raise damaged(NAME)
     # A negative height says that the first row is the top one.
     height = abs(height)
-    row_bytes = (width * depth + 31) // 32 * 4
-    if pixels + row_bytes * height > len(data):
+    row_bytes = (width * depth + 7) // 8
+    padded_bytes = (row_bytes + 3) // 4 * 4
+    # Some writers leave out the padding of the last row.
+    if pixels + padded_bytes * (height - 1) + row_bytes > len(data):
         raise damaged(NAME)
     return StoredPicture("bmp", width, height, data)

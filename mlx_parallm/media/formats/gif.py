@@ -24,6 +24,8 @@ MAX_BLOCKS = 300_000
 def read_gif(data: bytes) -> StoredPicture:
     """Return what a GIF file contains; the content has its first frame alone.
 
+    A file may end early: the decoder says whether the first frame is complete.
+
     Raises:
         InvalidRequestError: it is damaged, or has too many frames or blocks.
     """
@@ -45,8 +47,7 @@ def read_gif(data: bytes) -> StoredPicture:
             kept = [data[begin:end]]
     if not num_frames:
         raise damaged(NAME)
-    content = b"".join((data[:first_part], *kept, bytes([TRAILER])))
-    return StoredPicture("gif", width, height, content)
+    return StoredPicture("gif", width, height, b"".join((data[:first_part], *kept)))
 
 
 def _palette_bytes(flags: int) -> int:
@@ -54,38 +55,43 @@ def _palette_bytes(flags: int) -> int:
 
 
 def _parts(data: bytes, offset: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (kind, begin, end) of extensions and images.
+    """Yield (kind, begin, end) of extensions and images; the last one may be cut.
+
+    Stray bytes between them are skipped, as decoders do.
 
     Raises:
-        InvalidRequestError: the file ends before its trailer, or has too many blocks.
+        InvalidRequestError: the file has too many blocks.
     """
     num_blocks = 0
-    while True:
-        begin = offset
-        (kind,) = read_fields("B", data, begin, NAME)
-        if kind == TRAILER:
-            return
+    while offset + DESCRIPTOR_BYTES <= len(data):
+        begin, kind = offset, data[offset]
         if kind == EXTENSION:
             offset += 2
         elif kind == IMAGE:
-            (flags,) = read_fields("B", data, begin + DESCRIPTOR_BYTES - 1, NAME)
+            flags = data[begin + DESCRIPTOR_BYTES - 1]
             # One byte with the size of codes is between the palette and the compressed data.
             offset += DESCRIPTOR_BYTES + _palette_bytes(flags) + 1
+        elif kind == TRAILER:
+            return
         else:
-            raise damaged(NAME)
+            offset, num_blocks = offset + 1, _counted_block(num_blocks)
+            continue
         offset, num_blocks = _skip_blocks(data, offset, num_blocks)
         yield kind, begin, offset
 
 
 def _skip_blocks(data: bytes, offset: int, num_blocks: int) -> tuple[int, int]:
     """Return the offset behind a sequence of blocks, and the number of blocks up to there."""
-    while True:
-        num_blocks += 1
-        if num_blocks > MAX_BLOCKS:
-            raise too_many_parts(NAME)
-        if offset >= len(data):
-            raise damaged(NAME)
+    while offset < len(data):
+        num_blocks = _counted_block(num_blocks)
         length = data[offset]
         offset += 1 + length
         if not length:
-            return offset, num_blocks
+            break
+    return offset, num_blocks
+
+
+def _counted_block(num_blocks: int) -> int:
+    if num_blocks == MAX_BLOCKS:
+        raise too_many_parts(NAME)
+    return num_blocks + 1

@@ -19,8 +19,9 @@ COMMENT_MARKER = 0xFE
 #: These markers begin frames of baseline, extended and progressive JPEG.
 FRAME_MARKERS = frozenset({0xC0, 0xC1, 0xC2})
 #: Markers without a length, which do not occur between segments.
-BARE_MARKERS = frozenset({0x00, 0x01, *range(0xD0, 0xD9)})
-# MAX_SEGMENTS: a profile or a preview of 20 MB takes 320 segments; fill bytes are as limited.
+BARE_MARKERS = frozenset({0x01, *range(0xD0, 0xD9)})
+# MAX_SEGMENTS: a profile or a preview of 20 MB takes 320 segments; fill bytes and stray ones are
+# as limited.
 MAX_SEGMENTS = 2000
 # MAX_SCANS: progressive files have about ten. A scan of 20 bytes can make the decoder visit every
 # pixel once more.
@@ -69,10 +70,8 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     while num_fills <= MAX_SEGMENTS:
         begin = offset
         fill, marker = read_fields("BB", data, begin, NAME)
-        if fill != 0xFF:
-            raise damaged(NAME)
-        if marker == 0xFF:
-            # Fill bytes may precede a marker.
+        if fill != 0xFF or marker in (0x00, 0xFF):
+            # Fill bytes may precede a marker; decoders skip what else stands there.
             offset, num_fills = offset + 1, num_fills + 1
             continue
         if marker == END_MARKER:

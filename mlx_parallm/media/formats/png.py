@@ -23,6 +23,8 @@ KEPT = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 def read_png(data: bytes) -> StoredPicture:
     """Return what a PNG file contains.
 
+    A file may end early: the decoder says whether the picture is complete.
+
     Raises:
         InvalidRequestError: it is damaged, has 16 bits per channel, or too many chunks.
     """
@@ -30,16 +32,16 @@ def read_png(data: bytes) -> StoredPicture:
     offset = len(SIGNATURE)
     width, height, depth = _read_header(data)
     for _ in counted(len(data), NAME):
+        if offset + BEFORE_DATA > len(data):
+            break
         length, *_rest = read_fields(">II", data, offset, NAME)
         kind = data[offset + 4 : offset + BEFORE_DATA]
         begin, end = offset + BEFORE_DATA, offset + BEFORE_DATA + length + AFTER_DATA
-        if end > len(data):
-            raise damaged(NAME)
         if kind in KEPT:
             kept.append(data[offset:end])
-        elif kind == b"eXIf":
+        elif kind == b"eXIf" and end <= len(data):
             orientation = orientation_of(data[begin : begin + min(length, MAX_EXIF_BYTES)])
-        elif kind == b"acTL":
+        elif kind == b"acTL" and end <= len(data):
             check_frames(read_fields(">I", data, begin, NAME)[0], NAME)
         offset = end
         if kind == b"IEND":

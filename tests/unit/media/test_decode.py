@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import struct
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 
 import numpy as np
@@ -11,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mlx_parallm.config import MediaLimits
-from mlx_parallm.media.decode import decode_picture, read_picture
+from mlx_parallm.config import MOST_RATIO, MOST_SIDE, MediaLimits
+from mlx_parallm.media.decode import DECODERS, decode_picture, read_picture
 from mlx_parallm.media.formats.exif import orientation_of
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from tests.unit.media.pictures import (
@@ -52,7 +55,7 @@ def on_white(image: Image.Image) -> np.ndarray:
     return rgba[..., :3] * alpha + 255 * (1 - alpha)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 4000), (4000, 1), (7, 5), (33, 17), (1025, 3)])
+@pytest.mark.parametrize("size", [(1, 1), (20, 4000), (200, 1), (7, 5), (33, 17), (500, 3)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_pixels_are_those_that_pillow_reads(kind, size):
     data = file_of(noise(size=size), kind)
@@ -240,19 +243,64 @@ def test_a_bmp_with_run_lengths_is_named():
     assert "run-length" in refusal(bytes(data))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_truncated_file_is_refused(kind):
-    data = file_of(noise(size=(9, 4)), kind)
-    for length in range(len(data)):
-        refusal(data[:length])
-
-
-@pytest.mark.parametrize("kind", ["gif", "webp", "png"])
-def test_truncated_animations_are_refused(kind):
+def files_to_cut() -> dict[str, tuple[str, bytes]]:
+    """Return format and bytes of small files whose parts decoders treat differently."""
+    small, larger = noise(size=(9, 4)), noise(size=(90, 40))
     frames = [noise(size=(6, 4), seed=seed) for seed in range(3)]
-    data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
-    for length in range(0, len(data), 3):
-        refusal(data[:length])
+    files = {kind: (kind, file_of(small, kind)) for kind in FORMATS}
+    files["bmp, palette"] = "bmp", file_of(small.convert("P"), "bmp")
+    files["bmp, padded rows"] = "bmp", file_of(noise(size=(5, 3)), "bmp")
+    files["jpeg, progressive"] = "jpeg", file_of(larger, "jpeg", progressive=True)
+    files["webp, lossy"] = "webp", file_of(larger, "webp", lossless=False)
+    for kind in ("gif", "webp", "png"):
+        data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
+        files[f"{kind}, animated"] = kind, data
+    return files
+
+
+CUT = files_to_cut()
+
+
+def outcome(read: Callable[[], np.ndarray]) -> list[int] | None:
+    """Return the pixels, or None if the file is refused."""
+    try:
+        return read().tolist()
+    except (InvalidRequestError, OSError, SyntaxError, EOFError, ValueError, struct.error):
+        return None
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_cut_file_is_shown_where_pillow_shows_it(name):
+    kind, data = CUT[name]
+
+    def as_the_decoder_reads(part: bytes) -> np.ndarray:
+        with DECODERS[kind](BytesIO(part)) as image:
+            image.load()
+            return np.asarray(image.convert("RGB"))
+
+    for length in range(len(data) + 1):
+        part = data[:length]
+        expected = outcome(partial(as_the_decoder_reads, part))
+        assert outcome(partial(pixels_of, part)) == expected, length
+
+
+@pytest.mark.parametrize("kind", ["png", "gif"])
+def test_files_without_their_end_are_shown(kind):
+    data = file_of(noise("P"), kind)
+    end = {"png": png_chunk(b"IEND"), "gif": b";"}[kind]
+    assert data.endswith(end)
+    np.testing.assert_array_equal(pixels_of(data.removesuffix(end)), pixels_of(data))
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "gif"])
+def test_stray_bytes_between_parts_are_skipped(kind):
+    data = file_of(noise("L"), kind)
+    # The segment of JFIF ends at 20.
+    place = 20 if kind == "jpeg" else data.index(b"\x2c\0\0\0\0")
+    stray = data[:place] + b"\x07\x08" + data[place:]
+    np.testing.assert_array_equal(pixels_of(stray), as_pillow_reads(stray))
+    many = data[:place] + b"\x07" * 400_000 + data[place:]
+    assert "too many parts" in refusal(many)
 
 
 @settings(max_examples=300, deadline=None)
@@ -294,6 +342,34 @@ def test_too_many_pixels_are_refused():
     for kind in FORMATS:
         assert "7 x 5 pixels; at most 34" in refusal(file_of(noise(), kind), limits)
         assert read_picture(file_of(noise(), kind), MediaLimits(max_pixels=35)).size == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((MOST_SIDE + 1, 1200), f"at most {MOST_SIDE} are allowed along a side"),
+        ((1200, MOST_SIDE + 1), f"at most {MOST_SIDE} are allowed along a side"),
+        ((MOST_RATIO + 1, 1), f"at most {MOST_RATIO} times as long as the other"),
+        ((3, 3 * MOST_RATIO + 1), f"at most {MOST_RATIO} times as long as the other"),
+        ((40_000_000, 1), "along a side"),
+    ],
+)
+def test_lines_are_refused_before_they_are_decoded(size, message, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.media.decode.DECODERS", {})
+    assert message in refusal(png_of_size(*size))
+
+
+def test_long_screenshots_are_taken():
+    for size in ((1080, MOST_SIDE), (MOST_RATIO, 1), (1, MOST_RATIO)):
+        assert read_picture(png_of_size(*size), LIMITS).size == size
+
+
+def test_a_picture_without_memory_is_refused(monkeypatch):
+    def fail(content: BytesIO) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mlx_parallm.media.decode.DECODERS", {"png": fail})
+    assert "no memory" in refusal(file_of(noise()))
 
 
 def test_bombs_are_refused_without_memory():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.http.offload import TextThreads
-from mlx_parallm.api.turns.pictures import Pictures, PictureSource
+from mlx_parallm.api.turns.pictures import Detail, Pictures, PictureSource
 from mlx_parallm.config import MediaLimits
 from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError, OverloadedError
@@ -85,3 +85,35 @@ async def test_the_first_picture_beyond_the_limit_is_named(model: Any) -> None:
     with pytest.raises(InvalidRequestError, match="4 pictures; at most 2") as refused:
         await Pictures(MediaLimits(max_images=2)).prepare(sources(4), model)
     assert refused.value.param == "[2]"
+
+
+@pytest.mark.parametrize("detail", Detail)
+async def test_a_picture_that_would_be_resized_to_too_many_pixels_is_named(
+    model: Any, detail: Detail
+) -> None:
+    url = data_url(file_of(noise(size=(200, 1))))
+    source = PictureSource(param="[0]", url=url, detail=detail)
+    # The golden model's shorter sides have 32 pixels.
+    resized = 32 * 32 * 200
+    assert len(await Pictures(MediaLimits(max_pixels=resized)).prepare([source], model)) == 1
+    with pytest.raises(InvalidRequestError, match=f"resize the picture to {resized}") as refused:
+        await Pictures(MediaLimits(max_pixels=resized - 1)).prepare([source], model)
+    assert refused.value.param == "[0]"
+
+
+async def test_base64_is_strict_where_its_media_type_counts(model: Any) -> None:
+    text = data_url(file_of(noise(size=(40, 50)))).partition(",")[2]
+
+    async def prepare(text: str, media_type: str | None) -> PreparedPicture:
+        source = PictureSource(param="[0]", url=text, is_base64=True, media_type=media_type)
+        (picture,) = await pictures.prepare([source], model)
+        return picture
+
+    pictures = Pictures(MediaLimits())
+    for written in (text, f"{text}\n", text.rstrip("=")):
+        first = await prepare(written, None)
+        assert await prepare(written, None) is first
+    await prepare(text, "image/png")
+    for written, media_type in ((text, "image/jpeg"), (f"{text}\n", "image/png")):
+        with pytest.raises(InvalidRequestError):
+            await prepare(written, media_type)
