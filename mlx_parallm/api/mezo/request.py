@@ -113,6 +113,7 @@ def _trainable(session: CreateSession) -> TrainableSpec:
         rank=body.rank,
         alpha=body.alpha,
         trains_first=trains_first,
+        seed=session.seed,
         init=body.init or (FirstFactors.RANDOM if is_random else FirstFactors.ACTIVATIONS),
         trains_head=body.head,
     )
