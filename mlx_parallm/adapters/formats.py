@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mlx_parallm.adapters.tensors import HostTensor, on_threads, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.types.errors import InvalidRequestError
@@ -31,6 +33,20 @@ _PEFT_NAME = re.compile(
 # _WRAPPER: the name of PEFT's wrapper around a saved module; PEFT's own files leave it out.
 _WRAPPER = re.compile(r"\.modules_to_save(?:\.default)?\.")
 _MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+# _COPY: a weight of the model that PEFT repeats beside its factors, as it does with the tables of
+# tokens and of the head.
+_COPY = re.compile(r"(?P<module>.+)\.base_layer\.weight")
+# _PLAIN_STARTS: values of ``init_lora_weights`` that leave the model's weights as they are.
+_PLAIN_STARTS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
+# _CHANGED_STARTS: beginnings of values with which PEFT subtracts the first factors from the model's
+# weights, or replaces these, so that the factors alone are not the change.
+_CHANGED_STARTS = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# _VARIANTS: fields that turn LoRA into another method if they are set.
+_VARIANTS = (
+    *("target_parameters", "trainable_token_indices", "layer_replication"),
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config"),
+    "use_bdlora",
+)
 # _EXPERT: the path of one expert; mlx_lm stacks all experts of a layer in one tensor.
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
 # _EXPERT_LAYERS: Mixtral's names of an expert's layers, and mlx_lm's.
@@ -49,32 +65,95 @@ def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> 
         InvalidRequestError: the adapter uses a feature that is not supported; a tensor is missing,
             does not match its partner's shape, or has numbers that are not finite.
     """
-    saved: dict[str, HostTensor] = {}
     try:
-        if "peft_type" in config:
-            saved, tensors = _saved(config, tensors)
-            modules = _peft(config, tensors)
-        else:
-            modules = _mlx(config, tensors)
-        _check(modules)
+        adapter = _peft(config, tensors) if "peft_type" in config else _mlx(config, tensors)
+        _check(adapter.modules)
     except _Unusable as reason:
         raise InvalidRequestError(f"The adapter cannot be used: {reason}.", param=param) from None
-    task_type = config.get("task_type")
-    return AdapterWeights(modules, saved, task_type if isinstance(task_type, str) else None)
+    return adapter
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this file
     """The adapter cannot be served; the message says why."""
 
 
-def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
+def _peft(config: Mapping[str, Any], tensors: Tensors) -> AdapterWeights:
+    _check_plain(config)
+    copies, tensors = _copies(tensors)
+    saved, tensors = _saved(config, tensors)
+    modules = _peft_modules(config, tensors)
+    if unknown := sorted(copies.keys() - modules.keys()):
+        raise _Unusable(f"it has the weight of {unknown[0][:100]}, which it does not change")
+    if config.get("ensure_weight_tying"):
+        modules = _with_tied_heads(modules)
+        copies = {path: copy for path, copy in copies.items() if path in modules}
+    task_type = config.get("task_type")
+    return AdapterWeights(
+        _with_experts(modules),
+        saved,
+        task_type if isinstance(task_type, str) else None,
+        copies,
+        of_checkpoint=True,
+    )
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Raise unless a config of PEFT is of LoRA or DoRA whose factors are the whole change."""
     if config.get("peft_type") != "LORA":
         raise _Unusable(f"peft_type {str(config.get('peft_type'))[:40]!r} is not LORA")
-    for name in ("target_parameters", "trainable_token_indices"):
+    for name in _VARIANTS:
         if config.get(name):
             raise _Unusable(f"{name} is not supported")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise _Unusable("biases are not supported")
+    start = str(config.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGED_STARTS):
+        raise _Unusable(
+            f"init_lora_weights {start[:40]!r} changes the model's own weights; let PEFT convert "
+            "the adapter (path_initial_model_for_weight_conversion of save_pretrained)"
+        )
+    if start not in (*_PLAIN_STARTS, "none"):
+        raise _Unusable(f"init_lora_weights {start[:40]!r} is not known")
+
+
+def _copies(tensors: Tensors) -> tuple[dict[str, HostTensor], Tensors]:
+    """Return the model's own weights in the file, by the path of the module, and all others."""
+    copies: dict[str, HostTensor] = {}
+    others: dict[str, HostTensor] = {}
+    for name, tensor in tensors.items():
+        match = _COPY.fullmatch(name.removeprefix(_PEFT_PREFIX))
+        if match is None:
+            others[name] = tensor
+        else:
+            copies[match["module"]] = tensor
+    return copies, others
+
+
+def _with_tied_heads(modules: dict[str, LowRank]) -> dict[str, LowRank]:
+    """Return the modules with one change of an embedding that is the head too.
+
+    PEFT writes the embedding's factors, and the same ones transposed as the head's.
+    """
+    embeddings = {path: each for path, each in modules.items() if each.kind == "embedding"}
+    tied: dict[str, LowRank] = {}
+    for path, module in modules.items():
+        if path in embeddings:
+            tied[path] = replace(module, changes_head=True)
+        elif not any(_are_transposed(each, module) for each in embeddings.values()):
+            tied[path] = module
+    return tied
+
+
+def _are_transposed(embedding: LowRank, linear: LowRank) -> bool:
+    return (
+        embedding.scale == linear.scale
+        and linear.magnitude is None
+        and np.array_equal(embedding.a.array.T, linear.b.array)
+        and np.array_equal(embedding.b.array.T, linear.a.array)
+    )
+
+
+def _peft_modules(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
     modules: dict[str, LowRank] = {}
     for path, parts in _grouped(tensors, _PEFT_NAME, _PEFT_PREFIX).items():
         is_embedding = "lora_embedding_A" in parts
@@ -92,7 +171,7 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
             magnitude=parts.get("lora_magnitude_vector"),
             changes_head=not is_embedding,
         )
-    return _with_experts(modules)
+    return modules
 
 
 def _saved(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, HostTensor], Tensors]:
@@ -143,7 +222,7 @@ def _is_match(pattern: str, path: str) -> bool:
         raise _Unusable(f"alpha_pattern {pattern[:40]!r} is no regular expression") from None
 
 
-def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
+def _mlx(config: Mapping[str, Any], tensors: Tensors) -> AdapterWeights:
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
         raise _Unusable(f"fine_tune_type {str(kind)[:40]!r} is neither lora nor dora")
@@ -168,7 +247,7 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
             scale=float(scale),
             magnitude=magnitude,
         )
-    return modules
+    return AdapterWeights(modules)
 
 
 def _grouped(tensors: Tensors, pattern: re.Pattern[str], prefix: str) -> Parts:

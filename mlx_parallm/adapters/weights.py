@@ -56,11 +56,17 @@ class AdapterWeights:
         modules: changes of weights, by the path of the module.
         saved: parameters saved in full (PEFT's ``modules_to_save``), by name.
         task_type: PEFT's field, which gives the purpose of a saved head; None if unknown.
+        copies: weights of the model, by the path of the module, that the file repeats unchanged:
+            PEFT writes the tables that it changes.
+        of_checkpoint: True if the changes are of the checkpoint's weights, as transformers holds
+            them (PEFT); False if of the weights as the model holds them here (mlx-lm, sessions).
     """
 
     modules: Mapping[str, LowRank]
     saved: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
     task_type: str | None = None
+    copies: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
+    of_checkpoint: bool = False
 
     @property
     def rank(self) -> int:
@@ -71,7 +77,8 @@ class AdapterWeights:
     def num_bytes(self) -> int:
         """The size of all tensors, in bytes."""
         tensors = [tensor for module in self.modules.values() for tensor in module.tensors()]
-        return sum(tensor.nbytes for tensor in (*tensors, *self.saved.values()))
+        others = (*self.saved.values(), *self.copies.values())
+        return sum(tensor.nbytes for tensor in (*tensors, *others))
 
     @functools.cached_property
     def digest(self) -> str:
@@ -80,6 +87,8 @@ class AdapterWeights:
         if self.saved:
             parts += on_threads(_saved_digest, sorted(self.saved.items()))
             parts.append(str(self.task_type).encode())
+        parts += on_threads(_copy_digest, sorted(self.copies.items()))
+        parts.append(str(self.of_checkpoint).encode())
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -101,17 +110,22 @@ class AdapterLayout:
         modules: by path.
         saved: names of the parameters saved in full.
         task_type: as in ``AdapterWeights``.
+        copies: paths of the modules whose weights it repeats.
+        of_checkpoint: as in ``AdapterWeights``.
     """
 
     modules: Mapping[str, LowRankLayout]
     saved: tuple[str, ...] = ()
     task_type: str | None = None
+    copies: tuple[str, ...] = ()
+    of_checkpoint: bool = False
 
 
 def split_adapter(adapter: AdapterWeights) -> tuple[AdapterLayout, dict[str, HostTensor]]:
     """Return an adapter's layout, and its tensors by the names that ``join_adapter`` expects."""
     modules: dict[str, LowRankLayout] = {}
     tensors = {f"saved {name}": tensor for name, tensor in adapter.saved.items()}
+    tensors |= {f"copy {path}": tensor for path, tensor in adapter.copies.items()}
     for path, module in adapter.modules.items():
         modules[path] = LowRankLayout(
             kind=module.kind,
@@ -122,7 +136,13 @@ def split_adapter(adapter: AdapterWeights) -> tuple[AdapterLayout, dict[str, Hos
         tensors |= {f"a {path}": module.a, f"b {path}": module.b}
         if module.magnitude is not None:
             tensors[f"magnitude {path}"] = module.magnitude
-    layout = AdapterLayout(modules=modules, saved=tuple(adapter.saved), task_type=adapter.task_type)
+    layout = AdapterLayout(
+        modules=modules,
+        saved=tuple(adapter.saved),
+        task_type=adapter.task_type,
+        copies=tuple(adapter.copies),
+        of_checkpoint=adapter.of_checkpoint,
+    )
     return layout, tensors
 
 
@@ -140,7 +160,8 @@ def join_adapter(layout: AdapterLayout, tensors: Mapping[str, HostTensor]) -> Ad
         for path, module in layout.modules.items()
     }
     saved = {name: tensors[f"saved {name}"] for name in layout.saved}
-    return AdapterWeights(modules, saved, layout.task_type)
+    copies = {path: tensors[f"copy {path}"] for path in layout.copies}
+    return AdapterWeights(modules, saved, layout.task_type, copies, layout.of_checkpoint)
 
 
 def _module_digest(item: tuple[str, LowRank]) -> bytes:
@@ -152,6 +173,11 @@ def _module_digest(item: tuple[str, LowRank]) -> bytes:
 def _saved_digest(saved: tuple[str, HostTensor]) -> bytes:
     name, tensor = saved
     return _digest((name, "saved"), [tensor])
+
+
+def _copy_digest(copy: tuple[str, HostTensor]) -> bytes:
+    path, tensor = copy
+    return _digest((path, "copy"), [tensor])
 
 
 def _digest(settings: Iterable[str], tensors: Iterable[HostTensor]) -> bytes:

@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -106,11 +106,10 @@ class GrammarCompiler:
         ]
         return self.matcher(text).try_consume_tokens(tokens) == len(tokens)
 
-    def any_text_after(self, beginnings: Sequence[str]) -> LLMatcher:
-        """Return a matcher of any text after one of these, whose special tokens are tokens."""
+    def text_after(self, beginning: str) -> LLMatcher:
+        """Return a matcher of this text, its special tokens as tokens, and of any text after it."""
         builder = LarkBuilder(self.vocabulary.specials)
-        either = " | ".join(map(builder.literal, beginnings))
-        start = f"({either}) {builder.text_until('')}"
+        start = f"{builder.literal(beginning)} {builder.text_until('')}"
         return self.matcher(json.dumps(builder.grammar(start), ensure_ascii=False))
 
     def _grammar(self, spec: GrammarSpec) -> dict[str, Any]:

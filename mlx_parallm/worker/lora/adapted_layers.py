@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.arrays import to_mlx
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.models.vision.registry import TOWER_PARTS
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.layers.row_layers import SIBLINGS
 from mlx_parallm.worker.lora.adapted_group import AdaptedGroup
 from mlx_parallm.worker.lora.adapted_modules import (
     adapt,
     adapt_block,
     adapt_linear,
+    holds,
     is_expert_block,
     kind_of,
     plain_shape,
     plain_weight,
 )
+from mlx_parallm.worker.lora.checkpoint_changes import CheckpointChanges
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import (
     STACKS,
@@ -67,6 +74,7 @@ class AdaptedLayers:
             sharding: how the model was cut, if it is one rank's part; adapters are given whole.
         """
         self._sharding = sharding
+        self._changes = CheckpointChanges(model)
         self._context = context
         self._dtype = dtype
         self._modules = dict(model.named_modules())
@@ -133,6 +141,49 @@ class AdaptedLayers:
         if not pending:
             del self._pending[slot]
         return bool(pending)
+
+    def of_model(self, adapter: AdapterWeights, *, param: str) -> AdapterWeights:
+        """Return an adapter as changes of the weights that the model holds.
+
+        Raises:
+            InvalidRequestError: a change of the checkpoint's weight is none of the model's; or a
+                weight that the adapter repeats is another one.
+        """
+        if not adapter.of_checkpoint:
+            return adapter
+        modules = {
+            path: self._of_model(path, change, param) for path, change in adapter.modules.items()
+        }
+        for path, copy in adapter.copies.items():
+            if not agreed(self._ranks, self._holds(path, copy, param)):
+                raise unfit_error(f"{path[:120]} had another weight when it was trained", param)
+        return replace(adapter, modules=modules, copies={}, of_checkpoint=False)
+
+    def _of_model(self, path: str, change: LowRank, param: str) -> LowRank:
+        own = find_module(self._modules, path, param=param)
+        if (reason := self._changes.why_none(own)) is not None:
+            raise unfit_error(reason, param)
+        return self._changes.of_model(own, change, self._whole_shape(own)[0])
+
+    def _holds(self, path: str, copy: HostTensor, param: str) -> bool:
+        """True if a module has this weight of a checkpoint, after rounding to either's dtype."""
+        own = find_module(self._modules, path, param=param)
+        module: Any = self._modules[own]
+        if copy.shape != self._whole_shape(own):
+            return False
+        weight = self._changes.weight(own, to_mlx(copy))
+        if self._sharding is not None:
+            weight = self._sharding.part(f"{own}.weight", weight)
+        return holds(module, weight)
+
+    @property
+    def _ranks(self) -> Ranks | None:
+        return None if self._sharding is None else self._sharding.ranks
+
+    def _whole_shape(self, path: str) -> tuple[int, ...]:
+        """Return the shape of a module's whole weight, as if unpacked."""
+        shape = plain_shape(self._modules[path])
+        return shape if self._sharding is None else self._sharding.whole_weight_shape(path, shape)
 
     def check(self, adapter: AdapterWeights, *, param: str) -> None:
         """Raise InvalidRequestError unless ``put`` takes this adapter."""
@@ -234,8 +285,7 @@ class AdaptedLayers:
         """Return a stack that whole adapters fit, if ``stack`` is of this rank's part."""
         if self._sharding is None:
             return stack
-        shape = self._sharding.whole_weight_shape(path, plain_shape(self._modules[path]))
-        return type(stack)(shape, self._dtype)
+        return type(stack)(self._whole_shape(path), self._dtype)
 
     def _adapt(self, path: str) -> None:
         """Wrap a module's calls, once. Experts are wrapped with the block that calls them."""

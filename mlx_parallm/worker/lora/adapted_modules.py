@@ -51,6 +51,24 @@ def plain_weight(module: Any) -> mx.array:
     )
 
 
+def holds(module: Any, weight: mx.array) -> bool:
+    """True if a module has this weight, ``[out, in]``, after rounding to either's dtype.
+
+    A packed module has it if packing gives the same numbers, from any dtype.
+    """
+    own = module.weight
+    if "scales" in module:
+        packed = (
+            mx.quantize(weight.astype(dtype), module.group_size, module.bits, module.mode)[0]
+            for dtype in (weight.dtype, mx.float32, mx.bfloat16, mx.float16)
+        )
+        return any(bool(mx.array_equal(each, own)) for each in packed)
+    return any(
+        bool(mx.array_equal(own.astype(dtype), weight.astype(dtype)))
+        for dtype in (own.dtype, weight.dtype)
+    )
+
+
 def is_expert_block(module: Any) -> bool:
     """True if a module passes the experts that rows chose to ``SwitchLinear`` layers."""
     return isinstance(module, _BLOCKS)

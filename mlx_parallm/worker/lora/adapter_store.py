@@ -28,6 +28,13 @@ class SlotTarget(Protocol):
         """The size of the adapters in all slots, in bytes."""
         ...
 
+    def of_model(self, adapter: AdapterWeights, *, param: str) -> AdapterWeights:
+        """Return an adapter as changes of the weights that the model holds.
+
+        Raise InvalidRequestError if it cannot be, or repeats weights of another model.
+        """
+        ...
+
     def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
         """Return the head that an adapter brings; raise InvalidRequestError if it does not fit."""
         ...
@@ -85,6 +92,7 @@ class AdapterStore:
             InvalidRequestError: the adapter does not fit the model.
         """
         if content not in self._adapters:
+            adapter = self._layers.of_model(adapter, param=PARAM)
             self._heads[content] = self._layers.check(adapter, param=PARAM)
             self._adapters[content] = adapter
         return self._heads[content]

@@ -127,6 +127,10 @@ class EncoderAdapters:
         """See ``SlotTarget``."""
         return self._layers.num_bytes
 
+    def of_model(self, adapter: AdapterWeights, *, param: str) -> AdapterWeights:
+        """See ``SlotTarget``."""
+        return self._layers.of_model(adapter, param=param)
+
     def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
         """See ``SlotTarget``."""
         self._layers.check(replace(adapter, saved={}), param=param)

@@ -366,3 +366,89 @@ def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(InvalidRequestError, match="other formats are not supported"):
         read_adapter_folder(tmp_path, param="adapter")
+
+
+PLAIN = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+CHANGED = ("pissa", "pissa_niter_4", "PiSSA", "olora", "corda", "loftq", "lora_ga")
+VARIANTS: dict[str, Any] = {
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 1], [0, 1]],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "trainable_token_indices": [1],
+    "arrow_config": {"top_k": 3},
+    "kasa_config": {"beta": 1e-4},
+    "monteclora_config": {"num_samples": 8},
+    "use_bdlora": {"nblocks": 2},
+    "lora_bias": True,
+    "bias": "all",
+}
+
+
+@pytest.mark.parametrize("start", PLAIN)
+def test_starts_that_leave_the_model_as_it_is_are_plain_lora(start: Any) -> None:
+    plain = read_adapter(PEFT, peft_tensors(), param="file")
+    other = read_adapter(
+        {**PEFT, "init_lora_weights": start, "use_qalora": True, "velora_config": {"rank": 1}},
+        peft_tensors(),
+        param="file",
+    )
+    assert other.digest == plain.digest
+
+
+@pytest.mark.parametrize("start", CHANGED)
+def test_starts_that_change_the_model_are_refused_by_name(start: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"init_lora_weights '{start.lower()}'"):
+        read_adapter({**PEFT, "init_lora_weights": start}, peft_tensors(), param="file")
+
+
+def test_unknown_starts_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="'other' is not known"):
+        read_adapter({**PEFT, "init_lora_weights": "other"}, peft_tensors(), param="file")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_lora_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="biases" if "bias" in name else name):
+        read_adapter({**PEFT, name: VARIANTS[name]}, peft_tensors(), param="file")
+    unset = {name: "none" if name == "bias" else None}
+    assert read_adapter({**PEFT, **unset}, peft_tensors(), param="file")
+
+
+TABLE = "base_model.model.model.embed_tokens"
+HEAD = "base_model.model.lm_head"
+
+
+def table_tensors() -> dict[str, HostTensor]:
+    """Return what PEFT writes of a tied table of 7 tokens and 3 dimensions."""
+    a, b = drawn(2, 7), drawn(3, 2)
+    return {
+        f"{TABLE}.base_layer.weight": drawn(7, 3),
+        f"{TABLE}.lora_embedding_A": a,
+        f"{TABLE}.lora_embedding_B": b,
+        f"{HEAD}.base_layer.weight": drawn(7, 3),
+        f"{HEAD}.lora_A.weight": host(to_mlx(b).T),
+        f"{HEAD}.lora_B.weight": host(to_mlx(a).T),
+    }
+
+
+def test_weights_that_peft_repeats_are_kept_apart() -> None:
+    adapter = read_adapter(PEFT, table_tensors(), param="file")
+    assert adapter.copies.keys() == {"model.embed_tokens", "lm_head"}
+    assert adapter.modules.keys() == {"model.embed_tokens", "lm_head"}
+    assert not adapter.modules["model.embed_tokens"].changes_head
+    assert adapter.of_checkpoint
+    alone = {f"{HEAD}.base_layer.weight": drawn(7, 3), **peft_tensors()}
+    with pytest.raises(InvalidRequestError, match="lm_head, which it does not change"):
+        read_adapter(PEFT, alone, param="file")
+
+
+def test_tied_factors_are_one_change_of_the_embedding_and_the_head() -> None:
+    tied = {**PEFT, "ensure_weight_tying": True}
+    adapter = read_adapter(tied, table_tensors(), param="file")
+    assert adapter.modules.keys() == adapter.copies.keys() == {"model.embed_tokens"}
+    assert adapter.modules["model.embed_tokens"].changes_head
+    others = {**table_tensors(), f"{HEAD}.lora_B.weight": drawn(7, 2)}
+    assert read_adapter(tied, others, param="file").modules.keys() == {
+        "model.embed_tokens",
+        "lm_head",
+    }
