@@ -307,8 +307,11 @@ class LLM:
         options: Mapping[str, Any],
         sizes: Mapping[str, Any] | None,
     ) -> Prompt | PicturePrompt:
-        has_parts = any(isinstance(message.get("content"), list) for message in conversation)
-        if not has_parts and self._model.pictures is None:
+        is_plain = not any(
+            isinstance(message.get("content"), list) or message.get("tool_calls")
+            for message in conversation
+        )
+        if is_plain and self._model.pictures is None:
             return self._model.tokenizer.encode_chat(conversation, **options)
         return _part("pictures").chat_prompt(conversation, self._model, sizes, **options)
 

@@ -35,6 +35,7 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.pictures.form import PictureForm, picture_form
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
@@ -380,6 +381,9 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         )
     )
     runner = DeviceRunner(context.worker, loaded.name, plan)
+    tool_format = tool_format_of(config, tokenizer)
+    tokenizer = tokenizer.writing_calls(call_writer(tool_format))
+    _report_losses(tokenizer, loaded.name)
     model = GenerationModel(
         names=loaded.folder.names,
         root=config.path or DEMO_NAME,
@@ -387,7 +391,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         tokenizer=tokenizer.limited(runner.info.max_model_len),
         info=runner.info,
         chat_template_kwargs=config.chat_template_kwargs,
-        tool_format=tool_format_of(config, tokenizer),
+        tool_format=tool_format,
         reasoning_format=reasoning_format_of(config, tokenizer),
         allows_auto_tools=config.enable_auto_tool_choice,
         parses_tools=config.tool_call_parser != "none",
@@ -396,6 +400,15 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         pictures=_pictures(loaded, runner.info),
     )
     return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
+
+
+def _report_losses(tokenizer: ParallmTokenizer, name: str) -> None:
+    """Log what the chat template leaves out of conversations with tools."""
+    losses = tokenizer.template_form(has_tools=True).losses if tokenizer.takes_tools else ()
+    if losses:
+        logger.warning(
+            "The chat template of %s refuses or leaves out: %s.", name, ", ".join(losses)
+        )
 
 
 def _pictures(loaded: _Loaded, info: RunnerInfo) -> PictureForm | None:

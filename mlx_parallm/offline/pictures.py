@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.pictures import (
     Pictures,
     PictureSource,
@@ -96,7 +97,7 @@ def chat_prompt(
     Args:
         conversation: parts of contents are texts, ``{"type": "image", "image": …}`` with bytes of a
             file, a path or a Pillow image (the type may be missing), vLLM's ``image_pil``, or
-            OpenAI's ``image_url``.
+            OpenAI's ``image_url``; arguments of tool calls are objects, or texts as OpenAI's.
         model: reads it.
         sizes: vLLM's ``mm_processor_kwargs``.
         options: of the chat template.
@@ -109,7 +110,8 @@ def chat_prompt(
         return model.tokenizer.render_chat(shown, **hide(options))
 
     encode = partial(model.tokenizer.encode, add_special_tokens=False)
-    messages = [_message(message, number) for number, message in enumerate(conversation)]
+    parted = [_message(message, number) for number, message in enumerate(conversation)]
+    messages = template_messages(parted, id_length=model.call_id_length)
     sources, form = picture_sources(messages), model.pictures
     if not sources:
         return text_prompt([*map(_joined, messages)], form, render=render, encode=encode)

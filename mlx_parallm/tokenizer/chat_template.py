@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from jinja2.exceptions import TemplateError
 
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import ChatRenderer
+from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
@@ -64,12 +66,19 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        copies = [dict(message) for message in messages]
+        return self._written(self._form.fit(messages), options)
+
+    @functools.cached_property
+    def _form(self) -> TemplateForm:
+        options = {"add_generation_prompt": False}
+        return probed_form(lambda messages: self._written(messages, options))
+
+    def _written(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         with template_refusals():
             if self._lanes is None:
-                return str(self._tokenizer.apply_chat_template(copies, tokenize=False, **options))
+                return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
             with self._lanes.use() as tokenizer:
-                return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
+                return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -15,6 +15,8 @@ from mlx_parallm.tokenizer.loaded import (
     TextRenderer,
 )
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
+from mlx_parallm.tokenizer.rewrites import WriteCalls
+from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -52,6 +54,7 @@ class ParallmTokenizer:
         needs_lanes = not loaded.is_shared or self._released is None
         self._lanes = Lanes(loaded.renderer) if needs_lanes else None
         self._limit = ANY_LENGTH
+        self._write_calls: WriteCalls | None = None
         # mlx_lm's own flag does not include a template set after loading.
         has_template = loaded.hub.chat_template is not None
         self._has_chat_template = loaded.has_chat_template or has_template
@@ -90,6 +93,34 @@ class ParallmTokenizer:
         except InvalidRequestError:
             # The template refuses this short conversation, so search its text instead.
             return "tools" in (self.chat_template or "")
+
+    def writing_calls(self, write: WriteCalls) -> ParallmTokenizer:
+        """Return a copy that writes tool calls into contents if the template writes none."""
+        copied = copy.copy(self)
+        copied._write_calls = write
+        copied.__dict__.pop("_forms", None)
+        return copied
+
+    def template_form(self, *, has_tools: bool) -> TemplateForm:
+        """Return how conversations are rewritten for the template, with tools or without."""
+        return self._forms[has_tools]
+
+    @functools.cached_property
+    def _forms(self) -> Mapping[bool, TemplateForm]:
+        """The form without tools and with tools, for which a model may have another template."""
+        if not self._has_chat_template:
+            return {False: TemplateForm(), True: TemplateForm()}
+        return {False: self._probed(None), True: self._probed([_PROBE_TOOL])}
+
+    def _probed(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateForm:
+        options = {"tools": tools, "add_generation_prompt": False, "continue_final_message": False}
+        return probed_form(lambda messages: self._written(messages, options), self._write_calls)
+
+    def _written(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Return what the template writes for messages that it takes."""
+        if self._needs_parts:
+            messages = [_in_parts(message) for message in messages]
+        return self._render(messages, options)
 
     @functools.cached_property
     def _needs_parts(self) -> bool:
@@ -164,8 +195,9 @@ class ParallmTokenizer:
     ) -> str:
         """Apply the chat template.
 
-        ``template_kwargs`` are further variables for the template; they cannot replace the
-        arguments above.
+        Conversations that the model's own template does not take are rewritten; see
+        ``template_form``. ``template_kwargs`` are further variables for the template; they cannot
+        replace the arguments above.
 
         Raises:
             InvalidRequestError: there is no template, or it refuses these messages.
@@ -183,10 +215,8 @@ class ParallmTokenizer:
         }
         if chat_template is not None:
             options["chat_template"] = chat_template
-        plain = [dict(message) for message in messages]
-        if chat_template is None and self._needs_parts:
-            plain = [_in_parts(message) for message in plain]
-        return self._render(plain, options)
+            return self._render([dict(message) for message in messages], options)
+        return self._written(self.template_form(has_tools=bool(tools)).fit(messages), options)
 
     def encode_chat(
         self,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from mlx_parallm.parsing.registry import detect_tool_format
+from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
 from mlx_parallm.tokenizer.loaded import LoadedTokenizer
 from mlx_parallm.tokenizer.plain import PlainTokenizer
@@ -32,7 +34,7 @@ def with_template(template: str) -> ParallmTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     plain = PlainTokenizer(backend, JinjaChat(template, SPECIAL_TOKENS))
-    return ParallmTokenizer(
+    tokenizer = ParallmTokenizer(
         LoadedTokenizer(
             renderer=plain,
             hub=plain,
@@ -43,3 +45,4 @@ def with_template(template: str) -> ParallmTokenizer:
             eos_ids=frozenset(),
         )
     )
+    return tokenizer.writing_calls(call_writer(detect_tool_format(template, ())))

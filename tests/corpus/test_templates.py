@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.tokenizer.rewrites import developers_as_systems
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.corpus.template_folder import templates, with_template
 
 pytestmark = pytest.mark.sample
 
+Message = dict[str, Any]
 TEMPLATES = dict(templates())
-
 PLACE = {"type": "string", "description": "Where."}
 # VARIABLES: those without which a template cannot be used (firefunction's).
 VARIABLES = {"functions": "[]", "datetime": "today"}
@@ -25,17 +30,143 @@ TOOL = {
 }
 
 
+def said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def called(*ids: str, text: str = "", arguments: str = '{"place": "there-%s"}') -> Message:
+    calls = [
+        {
+            "id": id_,
+            "type": "function",
+            "function": {"name": "look", "arguments": arguments.replace("%s", id_)},
+        }
+        for id_ in ids
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def result(id_: str) -> Message:
+    return {"role": "tool", "tool_call_id": id_, "name": "look", "content": f"seen-{id_}"}
+
+
+A, B = "aaaaaaaa1", "bbbbbbbb2"
+ASKED = [said("system", "rule-one"), said("user", "ask-one")]
+TALKED = [*ASKED, said("assistant", "say-one")]
+LOOKED = [*ASKED, called(A), result(A)]
+WORDS = ("rule-one", "ask-one", f"there-{A}", f"seen-{A}")
+#: The conversation of a case, and what must be in its text.
+CASES: dict[str, tuple[list[Message], tuple[str, ...]]] = {
+    "system before a user": (
+        [*TALKED, said("system", "rule-two"), said("user", "ask-two")],
+        ("rule-one", "ask-one", "say-one", "rule-two", "ask-two"),
+    ),
+    "system at the end": (
+        [*TALKED, said("user", "ask-two"), said("system", "rule-two")],
+        ("rule-one", "ask-one", "say-one", "ask-two", "rule-two"),
+    ),
+    "system after a result": (
+        [*LOOKED, said("system", "rule-two"), said("user", "ask-two")],
+        (*WORDS, "rule-two", "ask-two"),
+    ),
+    "two system messages": (
+        [said("system", "rule-zero"), *ASKED],
+        ("rule-zero", "rule-one", "ask-one"),
+    ),
+    "call and result": (LOOKED, ("look", *WORDS)),
+    "cut call": (
+        [*ASKED, called(A, arguments='{"place": "there-%s", "text": "def f('), result(A)],
+        WORDS,
+    ),
+    "call without JSON": (
+        [*ASKED, called(A, arguments="there-%s"), result(A)],
+        ("INVALID_JSON", *WORDS),
+    ),
+    "result, then user": ([*LOOKED, said("user", "ask-two")], (*WORDS, "ask-two")),
+    "two calls": (
+        [*ASKED, called(A, B), result(A), result(B)],
+        (*WORDS, f"there-{B}", f"seen-{B}"),
+    ),
+    "text beside a call": ([*ASKED, called(A, text="say-one"), result(A)], ("say-one", *WORDS)),
+    "two users": ([*ASKED, said("user", "ask-two")], ("rule-one", "ask-one", "ask-two")),
+}
+#: Templates that lose a part all the same, with the case. An entry that is not true any more fails.
+_ALTERNATES = "turns alternate, and no text is written beside a call"
+LOSSES = {
+    ("Mistral-Small-3.2-24B-Instruct-2506", "text beside a call"): _ALTERNATES,
+    ("mistralai-Mistral-Nemo-Instruct-2407", "text beside a call"): _ALTERNATES,
+    ("tool_chat_template_mistral", "text beside a call"): _ALTERNATES,
+    ("tool_chat_template_mistral_parallel", "text beside a call"): _ALTERNATES,
+}
+#: Templates that no request with tools can use.
+UNUSABLE = {
+    "llama-cpp-deepseek-r1": "with tools it needs the Jinja of llama.cpp",
+    "fireworks-ai-llama-3-firefunction-v2": "it reads functions from a variable of its own",
+}
+
+
 @pytest.fixture(params=TEMPLATES, scope="module")
-def file(request: pytest.FixtureRequest) -> Path:
-    return TEMPLATES[request.param]
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def test_a_question_is_rendered(file: Path, record_property) -> None:
-    record_property("case", "a question")
-    tokenizer = with_template(file.read_text())
-    question = [{"role": "user", "content": "Why?"}]
-    # Some templates are for conversations with tools only.
-    tools = [TOOL] if "tool" in file.stem else None
-    text = tokenizer.render_chat(question, tools=tools, template_kwargs=VARIABLES)
-    assert "Why?" in text
-    record_property("outcome", "as it is")
+@pytest.fixture(scope="module")
+def tokenizer(name: str) -> ParallmTokenizer:
+    return with_template(TEMPLATES[name].read_text())
+
+
+def raw(tokenizer: ParallmTokenizer, messages: list[Message], tools: Any) -> str | None:
+    """Return what the template itself writes; None if it refuses."""
+    template = tokenizer.chat_template
+    try:
+        return tokenizer.render_chat(
+            messages, tools=tools, chat_template=template, template_kwargs=VARIABLES
+        )
+    except InvalidRequestError:
+        return None
+
+
+def is_whole(text: str | None, words: tuple[str, ...]) -> bool:
+    return text is not None and all(word in text for word in words)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_lost(
+    name: str, tokenizer: ParallmTokenizer, case: str, record_property: Callable[[str, str], None]
+) -> None:
+    record_property("case", case)
+    template = name.partition("/")[2]
+    if template in UNUSABLE:
+        pytest.skip(UNUSABLE[template])
+    messages, words = CASES[case]
+    messages = template_messages(messages)
+    text = tokenizer.render_chat(messages, tools=[TOOL], template_kwargs=VARIABLES)
+    own = raw(tokenizer, messages, [TOOL])
+    if (template, case) in LOSSES:
+        record_property("outcome", "a part is lost")
+        assert not is_whole(text, words), "it is whole: take it off the list"
+        return
+    record_property("outcome", "as it is" if text == own else "adapted")
+    assert [word for word in words if word not in text] == []
+    if is_whole(own, words) and not case.startswith("system"):
+        assert text == own, "a template that takes it gets it as it is"
+
+
+def test_a_template_that_takes_all_is_left_alone(name: str, tokenizer: ParallmTokenizer) -> None:
+    """Each case alone may be taken where the next turn would not be."""
+    conversations = [(template_messages(messages), words) for messages, words in CASES.values()]
+    owns = [is_whole(raw(tokenizer, messages, [TOOL]), words) for messages, words in conversations]
+    if all(owns):
+        assert tokenizer.template_form(has_tools=True).rewrites in ((), (developers_as_systems,))
+
+
+def test_tools_are_written(
+    name: str, tokenizer: ParallmTokenizer, record_property: Callable[[str, str], None]
+) -> None:
+    record_property("case", "tools")
+    template = name.partition("/")[2]
+    if template in UNUSABLE:
+        pytest.skip(UNUSABLE[template])
+    text = tokenizer.render_chat(ASKED, tools=[TOOL], template_kwargs=VARIABLES)
+    record_property("outcome", "as it is" if tokenizer.takes_tools else "refused")
+    assert ("look" in text) == tokenizer.takes_tools

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from typing import Any
 
-from pydantic_core import from_json
-
+from mlx_parallm.api.turns.arguments import arguments_object
 from mlx_parallm.api.turns.stream import ToolCallEnd, TurnPart
 from mlx_parallm.parsing.parts import (
     ContentText,
@@ -16,13 +14,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallArguments,
     ToolCallBegin,
 )
-from mlx_parallm.types.json_values import is_object
 
-# What Anthropic's documentation calls the key of input that is no JSON
-# (https://platform.claude.com/docs/en/agents-and-tools/tool-use/fine-grained-tool-streaming).
-INVALID_JSON = "INVALID_JSON"
-# How pydantic tells text that is the beginning of JSON.
-TOO_SHORT = "EOF while parsing"
 OPENAI_ID = "call_"
 ANTHROPIC_ID = "toolu_"
 
@@ -112,7 +104,7 @@ class ContentBlocks:
             self.blocks[-1]["signature"] = signature = signature_of(self._text)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
         elif opened == "tool_use":
-            self.blocks[-1]["input"] = tool_input(self._text)
+            self.blocks[-1]["input"] = arguments_object(self._text)
         return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
@@ -122,32 +114,3 @@ class ContentBlocks:
 def signature_of(thinking: str) -> str:
     """Return what clients want beside thinking and send back unread; nothing checks it here."""
     return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
-
-
-def tool_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object.
-
-    Arguments that end too early give what is complete, as Anthropic's client reads a stream;
-    ``stop_reason`` says that they were cut. What is no JSON object is under ``INVALID_JSON``.
-    """
-    if not arguments.strip():
-        return {}
-    value = _parsed(arguments)
-    return value if is_object(value) else {INVALID_JSON: arguments}
-
-
-def _parsed(text: str) -> Any:
-    """JSON or the beginning of it as a value that can be sent again; None if it is neither."""
-    try:
-        # Alone, the partial mode would ignore what follows the value.
-        value = from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        if not str(error).startswith(TOO_SHORT):
-            return None
-        value = from_json(text, allow_inf_nan=False, allow_partial=True)
-    try:
-        # Numbers too large for a float are infinite here.
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return None
-    return value

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.http.json_body import check_values
+from mlx_parallm.api.turns.arguments import arguments_object
 from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
-from mlx_parallm.types.json_values import is_mapping, is_object
+from mlx_parallm.types.json_values import is_mapping
 
 # Protocols and model families call the thoughts of an earlier turn by either name.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -21,9 +21,9 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return messages with arguments of tool calls as objects, and reasoning under both its names.
 
-    OpenAI writes arguments as a text, most templates want the object. A text that is no JSON
-    object stays as it is. The deprecated ``function_call`` and the role ``function`` become a tool
-    call and its result.
+    OpenAI writes arguments as a text, templates want the object. A text that was cut gives its
+    complete part; one that is no JSON object is under ``INVALID_JSON``. The deprecated
+    ``function_call`` and the role ``function`` become a tool call and its result.
 
     Args:
         messages: each with a ``role`` and a text as ``content``; perhaps ``tool_calls``,
@@ -104,18 +104,10 @@ def _call(call: BodyValue) -> dict[str, Any]:
     return id_ | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _arguments(arguments: BodyValue) -> str | Mapping[str, Any]:
-    """Return the arguments as an object if they are one."""
+def _arguments(arguments: BodyValue) -> Mapping[str, Any]:
+    """Return the arguments as an object; see ``arguments_object``."""
     if is_mapping(arguments.value):
         return arguments.value
-    text = arguments.optional_text()
-    if not text:
-        return {}
-    try:
-        check_values(text.encode())
-        value = json.loads(text)
-        # JSON in a text can hide half a surrogate pair from the check of the whole body.
-        json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return text
-    return value if is_object(value) else text
+    text = arguments.optional_text() or ""
+    check_values(text.encode())
+    return arguments_object(text)

@@ -10,8 +10,8 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'developer' %}"
-    "{{ raise_exception('no developer here') }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'critic' %}"
+    "{{ raise_exception('no critic here') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
     "{% if tools %}T{{ tools | length }}{% endif %}{{ mood }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -95,7 +95,7 @@ def test_the_final_message_can_be_continued(tokenizer):
 @pytest.mark.parametrize(
     ("messages", "options"),
     [
-        ([{"role": "developer", "content": "x"}], {}),
+        ([{"role": "critic", "content": "x"}], {}),
         ([USER], {"chat_template": "{{ messages[0].content + 1 }}"}),
         ([USER], {"chat_template": "{% broken"}),
         ([USER], {"chat_template": "{{ messages[0].nothing.deeper }}"}),
@@ -110,8 +110,8 @@ def test_what_the_template_refuses_is_the_callers_fault(tokenizer, messages, opt
 
 
 def test_the_templates_own_words_reach_the_caller(tokenizer):
-    with pytest.raises(InvalidRequestError, match="no developer here"):
-        tokenizer.render_chat([{"role": "developer", "content": "x"}])
+    with pytest.raises(InvalidRequestError, match="no critic here"):
+        tokenizer.render_chat([{"role": "critic", "content": "x"}])
 
 
 def test_without_a_template_chat_is_refused_unless_one_is_given(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.anthropic.blocks import (
-    INVALID_JSON,
-    ContentBlocks,
-    signature_of,
-    tool_input,
-)
+from mlx_parallm.api.anthropic.blocks import ContentBlocks, signature_of
+from mlx_parallm.api.turns.arguments import arguments_object
 from mlx_parallm.api.turns.stream import ToolCallEnd, TurnPart
 from mlx_parallm.parsing.parts import (
     ContentText,
@@ -101,75 +96,6 @@ def test_a_models_own_id_is_kept() -> None:
     assert blocks[0]["id"] == "functions.f:0"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("", {}),
-        (" \n", {}),
-        ("{}", {}),
-        ('{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
-        ('{"a": 1, "b": "tex', {"a": 1}),
-        ('{"a": 1, "b', {"a": 1}),
-        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
-        ('{"a": "\u00e9"}', {"a": "\u00e9"}),
-        ("{", {}),
-    ],
-)
-def test_the_input_of_a_call(text: str, value: dict[str, Any]) -> None:
-    assert tool_input(text) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[1]",
-        "7",
-        '"x"',
-        "nonsense",
-        "{'a': 1}",
-        '{"a": 1} more',
-        '{"a": NaN}',
-        '{"a": 1e999}',
-        '{"a": "\\ud800"}',
-        '{"a": ' + "9" * 5000 + "}",
-        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
-    ],
-)
-def test_input_that_is_no_object_is_kept_as_text(text: str) -> None:
-    value = tool_input(text)
-    assert value == {INVALID_JSON: text}
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-
-
-@given(
-    st.dictionaries(
-        st.text(max_size=3),
-        st.recursive(
-            st.none()
-            | st.booleans()
-            | st.integers()
-            | st.floats(allow_nan=False, allow_infinity=False)
-            | st.text(max_size=5),
-            lambda inner: (
-                st.lists(inner, max_size=3)
-                | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-            ),
-            max_leaves=6,
-        ),
-        max_size=3,
-    ),
-    st.booleans(),
-)
-def test_every_beginning_of_an_object_is_an_object(value: dict[str, Any], is_ascii: bool) -> None:
-    text = json.dumps(value, ensure_ascii=is_ascii)
-    assert tool_input(text) == value
-    for length in range(len(text)):
-        begun = tool_input(text[:length])
-        assert INVALID_JSON not in begun
-        assert set(begun) <= set(value)
-        json.dumps(begun, ensure_ascii=False, allow_nan=False).encode()
-
-
 TEXTS = st.text(alphabet="ab \n\u00e9", max_size=3)
 PARTS = st.one_of(
     TEXTS.map(lambda text: [ReasoningText(text)]),
@@ -187,7 +113,7 @@ def test_a_stream_adds_up_to_the_whole_answer(parts: list[list[TurnPart]], shows
     folded = fold_blocks(events)
     for block in folded:
         if block["type"] == "tool_use":
-            block["input"] = tool_input(block["input"])
+            block["input"] = arguments_object(block["input"])
     assert folded == blocks
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.api.turns.arguments import INVALID_JSON
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -30,16 +31,17 @@ def read_arguments(arguments: Any) -> Any:
         ({"a": 1}, {"a": 1}),
         ("", {}),
         (None, {}),
-        ("[1]", "[1]"),
-        ('{"a": ', '{"a": '),
-        ("no JSON", "no JSON"),
+        ("[1]", {INVALID_JSON: "[1]"}),
+        ('{"path": "a.py", "text": "def f(', {"path": "a.py"}),
+        ('{"a": ', {}),
+        ("no JSON", {INVALID_JSON: "no JSON"}),
         # Half a surrogate pair inside a text of JSON inside JSON.
-        (r'{"a": "\ud800"}', r'{"a": "\ud800"}'),
-        ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"),
-        ("[" * 100_000, "[" * 100_000),
+        (r'{"a": "\ud800"}', {INVALID_JSON: r'{"a": "\ud800"}'}),
+        ('{"a": ' + "9" * 5000 + "}", {INVALID_JSON: '{"a": ' + "9" * 5000 + "}"}),
+        ("[" * 100_000, {INVALID_JSON: "[" * 100_000}),
     ],
 )
-def test_arguments_become_an_object_where_they_are_one(arguments: Any, read: Any) -> None:
+def test_arguments_become_an_object(arguments: Any, read: Any) -> None:
     assert read_arguments(arguments) == read
 
 
