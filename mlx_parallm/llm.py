@@ -296,7 +296,8 @@ class LLM:
         have ``min_pixels`` and ``max_pixels``, to which pictures are resized.
         """
         several = [conversations] if _is_conversation(conversations) else conversations
-        options = {"tools": tools, "template_kwargs": chat_template_kwargs}
+        variables = self._model.template_variables(chat_template_kwargs or {})
+        options = {"tools": tools, "template_kwargs": variables}
         sizes = mm_processor_kwargs
         prompts = [self._chat_prompt(list(each), options, sizes) for each in several]  # type: ignore[arg-type]
         return self._generate(prompts, sampling_params, adapter)

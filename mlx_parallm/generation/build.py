@@ -404,8 +404,8 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
 
 def _report_losses(tokenizer: ParallmTokenizer, name: str) -> None:
     """Log what the chat template leaves out of conversations with tools."""
-    losses = tokenizer.template_form(has_tools=True).losses if tokenizer.takes_tools else ()
-    if losses:
+    losses = tokenizer.template_form(has_tools=True).losses
+    if losses and tokenizer.takes_tools:
         logger.warning(
             "The chat template of %s refuses or leaves out: %s.", name, ", ".join(losses)
         )

@@ -110,6 +110,10 @@ class Tokenizer(Protocol):
         """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
         ...
 
+    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return variables with the names and values of thinking that the template reads."""
+        ...
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -234,7 +238,7 @@ class GenerationModel(ServedModel):
         Raises:
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
         """
-        variables = {**self.chat_template_kwargs, **template_kwargs}
+        variables = self.template_variables(template_kwargs)
         return text_prompt(
             messages,
             self.pictures,
@@ -245,6 +249,11 @@ class GenerationModel(ServedModel):
                 text, add_special_tokens=False, limit=ANY_LENGTH
             ),
         ).token_ids
+
+    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the template's variables: the model's default ones, and a request's over them."""
+        own = self.tokenizer.template_variables
+        return {**own(self.chat_template_kwargs), **own(variables)}
 
     def vocabulary_string(self, token_id: int) -> str:
         """Return a token as it is written in the vocabulary."""

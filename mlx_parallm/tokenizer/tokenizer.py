@@ -17,6 +17,7 @@ from mlx_parallm.tokenizer.loaded import (
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.rewrites import WriteCalls
 from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
+from mlx_parallm.tokenizer.thinking import ThinkingVariables, probed_thinking
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -104,6 +105,21 @@ class ParallmTokenizer:
     def template_form(self, *, has_tools: bool) -> TemplateForm:
         """Return how conversations are rewritten for the template, with tools or without."""
         return self._forms[has_tools]
+
+    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return variables with the template's own names of thinking; see ``ThinkingVariables``."""
+        return self._thinking.translated(variables)
+
+    @functools.cached_property
+    def _thinking(self) -> ThinkingVariables:
+        if not self._has_chat_template:
+            return ThinkingVariables()
+        options = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
+        question = {"role": "user", "content": _PROBE_TEXT}
+        return probed_thinking(
+            lambda variables: self._written([dict(question)], {**variables, **options}),
+            self.chat_template,
+        )
 
     @functools.cached_property
     def _forms(self) -> Mapping[bool, TemplateForm]:

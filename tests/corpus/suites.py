@@ -68,6 +68,6 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         file="test_templates.py",
         sources=(LLAMA_CPP, VLLM),
-        outcomes=("as it is", "adapted", "refused", "a part is lost"),
+        outcomes=("as it is", "adapted", "refused", "a part is lost", "has none"),
     ),
 )

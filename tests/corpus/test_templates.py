@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.tokenizer.rewrites import developers_as_systems
+from mlx_parallm.tokenizer.thinking import EFFORTS
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.corpus.template_folder import templates, with_template
@@ -170,3 +172,42 @@ def test_tools_are_written(
     text = tokenizer.render_chat(ASKED, tools=[TOOL], template_kwargs=VARIABLES)
     record_property("outcome", "as it is" if tokenizer.takes_tools else "refused")
     assert ("look" in text) == tokenizer.takes_tools
+
+
+#: Templates without a switch although they name one, and why.
+WITHOUT_SWITCH = {
+    "NVIDIA-Nemotron-Nano-v2": "it is a word in a message",
+    "openai-gpt-oss-120b": "the model always thinks",
+}
+SWITCHES = ("enable_thinking", "thinking_mode", "no_think", "reasoning_effort", "thinking_option")
+
+
+def thinking(tokenizer: ParallmTokenizer, variables: dict[str, Any]) -> str:
+    tools = [TOOL] if tokenizer.takes_tools else None
+    variables = tokenizer.template_variables(variables)
+    return tokenizer.render_chat(ASKED, tools=tools, template_kwargs={**VARIABLES, **variables})
+
+
+def test_thinking_is_turned_off(
+    name: str, tokenizer: ParallmTokenizer, record_property: Callable[[str, str], None]
+) -> None:
+    record_property("case", "thinking off")
+    template = name.partition("/")[2]
+    if template in UNUSABLE:
+        pytest.skip(UNUSABLE[template])
+    off, on = ({"enable_thinking": flag} for flag in (False, True))
+    turns = thinking(tokenizer, off) != thinking(tokenizer, on)
+    own = tokenizer.template_variables(off) == off
+    record_property("outcome", ("as it is" if own else "adapted") if turns else "has none")
+    if turns:
+        assert thinking(tokenizer, effort_kwargs("none")) == thinking(tokenizer, off)
+        assert thinking(tokenizer, effort_kwargs("high")) != thinking(tokenizer, off)
+    elif template not in WITHOUT_SWITCH:
+        assert not [word for word in SWITCHES if word in (tokenizer.chat_template or "")]
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_effort_is_taken(name: str, tokenizer: ParallmTokenizer, effort: str) -> None:
+    if name.partition("/")[2] in UNUSABLE:
+        pytest.skip("see UNUSABLE")
+    assert thinking(tokenizer, effort_kwargs(effort))

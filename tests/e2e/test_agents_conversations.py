@@ -142,3 +142,43 @@ def test_arguments_that_are_no_object_can_be_sent_back(
     prompt = post(served[1], "/apply-template", {"messages": messages})["prompt"]
     if arguments in ("[1]", "no JSON"):
         assert json.dumps({"INVALID_JSON": arguments}) in prompt.replace("\\", "")
+
+
+THINKING_OFF: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CHAT, "reasoning_effort": "none"},
+    "/v1/messages": {**CLAUDE, "max_tokens": 4, "thinking": {"type": "disabled"}},
+    "/v1/responses": {**CODEX, "store": False, "reasoning": {"effort": "none"}},
+    "/v1/rl/rollout": {
+        "prompts": [{"messages": CHAT}],
+        "max_tokens": 4,
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[tuple[FakeEngine, str]]:
+    """Serve a template whose switch of thinking has another name."""
+    template = TEMPLATES["free"] + "{{ 'thinks' if thinking | default(true) else 'answers' }}"
+    unchecked: Any = load_tokenizer(DEMO_FOLDER, chat_template=template)
+    engine = FakeEngine(unchecked)
+    with serve_fake(engine) as url:
+        yield engine, url
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_thinking_is_turned_off(thinking: tuple[FakeEngine, str], path: str) -> None:
+    engine, url = thinking
+    tokenizer = engine.first_model().tokenizer
+    for body, end in ((GENERATING[path], "thinks"), (THINKING_OFF[path], "answers")):
+        post(url, path, body)
+        prompt = tokenizer.decode(engine.submitted.get().prompt_ids, skip_special_tokens=False)
+        assert prompt.endswith(end)
+
+
+def test_thinking_is_off_in_prompts_that_are_counted(thinking: tuple[FakeEngine, str]) -> None:
+    body = {**CLAUDE, "thinking": {"type": "disabled"}}
+    engine, url = thinking
+    count = post(url, "/v1/messages/count_tokens", body)["input_tokens"]
+    post(url, "/v1/messages", {**body, "max_tokens": 4})
+    assert count == len(engine.submitted.get().prompt_ids)

@@ -62,7 +62,7 @@ class QuestionEncoder:
         tokenizer = self.model.tokenizer
         if not tokenizer.has_chat_template:
             return f"{content}\n\n{ANSWER}"
-        kwargs = {**self.model.chat_template_kwargs, "enable_thinking": False}
+        kwargs = self.model.template_variables({"enable_thinking": False})
         text = tokenizer.render_chat(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,

@@ -148,7 +148,7 @@ def _picture_ids(
         render=lambda messages, hide: tokenizer.render_chat(
             messages,
             tools=hide([tool.for_template() for tool in chat_tools(body.tools or ())] or None),
-            template_kwargs=hide({**model.chat_template_kwargs, **body.chat_template_kwargs}),
+            template_kwargs=hide(model.template_variables(body.chat_template_kwargs)),
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
         ),

@@ -101,6 +101,7 @@ async def prepare_turn(
             model cannot answer as it is asked to, or a picture cannot be read.
         ContextLengthError: it is longer than the model's context.
     """
+    turn = replace(turn, template_kwargs=model.tokenizer.template_variables(turn.template_kwargs))
     limit = prompt_limit(
         turn.truncate,
         turn.truncation_side,
@@ -200,7 +201,7 @@ def _text(turn: TurnRequest, model: GenerationModel, messages: Messages, hide: H
         tools=hide(_tools(turn)),
         add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
         continue_final_message=turn.continue_final_message,
-        template_kwargs=hide({**model.chat_template_kwargs, **turn.template_kwargs}),
+        template_kwargs=hide(model.template_variables(turn.template_kwargs)),
     )
 
 

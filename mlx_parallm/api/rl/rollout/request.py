@@ -58,7 +58,7 @@ async def encode_items(
     encoder = PromptEncoder(
         model=model,
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
-        template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+        template_kwargs=model.template_variables(body.chat_template_kwargs),
         open_turn=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
     )

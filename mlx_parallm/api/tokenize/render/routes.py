@@ -56,7 +56,7 @@ async def apply_template(body: TemplateRequest, engine: RequestsDep) -> AppliedT
             template_messages(turns_of(body.messages), id_length=model.call_id_length),
             tools=body.tools,
             add_generation_prompt=body.add_generation_prompt,
-            template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+            template_kwargs=model.template_variables(body.chat_template_kwargs),
         )
 
     return AppliedTemplate(prompt=await in_thread(render))
