@@ -72,8 +72,9 @@ def golden_values(case: VisionCase) -> dict[str, Any]:
             raise ValueError(f"transformers read {case.name} with {report}")
         (Path(folder) / "preprocessor_config.json").write_text(json.dumps(case.processor))
         processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+        written = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return {
-        "config": case.config,
+        "config": written,
         "processor": case.processor,
         "weights": shapes,
         "prompts": [

@@ -29,6 +29,9 @@ def golden_picture(seed: int, height: int, width: int) -> np.ndarray:
     return (noise + slope).astype(np.uint8)
 
 
+#: ``BASE``: RoPE's base, in the fields that transformers 5 writes; no model has it by default.
+BASE = 3e4
+LOCAL_BASE = 5e3
 #: ``Shapes``: the shapes of weights by their names in a checkpoint.
 Shapes = dict[str, list[int]]
 
@@ -100,6 +103,7 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
 }
 CLIP: dict[str, Any] = {
     "model_type": "clip_vision_model",
@@ -148,9 +152,7 @@ QWEN_IDS = {
 MROPE = {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]}
 QWEN2_TEXT: dict[str, Any] = {
     **TEXT,
-    "rope_theta": 1e4,
-    "rope_scaling": MROPE,
-    "rope_parameters": {**MROPE, "rope_theta": 1e4},
+    "rope_parameters": {**MROPE, "rope_theta": BASE},
 }
 QWEN2_VL = VisionCase(
     name="qwen2_vl",
@@ -272,8 +274,10 @@ GEMMA3 = VisionCase(
             "sliding_window": 20,
             "sliding_window_pattern": 2,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": BASE},
+                "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_BASE},
+            },
             "hidden_activation": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
         },
@@ -304,9 +308,7 @@ QWEN3_TEXT: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "rope_theta": 1e4,
-    "rope_scaling": QWEN3_MROPE,
-    "rope_parameters": {**QWEN3_MROPE, "rope_theta": 1e4},
+    "rope_parameters": {**QWEN3_MROPE, "rope_theta": BASE},
 }
 QWEN3_VISION: dict[str, Any] = {
     "depth": 3,
@@ -353,8 +355,7 @@ QWEN3_VL_MOE = VisionCase(
             **EXPERTS,
             "model_type": "qwen3_vl_moe_text",
             # Without "mrope_interleaved", which transformers does not read.
-            "rope_scaling": {**MROPE, "mrope_section": [4, 2, 2]},
-            "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "rope_theta": 1e4},
+            "rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "rope_theta": BASE},
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
@@ -376,8 +377,7 @@ QWEN3_5_TEXT: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
-    "rope_scaling": None,
-    "rope_parameters": {**QWEN3_5_MROPE, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "rope_parameters": {**QWEN3_5_MROPE, "rope_theta": BASE, "partial_rotary_factor": 0.5},
 }
 QWEN3_5 = VisionCase(
     name="qwen3_5",
@@ -467,10 +467,10 @@ GEMMA4_TEXT: dict[str, Any] = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL_BASE},
         "full_attention": {
             "rope_type": "proportional",
-            "rope_theta": 1e6,
+            "rope_theta": BASE,
             "partial_rotary_factor": 0.25,
         },
     },
@@ -576,7 +576,7 @@ INTERNVL = VisionCase(
         "vision_feature_layer": -1,
         "vision_feature_select_strategy": "default",
         "tie_word_embeddings": False,
-        "text_config": {**TEXT, "model_type": "qwen2", "rope_theta": 1e4},
+        "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {
             "model_type": "internvl_vision",
             "hidden_size": 16,
@@ -605,7 +605,7 @@ INTERNVL_LARGE = VisionCase(
     architecture="InternVLForConditionalGeneration",
     config={
         **INTERNVL.config,
-        "text_config": {**TEXT, "model_type": "qwen3", "rope_theta": 1e4, "head_dim": 16},
+        "text_config": {**TEXT, "model_type": "qwen3", "head_dim": 16},
         "vision_config": {
             **INTERNVL.config["vision_config"],
             "attention_bias": False,

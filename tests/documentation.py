@@ -1,6 +1,6 @@
 """Reads the code blocks of a Markdown page and runs them as a reader would.
 
-A comment directly before a block says how it is treated:
+A comment before a block, with nothing but blank lines between, says how it is treated:
 
 * ``<!-- not run: REASON -->``: the block cannot run beside the embedded models.
 * ``<!-- output -->``: the block is what the block before it prints. ``…`` stands for any text.
@@ -82,7 +82,7 @@ class Block:
 def read_blocks(page: str, text: str) -> list[Block]:
     """Return the fenced blocks of a page in order."""
     fence = re.compile(
-        r"(?:<!--\s*(?P<note>(?:(?!-->).)*?)\s*-->[ \t]*\n[ \t]*)?"
+        r"(?:<!--\s*(?P<note>(?:(?!-->).)*?)\s*-->\s*\n)?"
         r"^(?P<indent>[ \t]*)```(?P<language>[^\n`]*)\n(?P<text>.*?)^[ \t]*```[ \t]*$",
         re.DOTALL | re.MULTILINE,
     )

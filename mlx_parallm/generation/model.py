@@ -162,6 +162,10 @@ class Grammars(Protocol):
         """
         ...
 
+    def starts(self, text: str, beginning: str) -> bool:
+        """True if what a compiled grammar matches may start with these characters."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationModel(ServedModel):

@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -106,10 +106,11 @@ class GrammarCompiler:
         ]
         return self.matcher(text).try_consume_tokens(tokens) == len(tokens)
 
-    def text_after(self, beginning: str) -> LLMatcher:
-        """Return a matcher of this text, its special tokens as tokens, and of any text after it."""
+    def any_text_after(self, beginnings: Sequence[str]) -> LLMatcher:
+        """Return a matcher of any text after one of these, whose special tokens are tokens."""
         builder = LarkBuilder(self.vocabulary.specials)
-        start = f"{builder.literal(beginning)} {builder.text_until('')}"
+        either = " | ".join(map(builder.literal, beginnings))
+        start = f"({either}) {builder.text_until('')}"
         return self.matcher(json.dumps(builder.grammar(start), ensure_ascii=False))
 
     def _grammar(self, spec: GrammarSpec) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class SampleMatcher:
         self._tail = b""
         # None: its text has left the grammar, which only a start of free text may do.
         self._matcher: LLMatcher | None = compiler.matcher(grammar.text)
-        self._opening = _Opening.of(grammar.free_start, self._matcher, compiler)
+        self._opening = _Opening.of(grammar.free_starts, self._matcher, compiler)
         self.ends = self._vocabulary.eos_ids | set(params.stop_token_ids)
         self.stop_ids = params.stop_token_ids
         self.num_taken = 0
@@ -102,12 +102,13 @@ class SampleMatcher:
         opening.text += self._vocabulary.token_bytes(token_id)
         if self._matcher is not None and not self._matcher.try_consume_tokens([token_id]):
             self._matcher = None
-        if len(opening.text) < len(opening.start):
+        start = next(filter(opening.text.startswith, opening.starts), None)
+        if start is None:
             return
         self._opening = None
         self.is_free = True
         self._matcher = opening.grammar
-        self._look_for_marker(opening.text[len(opening.start) :])
+        self._look_for_marker(opening.text[len(start) :])
 
     def _look_for_marker(self, text: bytes) -> None:
         """Begin the grammar once the marker is complete; tokens may cut it anywhere."""
@@ -125,24 +126,25 @@ class SampleMatcher:
 
 @dataclass(slots=True)
 class _Opening:
-    """A text that frees a sample if the sample begins with it.
+    """The texts that free a sample if the sample begins with one of them.
 
     Attributes:
-        start: the text.
-        matcher: follows the sample while it may be the text.
+        starts: the texts.
+        matcher: follows the sample while it may be one of the texts.
         grammar: a matcher for what follows the free text.
         text: what was generated of it.
     """
 
-    start: bytes
+    starts: tuple[bytes, ...]
     matcher: LLMatcher
     grammar: LLMatcher
     text: bytes = b""
 
     @classmethod
     def of(
-        cls, start: str | None, grammar: LLMatcher, compiler: GrammarCompiler
+        cls, starts: Sequence[str], grammar: LLMatcher, compiler: GrammarCompiler
     ) -> _Opening | None:
-        if start is None:
+        if not starts:
             return None
-        return cls(start.encode(), compiler.text_after(start), grammar.deep_copy())
+        texts = tuple(start.encode() for start in starts)
+        return cls(texts, compiler.any_text_after(starts), grammar.deep_copy())

@@ -312,8 +312,8 @@ def _create(
         )
     if rows is None:
         raise InvalidRequestError("data is missing.", param="data")
-    check_template(objective)
     model = model_for(engines, objective)
+    check_template(objective, model)
     settings, adapters = body, engines.adapters()
     body, start = engines.train(lambda train: warm_start(settings, model.names[0], adapters, train))
     check_size(body, len(rows), max_rank)

@@ -119,6 +119,7 @@ class ReasoningFormat:
         detect: True for the text of a chat template and the vocabulary of this family.
         also_ends: markers of tool calls that end it too; the tool-call parser reads them.
         silent: further markers, outside reasoning; they are dropped from the text.
+        answer_start: the marker that begins the answer; None: it follows ``end``.
         more_markers: further texts that must not be hidden from the parser.
         is_harmony: True for OpenAI's Harmony, whose channels may come anywhere.
         read_turn: parses the whole turn, if reasoning may stand anywhere; None: reasoning comes
@@ -131,6 +132,7 @@ class ReasoningFormat:
     detect: Callable[[str, Container[str]], bool]
     also_ends: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    answer_start: str | None = None
     more_markers: tuple[str, ...] = ()
     is_harmony: bool = False
     read_turn: Callable[[ReadContext], Steps[None]] | None = None
@@ -139,6 +141,14 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         """The texts that may be special tokens."""
         return (self.start, self.end, *self.more_markers)
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The texts that a turn begins with if it begins with reasoning.
+
+        A marker in words follows a space where the prompt ends with a word.
+        """
+        return (self.start, f" {self.start}") if self.start[0].isalpha() else (self.start,)
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
         """True if the text must be detokenised with its special tokens."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Container
 
 from mlx_parallm.parsing.families.harmony import HARMONY_REASONING
+from mlx_parallm.parsing.families.kimi_k3 import ANSWER as KIMI_K3_ANSWER
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
 from mlx_parallm.parsing.families.muse import MUSE_REASONING
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat
@@ -62,6 +63,7 @@ REASONING_FORMATS = (
         "<|close|>think<|sep|>",
         KIMI_K3.detect,
         silent=KIMI_K3.silent,
+        answer_start=KIMI_K3_ANSWER,
     ),
     _format("mistral", "[THINK]", "[/THINK]"),
     _format("seed_oss", "<seed:think>", "</seed:think>"),

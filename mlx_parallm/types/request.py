@@ -70,13 +70,13 @@ class Grammar:
         text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
         begins_after: a text, such as ``</think>``, after which the grammar applies. Tokens before
             it are free, but the sample may not end there. None: it applies from the first token.
-        free_start: with ``begins_after``: a text, such as ``<think>``, of one or more tokens. The
-            grammar applies from the first token unless the sample begins with it.
+        free_starts: with ``begins_after``: texts, such as ``<think>``, of one or more tokens. The
+            grammar applies from the first token unless the sample begins with one of them.
     """
 
     text: str
     begins_after: str | None = None
-    free_start: str | None = None
+    free_starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,37 @@ def test_fill_mask(server: ServerProcess) -> None:
     ]
 
 
+MASKED = {
+    pipeline["encoder"]: name
+    for name, pipeline in zip(NAMES, PIPELINES, strict=True)
+    if pipeline["task"] == "fill-mask"
+}
+
+
+@pytest.mark.parametrize("encoder", MASKED)
+def test_every_route_takes_both_ways_to_write_a_mask(server: ServerProcess, encoder: str) -> None:
+    name = MASKED[encoder]
+    own = "[MASK]" if encoder == "bert_masked_lm" else "<mask>"
+
+    def told(mask: str) -> list[Any]:
+        """Return the answers of all routes that read masks."""
+        text, words = f"the cat is {mask} in paris.", {"good": 10, "bad": 11}
+        objective = {"template": f"{{text}} is {mask}.", "label_words": words}
+        rows = [{"text": "the cat", "label": "good"}, {"text": "the dog", "label": "bad"}]
+        body = {"objective": {"kind": "label_words", **objective}, "data": rows, "batch_size": 2}
+        session = post(server, "/v1/mezo/sessions", {"model": name, "seed": 1, **body})["id"]
+        steps = post(server, f"/v1/mezo/sessions/{session}/step", {"steps": 2})["data"]
+        httpx2.delete(f"{server.url}/v1/mezo/sessions/{session}").raise_for_status()
+        masked = {"model": name, "texts": [text, f"{mask} and {mask}"], "return_top_k": 2}
+        return [
+            post(server, f"/models/{name}", {"inputs": text, "parameters": {"top_k": 3}}),
+            [row["predictions"] for row in post(server, "/v1/mlm", masked)["data"]],
+            [(step["loss_plus"], step["gradients"]) for step in steps],
+        ]
+
+    assert told("[MASK]") == told(own)
+
+
 def test_targets_that_are_no_tokens_are_told(server: ServerProcess) -> None:
     body = {"inputs": "a [MASK]", "parameters": {"targets": ["happiness\u00e9", "cat"]}}
     answer = httpx2.post(f"{server.url}/models/{NAMES[0]}", json=body)

@@ -101,6 +101,36 @@ def test_completions_take_every_field(
     assert re.fullmatch(pattern, answer.choices[0].text, re.DOTALL)
 
 
+@pytest.mark.parametrize("text", ["<think>", "</think>x", "a<|im_end|>b", "<tool_call>{}"])
+def test_a_text_that_spells_a_special_token_is_a_text(client: openai.OpenAI, text: str) -> None:
+    schema = {"const": text}
+    tool: Any = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
+    tool["function"]["parameters"]["required"] = ["a"]
+    structures: list[dict[str, Any]] = [
+        {"json": schema},
+        {"regex": re.escape(text)},
+        {"choice": [text]},
+        {"grammar": f'start: "{text}"'},
+    ]
+    for structure in structures:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            max_tokens=60,
+            extra_body={"structured_outputs": structure, "reasoning_effort": "none"},
+        )
+        content = answer.choices[0].message.content or ""
+        assert (json.loads(content) if "json" in structure else content) == text
+        assert answer.choices[0].finish_reason == "stop"
+    forced: Any = client.chat.completions.create(
+        model=MODEL, messages=HI, max_tokens=200, tools=[tool], tool_choice="required"
+    )
+    assert json.loads(forced.choices[0].message.tool_calls[0].function.arguments) == {"a": text}
+
+
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 

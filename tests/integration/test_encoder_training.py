@@ -13,10 +13,10 @@ from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.types.training import Distribution
+from mlx_parallm.types.training import Distribution, Segment
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
-from mlx_parallm.worker.training.directions import directions
+from mlx_parallm.worker.training.directions import Copies, Directions
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
@@ -72,10 +72,10 @@ class Trained:
             PoolingInput(text, "mlm", places=(len(text) - 1,), candidates=(3, 9)) for text in texts
         ]
 
-    def copies(self) -> mx.array:
-        along = directions(5, 1, self.trainable.num_parameters, Distribution.RADEMACHER)[0]
-        theta = self.trainable.theta
-        return mx.stack([theta + EPSILON * along, theta - EPSILON * along])
+    def copies(self, *signs: int, epsilon: float = EPSILON) -> Copies:
+        directions = Directions(5, 1, self.trainable.num_parameters, Distribution.RADEMACHER)
+        segments = [Segment(0, sign, ()) for sign in signs or (1, -1)]
+        return Copies(self.trainable.theta, directions, segments, epsilon)
 
     def paired(self, pool: PrefixPool | None, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of both copies, all in one forward."""
@@ -122,7 +122,7 @@ def test_pairs_are_what_two_adapters_give(
     base = trained.runner.run(inputs)
     pool = PrefixPool(1 << 20)
     first = trained.paired(pool, inputs)
-    plus, minus = (trained.served(copy, inputs) for copy in trained.copies())
+    plus, minus = (trained.served(copy, inputs) for copy in trained.copies().value())
     for result, expected in zip(first, [*plus, *minus], strict=True):
         np.testing.assert_allclose(result, expected, atol=1e-5, rtol=1e-5)
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(plus, minus, strict=True))
@@ -166,9 +166,9 @@ def test_a_pool_without_room_changes_no_bit(tmp_path: Path) -> None:
 def test_copies_without_a_perturbation_give_the_same(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="all", trains_first=False)
     forwards = PairForwards(trained.runner.adapters, trained.trainable, None)
-    inputs, theta = trained.inputs(), trained.trainable.theta
+    inputs = trained.inputs()
     everything = range(len(inputs))
-    job = forwards.begin(inputs, [everything, everything], mx.stack([theta, theta]))
+    job = forwards.begin(inputs, [everything, everything], trained.copies(epsilon=0.0))
     results = job.wait().results
     for plus, minus in zip(results[: len(inputs)], results[len(inputs) :], strict=True):
         np.testing.assert_allclose(plus, minus, atol=1e-6, rtol=0)
@@ -178,8 +178,8 @@ def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
     trained = Trained(tmp_path, "bert", layers="last", trains_first=False)
     forwards = PairForwards(trained.runner.adapters, trained.trainable, PrefixPool(1 << 20))
     inputs = trained.inputs(TEXTS[:4])
-    plus, minus = trained.copies()
-    copies = mx.stack([plus, minus, minus])
+    plus, minus = trained.copies().value()
+    copies = trained.copies(1, -1, -1)
     results = forwards.begin(inputs, [[0, 1], [0, 1], [3, 2]], copies).wait().results
     expected = [
         *trained.served(plus, inputs[:2]),

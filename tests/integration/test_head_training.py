@@ -41,6 +41,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
+from mlx_parallm.worker.training.directions import directions
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.decoder_folders import read_decoder, write_words
@@ -198,6 +199,27 @@ def test_a_head_learns_and_is_replayed(tmp_path: Path) -> None:
     opened(worker)
     assert adapter_of(worker, steps=steps).digest == adapter.digest
     assert adapter_of(worker, steps=steps[:9]).digest != adapter.digest
+
+
+def test_numbers_of_a_head_come_in_the_documented_order(tmp_path: Path) -> None:
+    worker = served(tmp_path, "roberta_sequence")
+    own = opened(worker, replace(SPEC, trains_head=False)).num_parameters
+    opened(worker)
+    worker.execute(ApplySteps(model=MODEL, session=SESSION, steps=[Step(SEED, [1.0])]))
+    before = worker.execute(Materialise(model=MODEL, session=SESSION, steps=())).saved
+    after = worker.execute(Materialise(model=MODEL, session=SESSION, steps=None)).saved
+    assert list(after) == [
+        f"classifier.{layer}.{leaf}"
+        for layer in ("out_proj", "dense")
+        for leaf in ("weight", "bias")
+    ]
+    size = own + sum(tensor.array.size for tensor in after.values())
+    (along,) = np.array(directions(SEED, 1, size, Distribution.RADEMACHER))
+    at = own
+    for name, tensor in after.items():
+        part = along[at : at + tensor.array.size].reshape(tensor.array.shape)
+        np.testing.assert_allclose(tensor.array, before[name].array - part, atol=1e-6)
+        at += tensor.array.size
 
 
 @pytest.mark.parametrize("name", ["bert_sequence", "roberta_sequence", "llama_sequence"])

@@ -134,16 +134,18 @@ def test_the_log_gives_the_same_bits_at_every_step(session: Worker) -> None:
         assert session.execute(op).digest == digest
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 16, 17, 33])
+@pytest.mark.parametrize(
+    ("num_steps", "num_directions"), [(0, 1), (1, 1), (16, 1), (17, 1), (33, 1), (1, 40), (7, 3)]
+)
 def test_a_replay_has_stages_between_which_streams_have_their_turn(
-    session: Worker, num_steps: int
+    session: Worker, num_steps: int, num_directions: int
 ) -> None:
-    steps = [Step(seed, [1e-3 * seed]) for seed in range(num_steps)]
+    steps = [Step(seed, [1e-3 * seed] * num_directions) for seed in range(num_steps)]
     expected = session.execute(Materialise(model=MODEL, session=SESSION, steps=steps)).digest
     before = session.execute(Materialise(model=MODEL, session=SESSION)).digest
     apply = session.begin(ApplySteps(model=MODEL, session=SESSION, steps=steps))
     num_stages = apply.num_stages
-    assert num_stages == max(1, math.ceil(num_steps / 16))
+    assert num_stages == max(1, math.ceil(num_steps * num_directions / 16))
     for left in range(num_stages - 1, 0, -1):
         apply.advance()
         assert apply.num_stages == left

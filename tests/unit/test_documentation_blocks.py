@@ -82,6 +82,8 @@ def test_an_output_block_is_what_the_block_before_prints(tmp_path: Path):
     run(tmp_path, echo + fenced("text", "id …: done", "<!-- output -->"))
     with pytest.raises(BlockError, match="id 17"):
         run(tmp_path, echo + fenced("text", "id …: failed", "<!-- output -->"))
+    with pytest.raises(BlockError):
+        run(tmp_path, echo + fenced("text", "id …: failed", "<!-- output -->\n"))
     with pytest.raises(BlockError, match="no block before"):
         run(tmp_path, fenced("text", "a", "<!-- output -->"))
 

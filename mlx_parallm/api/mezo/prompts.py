@@ -51,7 +51,8 @@ def _choosing(
             )
         label = row.label_index(names, place, param)
         prompt = _prompt(row, objective.template, model, place, param)
-        examples.append(Example(_checked(ChoiceInput(prompt, choices), model, place, param), label))
+        item = ChoiceInput(prompt, choices, averages=bool(objective.normalize))
+        examples.append(Example(_checked(item, model, place, param), label))
     return examples
 
 

@@ -29,7 +29,7 @@ from mlx_parallm.api.mezo.schema import (
     Row,
 )
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
-from mlx_parallm.api.pooling.mlm.inputs import candidates_of, masked_inputs
+from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
@@ -46,7 +46,7 @@ DATA = "data"
 PURPOSE = "fine-tune"
 # DATA_FIELDS: fields of the body that say how data are read.
 DATA_FIELDS = ("data", "batch_size", "batches", "mode", "max_batch_tokens")
-TEXT, MASK = "{text}", "[MASK]"
+TEXT = "{text}"
 OBJECTIVES: TypeAdapter[AnyObjective] = TypeAdapter(Objective)
 # ESTIMATOR_FIELDS: fields of the body by those of the settings.
 ESTIMATOR_FIELDS = {
@@ -113,6 +113,7 @@ def _trainable(session: CreateSession) -> TrainableSpec:
         rank=body.rank,
         alpha=body.alpha,
         trains_first=trains_first,
+        seed=session.seed,
         init=body.init or (FirstFactors.RANDOM if is_random else FirstFactors.ACTIVATIONS),
         trains_head=body.head,
     )
@@ -323,7 +324,7 @@ async def _labelled_texts(
     for is_text in (True, False):
         places = [place for place, row in enumerate(rows) if (row.text is not None) is is_text]
         if places:
-            sources = [_source(rows[place], objective, model) for place in places]
+            sources = [_source(rows[place], objective) for place in places]
             made = await _inputs(sources, objective, model, param)
             for place, item in zip(places, made, strict=True):
                 inputs[place] = item
@@ -332,14 +333,10 @@ async def _labelled_texts(
     ]
 
 
-def _source(row: Row, objective: OfTexts, model: PoolingModel) -> Any:
+def _source(row: Row, objective: OfTexts) -> Any:
     if row.text is None:
         return row.token_ids
-    filled = objective.template.replace(TEXT, row.text)
-    if isinstance(objective, LabelWords):
-        filled = objective.template.replace(MASK, model.tokenizer.mask_token or MASK)
-        filled = filled.replace(TEXT, row.text)
-    return filled
+    return objective.template.replace(TEXT, row.text)
 
 
 async def _inputs(
@@ -371,12 +368,14 @@ async def label_words(objective: LabelWords, model: PoolingModel) -> tuple[int, 
     return words.ids
 
 
-def check_template(objective: Measured | Reward) -> None:
+def check_template(objective: Measured | Reward, model: PoolingModel | GenerationModel) -> None:
     """Raise InvalidRequestError if a template has no place for the text, or not one mask."""
     template, param = objective.template, "objective.template"
     if template.count(TEXT) != 1:
         raise InvalidRequestError(f"The template must have {TEXT} once.", param=param)
-    if isinstance(objective, LabelWords) and template.count(MASK) != 1:
+    if not isinstance(objective, LabelWords) or not isinstance(model, PoolingModel):
+        return
+    if num_masks(template, model) != 1:
         raise InvalidRequestError(f"The template must have {MASK} once.", param=param)
 
 

@@ -105,12 +105,12 @@ async def create_session(
         check_copies(body, engine.config.adapters.max_loaded)
         return session_answer(await training.create(config_maker(body, model, start), (), start))
     objective = body.objective
-    check_template(objective)
     if isinstance(objective, Reward):
         check_copies(body, engine.config.adapters.max_loaded)
         model = check_reward(body, objective, engine, config)
     else:
         model = model_of(body.model, objective, engine)
+    check_template(objective, model)
     if body.data is None:
         raise InvalidRequestError("data is missing.", param=DATA)
     rows = await rows_of(body.data, request, request.app.state.batches)

@@ -162,6 +162,10 @@ class Candidates(Strict):
         max_length=1000,
         description="The text, or token ids, of each label; most texts begin with a space.",
     )
+    normalize: StrictBool | None = Field(
+        None,
+        description="Divide a candidate's log-likelihood by its tokens; true for the preset paper.",
+    )
     measure: CandidateMeasure = Field(
         default=Measure.CROSS_ENTROPY, description="What is to become small."
     )
@@ -307,7 +311,16 @@ class CreateSession(Strict):
     max_batch_tokens: StrictInt | None = Field(
         None, ge=1, le=1 << 20, description="Most tokens of a forward; the device's by default."
     )
-    seed: StrictInt = Field(0, ge=0, lt=2**63, description="Draws batches and directions.")
+    seed: StrictInt = Field(
+        0, ge=0, lt=2**63, description="Draws batches, directions and random first factors."
+    )
+
+    @model_validator(mode="after")
+    def _normalises_as_the_preset_says(self) -> Self:
+        # A session keeps its objective, so that rows of later requests are read alike.
+        if isinstance(self.objective, Candidates) and self.objective.normalize is None:
+            self.objective.normalize = self.estimator.preset == "paper"
+        return self
 
 
 class MakeSteps(Strict):

@@ -18,9 +18,6 @@ from mlx_parallm.parsing.formats import CallText, ReasoningFormat, ToolFormat, t
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import Grammar
 
-# What begins the answer in OpenAI's Harmony (https://cookbook.openai.com/articles/openai-harmony).
-HARMONY_FINAL = "<|channel|>final<|message|>"
-
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -29,10 +26,15 @@ class Constraint:
     Attributes:
         grammar: what its text must match; None for anything.
         tool_format: how its tool calls are written; None where there are none.
+        is_structure: True if its answer matches a structure, unless it is calls.
+        call_starts: with a structure: texts of which one begins calls, and none begins what matches
+            the structure; empty if only a parser of calls can tell them apart.
     """
 
     grammar: Grammar | None
     tool_format: ToolFormat | None
+    is_structure: bool = False
+    call_starts: tuple[str, ...] = ()
 
 
 async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) -> Constraint:
@@ -58,14 +60,59 @@ async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) ->
         grammar = await grammar_of(spec, model, param="tools")
         return Constraint(_before_calls(grammar, turn, model, rendered), calls.tool_format)
     if turn.structure is not None:
-        spec = _either(turn, model, turn.structure) if tools else turn.structure
-        grammar = await grammar_of(spec, model, param=turn.structure_field)
-        return Constraint(_after_reasoning(grammar, turn, model.reasoning_format, rendered), form)
+        return await _structured(turn, turn.structure, model, rendered)
     strict = _strict_calls(turn, form)
     if strict is None:
         return Constraint(None, form)
     grammar = await grammar_of(strict, model, param="tools")
     return Constraint(_after_thoughts(grammar, turn, model, rendered), form)
+
+
+async def _structured(
+    turn: TurnRequest, structure: GrammarSpec, model: GenerationModel, rendered: str
+) -> Constraint:
+    """Return the constraint of a turn whose answer matches a structure, or is calls."""
+    grammar = await grammar_of(structure, model, param=turn.structure_field)
+    compiler = model.grammars
+    assert compiler is not None, "the structure was compiled"
+
+    def are_others(starts: tuple[str, ...]) -> bool:
+        """True if no text of the structure begins with one of these."""
+        return not any(compiler.starts(grammar.text, start) for start in starts)
+
+    answer, calls = grammar, tuple[str, ...]()
+    if turn.callable_tools:
+        either = _either(turn, model, structure)
+        answer = await grammar_of(either, model, param=turn.structure_field)
+        calls = _call_starts(model.tool_format)
+    after = _before_answer(answer, turn, model.reasoning_format, rendered)
+    return Constraint(
+        after if are_others(after.free_starts) else answer,
+        model.tool_format if turn.callable_tools else None,
+        is_structure=True,
+        call_starts=calls if are_others(calls) else (),
+    )
+
+
+def _call_starts(form: ToolFormat | None) -> tuple[str, ...]:
+    """Return the texts that forced calls begin with."""
+    if form is None or form.forced is None:
+        return ()
+    start = form.forced.begin + form.forced.call.partition("$")[0]
+    return (start, f"\n\n{start}") if start else ()
+
+
+def _before_answer(
+    grammar: Grammar, turn: TurnRequest, form: ReasoningFormat | None, rendered: str
+) -> Grammar:
+    """Return the grammar of an answer, with what may be free before it."""
+    if form is None or form.answer_start is None:
+        return _after_reasoning(grammar, turn, form, rendered)
+    is_open = form.is_open_after(rendered, turn.begun)
+    has_begun = bool(turn.begun) or rendered.rstrip().endswith(form.answer_start)
+    if has_begun and not is_open:
+        return grammar
+    return replace(grammar, begins_after=form.answer_start)
 
 
 def _check(turn: TurnRequest, model: GenerationModel) -> None:
@@ -182,7 +229,7 @@ def _before_calls(
 ) -> Grammar:
     """Return the grammar of forced calls, with what may be free before them."""
     after = _after_thoughts(grammar, turn, model, rendered)
-    return after if after.free_start is None or turn.asks_for_thinking else grammar
+    return grammar if after.free_starts and not turn.asks_for_thinking else after
 
 
 def _after_thoughts(
@@ -202,10 +249,11 @@ def _after_reasoning(
     """Return the grammar of what follows the reasoning, which is free."""
     if form is None:
         return grammar
-    if form.is_harmony:
-        return replace(grammar, begins_after=HARMONY_FINAL)
     if form.is_open_after(rendered, turn.begun):
         return replace(grammar, begins_after=form.end)
     if rendered.rstrip().endswith(form.end):
         return grammar
-    return replace(grammar, begins_after=form.end, free_start=form.start)
+    # A marker in words is also how others begin an answer ("Here is the list").
+    if form.start[0].isalpha() and not turn.asks_for_thinking:
+        return grammar
+    return replace(grammar, begins_after=form.end, free_starts=form.starts)

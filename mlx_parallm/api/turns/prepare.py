@@ -19,6 +19,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
+from mlx_parallm.parsing.structured import ContentParser, ParserByStart, ParsersInTurn
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.pictures.prompt import (
     Hide,
@@ -45,14 +46,19 @@ class PreparedTurn:
         model: who answers.
         rendered: the prompt as text.
         request: for the engine.
-        tool_format: how tool calls are written in the answer; None where there are none.
+        constraint: how the answer is written.
     """
 
     turn: TurnRequest
     model: GenerationModel
     rendered: str
     request: GenerateRequest
-    tool_format: ToolFormat | None
+    constraint: Constraint
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How tool calls are written in the answer; None where there are none."""
+        return self.constraint.tool_format
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -73,11 +79,28 @@ class PreparedTurn:
         )
 
     def _parser(self) -> TurnParser:
-        turn, reasoning = self.turn, _reasoning_format(self.turn, self.model)
+        reasoning = _reasoning_format(self.turn, self.model)
+        grammar, form = self.constraint.grammar, self.tool_format
+        if grammar is None or not self.constraint.is_structure:
+            return self._parser_of(form, reasoning)
+        answer = ContentParser()
+        if form is not None:
+            calls = self._parser_of(form, None)
+            starts = self.constraint.call_starts
+            answer = ParserByStart(starts, calls, answer) if starts else calls
+        if grammar.begins_after is None:
+            return answer
+        free = ParsersInTurn(self._parser_of(None, reasoning), grammar.begins_after, answer)
+        return ParserByStart(grammar.free_starts, free, answer) if grammar.free_starts else free
+
+    def _parser_of(
+        self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None
+    ) -> TurnParser:
+        turn = self.turn
         keeps_special = not self.request.params.skip_special_tokens
         hides = keeps_special and turn.params.skip_special_tokens
         return turn_parser(
-            tool_format=self.tool_format,
+            tool_format=tool_format,
             reasoning_format=reasoning,
             tools=[tool.for_template() for tool in turn.callable_tools],
             reasoning_is_open=reasoning is not None
@@ -125,7 +148,7 @@ async def prepare_turn(
         model=model,
         rendered=rendered,
         request=request,
-        tool_format=constraint.tool_format,
+        constraint=constraint,
     )
 
 

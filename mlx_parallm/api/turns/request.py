@@ -11,6 +11,9 @@ from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.pictures.processor import AS_CONFIGURED, PixelRange
 from mlx_parallm.types.request import SamplingParams
 
+# The variables by which chat templates turn reasoning on and off.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
@@ -70,7 +73,8 @@ class TurnRequest:
     def asks_for_thinking(self) -> bool:
         """True if the caller, not only the model, wants reasoning."""
         effort = self.template_kwargs.get("reasoning_effort")
-        return self.template_kwargs.get("enable_thinking") is True or effort not in (None, "none")
+        switches = (self.template_kwargs.get(name) for name in THINKING_SWITCHES)
+        return any(switch is True for switch in switches) or effort not in (None, "none")
 
     @property
     def begun(self) -> str:

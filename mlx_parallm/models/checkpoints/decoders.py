@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlx_parallm.models.checkpoints.rope_fields import rope_fields
+from mlx_parallm.models.checkpoints import rope_fields
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.pooling import Task
 
@@ -59,17 +59,14 @@ def splits_window(config: Mapping[str, Any]) -> bool:
 
 
 def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that mlx_lm reads, in place of those that it does not know."""
-    fields = rope_fields(config)
+    """Return a config with fields that mlx_lm reads, in place of those that it does not know."""
+    fields = rope_fields.readable_config(config)
     model_type = str(config.get("model_type"))
     if "tie_word_embeddings" not in config and model_type not in TIED:
         # The field concerns only the LM head, but some of mlx_lm's models require it.
         fields["tie_word_embeddings"] = False
     if model_type in ALIASES:
         fields["model_type"] = ALIASES[model_type]
-    layers = config.get("layer_types") or ()
-    if "sliding_window_pattern" not in config and "full_attention" in layers:
-        fields["sliding_window_pattern"] = layers.index("full_attention") + 1
     return fields
 
 

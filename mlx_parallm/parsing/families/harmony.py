@@ -115,6 +115,7 @@ HARMONY_REASONING = ReasoningFormat(
     name="openai_gptoss",
     start=ANALYSIS,
     end=END,
+    answer_start=f"{CHANNEL}final{MESSAGE}",
     detect=HARMONY.detect,
     more_markers=_MARKERS,
     is_harmony=True,

@@ -20,7 +20,8 @@ _CALL, _CALL_END = f"{OPEN}call ", f"{CLOSE}call{SEP}"
 _ARGUMENT, _ARGUMENT_END = f"{OPEN}argument ", f"{CLOSE}argument{SEP}"
 _JSON, _JSON_END = f"{OPEN}json", f"{CLOSE}json{SEP}"
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
-SILENT = (f"{OPEN}response{SEP}", f"{CLOSE}response{SEP}", f"{CLOSE}message{SEP}", "<|end_of_msg|>")
+ANSWER = f"{OPEN}response{SEP}"
+SILENT = (ANSWER, f"{CLOSE}response{SEP}", f"{CLOSE}message{SEP}", "<|end_of_msg|>")
 
 
 def _read(context: ReadContext) -> Steps[None]:

@@ -82,6 +82,7 @@ MUSE_REASONING = ReasoningFormat(
     name="muse_spark",
     start=f"to=self{MESSAGE}",
     end=NEXT,
+    answer_start=f"to=user{MESSAGE}",
     detect=MUSE_SPARK.detect,
     more_markers=_MARKERS,
     read_turn=read_muse,

@@ -54,7 +54,8 @@ class TrainableHead:
 
     Attributes:
         task_type: PEFT's, of adapters that bring such a head.
-        parameters: of the model's own head, float32, by name.
+        parameters: of the model's own head, float32, by name; names descend, and are so the order
+            of a session's parameters (docs/training.md).
     """
 
     def __init__(
@@ -76,9 +77,8 @@ class TrainableHead:
             path: layer_like(path, module, own[path], "model") for path, module in modules.items()
         }
         self._join = join
-        self.parameters: Parameters = {
-            f"{path}.{leaf}": own[path][leaf] for path in own for leaf in own[path]
-        }
+        named = {f"{path}.{leaf}": own[path][leaf] for path in own for leaf in own[path]}
+        self.parameters: Parameters = dict(sorted(named.items(), reverse=True))
 
     @property
     def paths(self) -> Sequence[str]:

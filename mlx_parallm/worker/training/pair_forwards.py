@@ -15,6 +15,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
+from mlx_parallm.worker.training.directions import Copies
 from mlx_parallm.worker.training.layer_entry import LayerEntry
 from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded
 from mlx_parallm.worker.training.segment_stack import SegmentStack
@@ -25,39 +26,42 @@ from mlx_parallm.worker.training.trained_model import TrainedModel
 class PairJob:
     """A forward of perturbed copies, and what was found for it. Implements ``Pending``.
 
-    Each text whose states were not kept has a stage, before those of the layers.
+    The stages before those of the layers draw the copies, and compute the states of each text
+    that were not kept.
     """
 
     def __init__(
         self,
         build: Callable[[], StagedJob],
+        copies: Copies,
         missing: Sequence[Callable[[], None]] = (),
         counts: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """Prepare.
 
         Args:
-            build: returns the forward, once all that was missing is computed.
+            build: returns the forward, once copies are drawn and what was missing is computed.
+            copies: of the parameters.
             missing: computes what is missing, one text each.
             counts: the last fields of ``PairResult``.
         """
         self._build = build
-        self._missing = list(missing)
-        self._job = None if self._missing else build()
+        self._before = [copies.advance] * copies.num_stages + list(missing)
+        self._job = None if self._before else build()
         self._counts = counts
 
     @property
     def num_stages(self) -> int:
         """See ``Pending``."""
-        return len(self._missing) + 1 if self._job is None else self._job.num_stages
+        return len(self._before) + 1 if self._job is None else self._job.num_stages
 
     def advance(self) -> None:
         """See ``Pending``."""
         if self._job is not None:
             self._job.advance()
             return
-        self._missing.pop(0)()
-        if not self._missing:
+        self._before.pop(0)()
+        if not self._before:
             self._job = self._build()
 
     def wait(self) -> PairResult:
@@ -120,7 +124,7 @@ class PairForwards:
         self,
         inputs: Sequence[TrainingInput],
         segments: Sequence[Sequence[int]],
-        copies: mx.array,
+        copies: Copies,
         *,
         keeps: bool = True,
     ) -> PairJob:
@@ -131,15 +135,13 @@ class PairForwards:
         Args:
             inputs: the inputs of the step; none names an adapter.
             segments: for each copy, indices of its inputs; all have the same length.
-            copies: the parameters of each copy, float32 ``[S, P]``.
+            copies: the parameters of each copy.
             keeps: see ``PairForward``.
         """
         rows = [inputs[index] for segment in segments for index in segment]
-        stacks = self._trainable.stacks(copies)
-        heads = self._trainable.heads(copies)
         pool = self.pool
         if pool is None:
-            return PairJob(lambda: self._model.changed_job(rows, stacks, heads=heads))
+            return PairJob(partial(self._build, rows, copies), copies)
         texts = [self._model.texts(item) for item in inputs]
         every = [text for own in texts for text in own]
         keys = [self._key(text) for text in every]
@@ -153,11 +155,19 @@ class PairForwards:
         def build() -> StagedJob:
             hidden = pool.gather(keys, computed, self._model.length(every), keeps=keeps)
             with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
-                return self._model.changed_job(rows, stacks, self.first_layer, heads)
+                return self._build(rows, copies, self.first_layer)
 
         frozen_tokens = sum(len(by_key[key].token_ids) for key in missing)
         counts = len(keys), len(keys) - len(missing), frozen_tokens
-        return PairJob(build, [partial(compute, key) for key in missing], counts)
+        return PairJob(build, copies, [partial(compute, key) for key in missing], counts)
+
+    def _build(
+        self, rows: Sequence[TrainingInput], copies: Copies, first_layer: int = 0
+    ) -> StagedJob:
+        """Return the forward of rows from a layer on; of each segment with its copy."""
+        parameters = copies.value()
+        stacks, heads = self._trainable.stacks(parameters), self._trainable.heads(parameters)
+        return self._model.changed_job(rows, stacks, first_layer, heads)
 
     def _is_exact(self, item: TrainingInput, stacks: Mapping[str, SegmentStack]) -> bool:
         """True if a result is the same with states that were computed before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +38,12 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.own_heads import TrainableHead
 from mlx_parallm.worker.training.base_digest import BaseDigest
-from mlx_parallm.worker.training.directions import directions, stepped
+from mlx_parallm.worker.training.directions import (
+    Copies,
+    Directions,
+    directions_of_stage,
+    steps_along,
+)
 from mlx_parallm.worker.training.input_directions import InputDirections
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
@@ -59,9 +65,6 @@ TrainingOp = (
 # padded to the longest, takes less time than two forwards of 0.6 times its tokens.
 CPU_FORWARDS = ForwardSize(max_tokens=4096, cost=48)
 GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
-# NUMBERS_OF_STAGE: random numbers that a stage of a replay draws, about; a CPU takes 10 to 20 ms.
-# LEAST_NUMBERS: numbers that take as long as the calls of a step's operations.
-NUMBERS_OF_STAGE, LEAST_NUMBERS = 1 << 20, 1 << 16
 
 
 class _Session:
@@ -96,11 +99,13 @@ class _Session:
             forwards=CPU_FORWARDS if backend_name() == "cpu" else GPU_FORWARDS,
         )
 
-    def copies(self, op: PairForward) -> mx.array:
-        """Return the perturbed parameters of each segment, float32 ``[S, P]``."""
-        theta = self.trainable.theta
-        along = directions(op.seed, op.num_directions, theta.size, self.distribution)
-        return mx.stack([_copy(theta, along, segment, op.epsilon) for segment in op.segments])
+    def copies(self, op: PairForward) -> Copies:
+        """Return the perturbed parameters of each segment."""
+        directions = self._directions(op.seed, op.num_directions)
+        return Copies(self.trainable.theta, directions, op.segments, op.epsilon)
+
+    def _directions(self, seed: int, count: int) -> Directions:
+        return Directions(seed, count, self.trainable.num_parameters, self.distribution)
 
     def set_parameters(self, theta: mx.array) -> None:
         """Train these parameters from now on."""
@@ -109,16 +114,16 @@ class _Session:
     def weights(self, theta: mx.array, perturbation: Perturbation | None) -> AdapterWeights:
         """Return the adapter with these parameters, perturbed as in the forwards of a step."""
         if perturbation is not None:
-            count = perturbation.num_directions
-            along = directions(perturbation.seed, count, theta.size, self.distribution)
-            theta = _copy(theta, along, perturbation, perturbation.epsilon)
+            directions = self._directions(perturbation.seed, perturbation.num_directions)
+            copy = Segment(perturbation.direction, perturbation.sign, ())
+            theta = Copies(theta, directions, [copy], perturbation.epsilon).value()[0]
         return self.trainable.weights(theta)
 
 
 class _Replay:
-    """Parameters after steps, some of which are applied in each stage. Implements ``Pending``.
+    """Parameters after steps, along some directions in each stage. Implements ``Pending``.
 
-    A log may have 100,000 steps, and streams must not wait for all of them.
+    A log may have 100,000 steps, and a step many long directions: streams wait for neither.
     """
 
     def __init__(
@@ -132,24 +137,22 @@ class _Replay:
             steps: in their order.
             end: returns the result for the parameters after them.
         """
-        self._theta, self._steps, self._end = begin, steps, end
-        self._distribution = session.distribution
-        self._num_applied = 0
-        self._per_stage = max(1, NUMBERS_OF_STAGE // max(begin.size, LEAST_NUMBERS))
+        self._theta, self._end = begin, end
+        self._work = steps_along(begin, steps, session.distribution)
+        self._num_left = sum(max(1, len(step.coefficients)) for step in steps)
+        self._per_stage = directions_of_stage(begin.size)
 
     @property
     def num_stages(self) -> int:
-        return max(1, math.ceil((len(self._steps) - self._num_applied) / self._per_stage))
+        return max(1, math.ceil(self._num_left / self._per_stage))
 
     def advance(self) -> None:
-        begin = self._num_applied
-        for step in self._steps[begin : begin + self._per_stage]:
-            self._theta = stepped(self._theta, step, self._distribution)
-            mx.eval(self._theta)
-            self._num_applied += 1
+        for theta in islice(self._work, self._per_stage):
+            self._theta, self._num_left = theta, self._num_left - 1
+        mx.eval(self._theta)
 
     def wait(self) -> Any:
-        while self._num_applied < len(self._steps):
+        while self._num_left:
             self.advance()
         return self._end(self._theta)
 
@@ -404,11 +407,3 @@ def _arrays(parameters: Mapping[str, np.ndarray]) -> dict[str, mx.array]:
 def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:
     outputs, inputs = plain_shape(model.modules[path])
     return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
-
-
-def _copy(
-    theta: mx.array, along: mx.array, place: Segment | Perturbation, epsilon: float
-) -> mx.array:
-    if place.direction is None:
-        return theta
-    return theta + place.sign * epsilon * along[place.direction]

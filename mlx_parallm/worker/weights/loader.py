@@ -14,7 +14,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.kernels.language import CudaLanguage
-from mlx_parallm.models.checkpoints.rope_fields import rope_fields
+from mlx_parallm.models.checkpoints.rope_fields import readable_config
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.models.vision.registry import family_of, why_no_family
@@ -209,14 +209,9 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
 
 
 def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
-    """Return the classes of a config, which gets the fields that these would miss.
-
-    Without them such a model would run with RoPE's usual base, whatever its own is.
-    """
-    model, args = decoder_classes(config)
-    if "rope_parameters" not in getattr(args, "__dataclass_fields__", {}):
-        config |= rope_fields(config)
-    return model, args
+    """Return the classes of a config, which gets the fields that these would miss."""
+    config |= readable_config(config)
+    return decoder_classes(config)
 
 
 def _text_classes(config: dict[str, Any]) -> tuple[type, type]:

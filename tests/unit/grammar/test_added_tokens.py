@@ -17,12 +17,11 @@ from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing.forced import forced_calls
-from mlx_parallm.tokenizer.token_bytes import gpt2_byte_map
 from mlx_parallm.types.request import Grammar, SamplingParams
 from mlx_parallm.types.step import SampleSpec
+from tests.byte_vocabulary import NO_FLAGS, byte_level
 from tests.unit.grammar.test_tokenizers import sentencepiece_tokenizer
 
-NO_FLAGS = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
 # KINDS of added tokens: with none of the flags, and with each.
 KINDS = ({}, *({flag: True} for flag in ("special", *NO_FLAGS)))
 MARKERS = ("<think>", "<|mark|>", "[mark]", "ab mark")
@@ -92,24 +91,6 @@ STRUCTURES: dict[str, tuple[Callable[[str], GrammarSpec], Callable[[str, str], b
     ),
     "call": (call, lambda text, answer: json.loads(answer)[0]["parameters"] == {"a": text}),
 }
-
-
-def byte_level() -> dict[str, Any]:
-    """Return the JSON of a tokenizer whose tokens are the bytes, and a token that ends a text."""
-    vocabulary = {name: number for number, name in enumerate(["<end>", *gpt2_byte_map()])}
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": 0, "content": "<end>", "special": True} | NO_FLAGS],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
 
 
 def sentencepiece() -> dict[str, Any]:

@@ -178,7 +178,7 @@ def test_what_a_token_has_behind_the_marker_belongs_to_the_grammar() -> None:
 
 
 def test_only_a_sample_that_begins_with_the_start_is_free() -> None:
-    of = grammar(["no"], begins_after="</think>", free_start="<think>")
+    of = grammar(["no"], begins_after="</think>", free_starts=("<think>",))
     assert mask([], of) == N | {THINK}
     assert mask(ids_of("n"), of) == set(ids_of("o"))
     assert len(mask([THINK], of)) == len(TOKENS) - 1
@@ -200,7 +200,7 @@ def tokens_of(text: str) -> list[int]:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_a_start_of_several_tokens_frees_a_sample(start: str) -> None:
-    of = grammar(["no", "abba"], begins_after="</think>", free_start=start)
+    of = grammar(["no", "abba"], begins_after="</think>", free_starts=(start,))
     tokens = tokens_of(start)
     for place, token in enumerate(tokens):
         assert token in mask(tokens[:place], of)
@@ -213,7 +213,7 @@ def test_a_start_of_several_tokens_frees_a_sample(start: str) -> None:
 
 
 def test_the_last_token_of_a_start_may_have_more() -> None:
-    of = grammar(["no"], begins_after="x", free_start="think>")
+    of = grammar(["no"], begins_after="x", free_starts=("think>",))
     think, more = TOKENS.index("think"), TOKENS.index(">x")
     assert more in mask([think], of)
     # Its rest has the end of the free text.
@@ -221,7 +221,7 @@ def test_the_last_token_of_a_start_may_have_more() -> None:
 
 
 def test_neither_a_start_nor_a_text_of_the_grammar_fails() -> None:
-    of = grammar(["no"], begins_after="</think>", free_start="<call>a")
+    of = grammar(["no"], begins_after="</think>", free_starts=("<call>a",))
     for wrong in ([CALL, *ids_of("n")], ids_of("x"), [*ids_of("n"), CALL]):
         assert list(GrammarMasks(COMPILER).compute([row(wrong, of)]).failed) == [7]
 

@@ -11,6 +11,7 @@ from mlx_parallm.api.pooling.hf.schema import TaskParameters
 from mlx_parallm.api.pooling.hf.text_classification import text_classification
 from mlx_parallm.api.pooling.hf.token_classification import token_classification
 from mlx_parallm.api.pooling.hf.vectors import feature_extraction, sentence_similarity
+from mlx_parallm.api.pooling.mlm.inputs import num_masks
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
@@ -85,7 +86,6 @@ def _implied_task(inputs: Any, parameters: TaskParameters) -> str | None:
 def _first(client: PoolingClient, inputs: Any) -> PoolingModel:
     text = inputs[0] if is_list(inputs) and inputs else inputs
     for model in client.models():
-        token = model.tokenizer.mask_token
-        if "mlm" in model.info.tasks and token and isinstance(text, str) and token in text:
+        if "mlm" in model.info.tasks and isinstance(text, str) and num_masks(text, model):
             return model
     return client.get(None, *DEFAULTS)

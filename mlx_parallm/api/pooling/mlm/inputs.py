@@ -16,6 +16,8 @@ from mlx_parallm.types.request import TokenLimit
 
 # _WORD_CHARS: characters that can be encoded in the time of looking up a word.
 _WORD_CHARS = 16
+#: ``MASK`` stands for every model's mask token, whatever that is.
+MASK = "[MASK]"
 # LEAST_TOP_K: fewest tokens that the model reports for a mask.
 LEAST_TOP_K = 16
 
@@ -48,6 +50,17 @@ def mask_id(model: PoolingModel) -> int:
     return known
 
 
+def with_own_mask(text: str, model: PoolingModel) -> str:
+    """Return a text in which ``[MASK]`` is written as the model's own mask token."""
+    own = model.tokenizer.mask_token
+    return text if own is None else text.replace(MASK, own)
+
+
+def num_masks(text: str, model: PoolingModel) -> int:
+    """Return how many masks a text has, written as ``[MASK]`` or as the model's own token."""
+    return with_own_mask(text, model).count(model.tokenizer.mask_token or MASK)
+
+
 async def masked_inputs(
     sources: Sequence[Any],
     model: PoolingModel,
@@ -60,7 +73,7 @@ async def masked_inputs(
     """Return inputs whose places are their masks; see ``single_inputs`` and ``PoolingInput``.
 
     Args:
-        sources: texts, or token ids.
+        sources: texts, whose masks are ``[MASK]`` or the model's own, or token ids.
         model: reads them.
         task: the task of all.
         reading: how the request has them read.
@@ -76,11 +89,13 @@ async def masked_inputs(
     rounded = max(LEAST_TOP_K, 1 << (top_k - 1).bit_length()) if task == "mlm_top" else 0
     kept = min(rounded, model.info.vocab_size)
     inputs: list[PoolingInput] = []
-    for number, each in enumerate(await single_inputs(sources, model, task, reading)):
+    written = [with_own_mask(each, model) if isinstance(each, str) else each for each in sources]
+    for number, each in enumerate(await single_inputs(written, model, task, reading)):
         places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
         if not places:
             raise InvalidRequestError(
-                f"{reading.param} {number} has no {model.tokenizer.mask_token}.",
+                f"{reading.param} {number} has no {MASK}, which may be written as "
+                f"{model.tokenizer.mask_token}.",
                 param=reading.param,
             )
         inputs.append(replace(each, places=places, candidates=candidates, top_k=kept))

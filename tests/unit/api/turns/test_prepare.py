@@ -108,7 +108,7 @@ async def test_reasoning_before_a_forced_call_is_for_those_who_ask(
 ) -> None:
     grammar = (await prepare(ADD, tool_choice=REQUIRED, **more)).request.params.grammar
     assert grammar is not None
-    assert grammar.free_start == start
+    assert grammar.free_starts == ((start,) if start else ())
     assert grammar.begins_after == (start and "</think>")
 
 
@@ -116,7 +116,7 @@ async def test_reasoning_that_the_prompt_opens_comes_before_a_forced_call() -> N
     opening = demo(TEXTUAL + "{{ tools }}<think>\n")
     grammar = (await prepare(ADD, model=opening, tool_choice=REQUIRED)).request.params.grammar
     assert grammar is not None
-    assert (grammar.begins_after, grammar.free_start) == ("</think>", None)
+    assert (grammar.begins_after, grammar.free_starts) == ("</think>", ())
 
 
 async def test_tools_that_the_model_would_not_see_are_refused_unless_forced() -> None:
@@ -298,7 +298,7 @@ async def test_an_answer_may_go_on_within_reasoning_that_was_begun(
     assert content == "b"
     grammar = prepared.request.params.grammar
     assert grammar is not None
-    assert (grammar.begins_after == "</think>" and grammar.free_start is None) == is_open
+    assert (grammar.begins_after == "</think>" and not grammar.free_starts) == is_open
     form = registry.reasoning_format("deepseek_r1")
     assert not form.is_open_after("", "<think>So</think>It")
 

@@ -10,21 +10,37 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.types.training import Distribution, Step
-from mlx_parallm.worker.training.directions import directions, stepped
+from mlx_parallm.types.training import Distribution, Segment, Step
+from mlx_parallm.worker.training.directions import (
+    NUMBERS_OF_STAGE,
+    Copies,
+    Directions,
+    directions_of_stage,
+    steps_along,
+)
 
 SIZE = 1000
 REPLAY = """
 import sys, hashlib
 import mlx.core as mx, numpy as np
 from mlx_parallm.types.training import Distribution, Step
-from mlx_parallm.worker.training.directions import stepped
+from mlx_parallm.worker.training.directions import steps_along
 theta, distribution = mx.zeros(1000), Distribution(sys.argv[1])
 for step in range(1000):
     coefficients = [1e-3 * (step % 7 - 3), 2e-3]
-    theta = stepped(theta, Step(2**63 + step, coefficients, 0.999), distribution)
+    *_, theta = steps_along(theta, [Step(2**63 + step, coefficients, 0.999)], distribution)
 print(hashlib.sha256(np.array(theta).tobytes()).hexdigest())
 """
+
+
+def directions(seed: int, count: int, size: int, distribution: Distribution) -> mx.array:
+    drawn = Directions(seed, count, size, distribution)
+    return mx.stack([drawn.draw(index) for index in range(count)])
+
+
+def stepped(theta: mx.array, step: Step, distribution: Distribution) -> mx.array:
+    *_, after = steps_along(theta, [step], distribution)
+    return after
 
 
 @pytest.mark.parametrize("distribution", Distribution)
@@ -61,6 +77,42 @@ def test_coefficients_of_zero_change_no_bit() -> None:
     theta = mx.random.normal([SIZE], key=mx.random.key(1))
     after = stepped(theta, Step(3, [0.0, 0.0]), Distribution.RADEMACHER)
     assert (after == theta).all().item()
+
+
+SEGMENTS = [
+    Segment(direction, sign, ())
+    for direction, sign in [(2, 1), (None, 1), (0, -1), (2, -1), (1, 1)]
+]
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+@pytest.mark.parametrize("size", [7, NUMBERS_OF_STAGE // 2, NUMBERS_OF_STAGE + 1])
+def test_copies_are_the_same_however_many_stages_draw_them(
+    distribution: Distribution, size: int
+) -> None:
+    theta = mx.random.normal([size], key=mx.random.key(1))
+    drawn = Directions(5, 4, size, distribution)
+    expected = [
+        theta
+        if segment.direction is None
+        else theta + segment.sign * 1e-3 * drawn.draw(segment.direction)
+        for segment in SEGMENTS
+    ]
+    for num_stages in range(5):
+        copies = Copies(theta, drawn, SEGMENTS, 1e-3)
+        stages = copies.num_stages
+        assert stages == {7: 0, NUMBERS_OF_STAGE // 2: 2}.get(size, 4)
+        for left in range(stages, max(0, stages - num_stages), -1):
+            assert copies.num_stages == left
+            copies.advance()
+        for copy, wanted in zip(copies.value(), expected, strict=True):
+            assert mx.array_equal(copy, wanted)
+
+
+def test_a_stage_draws_so_many_numbers() -> None:
+    assert directions_of_stage(1) == 16
+    assert directions_of_stage(NUMBERS_OF_STAGE // 3) == 3
+    assert directions_of_stage(3 * NUMBERS_OF_STAGE) == 1
 
 
 @pytest.mark.parametrize("distribution", Distribution)
