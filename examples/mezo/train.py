@@ -106,9 +106,36 @@ async def train(mezo: MezoClient, session: TrainingSession, options: argparse.Na
             losses.clear()
 
 
+async def check_name(client: RLClient, name: str | None) -> None:
+    """Raise ValueError if the server has an adapter of this name: another one could not have it."""
+    if name in [adapter.name for adapter in await client.adapters()]:
+        raise ValueError(f"There is an adapter {name} already; choose another name to --publish.")
+
+
+async def learn(mezo: MezoClient, session: TrainingSession, options: argparse.Namespace) -> None:
+    """Train, evaluate and publish; the session stays if it has made steps and is not published."""
+    _, held_out = rows_of(options)
+    try:
+        print(f"{session.id}: {session.num_parameters} parameters are trained")
+        print(describe("before", await mezo.evaluate(session.id, held_out)))
+        await train(mezo, session, options)
+        print(describe("after", await mezo.evaluate(session.id, held_out)))
+        print(describe_costs(await mezo.get(session.id)))
+        if options.publish:
+            adapter = await mezo.publish(session.id, options.publish)
+            print(f"served as {adapter.name}, version {adapter.version}")
+    except BaseException:
+        if (await mezo.get(session.id)).step:
+            print(f"The session stays: /v1/mezo/sessions/{session.id} can be run and published.")
+        else:
+            await mezo.delete(session.id)
+        raise
+    await mezo.delete(session.id)
+
+
 async def main(options: argparse.Namespace) -> None:
     """Make a session, train, evaluate and publish."""
-    train_rows, held_out = rows_of(options)
+    train_rows, _ = rows_of(options)
     words = options.words or (DEMO_WORDS if options.data is None else WORDS)
     objective = {
         "kind": "label_words",
@@ -117,21 +144,11 @@ async def main(options: argparse.Namespace) -> None:
     }
     async with RLClient(options.url, api_key=options.api_key) as client:
         await client.wait_until_ready()
-        mezo = client.mezo
-        session = await mezo.create(
+        await check_name(client, options.publish)
+        session = await client.mezo.create(
             options.model, objective, train_rows, **session_options(options)
         )
-        try:
-            print(f"{session.id}: {session.num_parameters} parameters are trained")
-            print(describe("before", await mezo.evaluate(session.id, held_out)))
-            await train(mezo, session, options)
-            print(describe("after", await mezo.evaluate(session.id, held_out)))
-            print(describe_costs(await mezo.get(session.id)))
-            if options.publish:
-                adapter = await mezo.publish(session.id, options.publish)
-                print(f"served as {adapter.name}, version {adapter.version}")
-        finally:
-            await mezo.delete(session.id)
+        await learn(client.mezo, session, options)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 from examples.mezo.task import label_words, read_rows, reviews, split
 from examples.mezo.train import main, parse_arguments, session_options
+from mlx_parallm.client import ClientError, RLClient, TrainingSession
 from tests.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,29 @@ async def test_reviews_are_learnt(
     # 1,024 texts are computed once in 200 steps of 16.
     assert "prefix cache 68.0% hits" in printed
     assert "served as reviews, version 1" in printed
+    # The name is taken now, which is told before anything is trained.
+    options = parse_arguments(["--url", server.url, *flags, "--publish", "reviews"])
+    with pytest.raises(ValueError, match="already"):
+        await main(options)
+    assert not await sessions_of(server)
+
+
+async def test_what_was_trained_stays_if_it_cannot_be_published(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--url", server.url, "--steps", "2", "--report-every", "1"]
+    with pytest.raises(ClientError):
+        await main(parse_arguments([*flags, "--publish", "demo:mlm"]))
+    (session,) = await sessions_of(server)
+    assert session.step == 2
+    assert f"{session.id} can be run and published" in capsys.readouterr().out
+    async with RLClient(server.url) as client:
+        await client.mezo.delete(session.id)
+
+
+async def sessions_of(server: ServerProcess) -> list[TrainingSession]:
+    async with RLClient(server.url) as client:
+        return await client.mezo.sessions()
 
 
 async def test_a_file_is_learnt_with_the_settings_of_the_paper(
