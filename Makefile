@@ -132,8 +132,8 @@ PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
 check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
 
-check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …")
-	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_mezo --model "$(MODEL)" --data "$(DATA)" $(ARGS)
+check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …"; PAPER=1: the authors' protocol)
+	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 check-vision: $(DEV_STAMP) ## Pictures against transformers (MODEL=folder ARGS="--reference-python PYTHON")
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)

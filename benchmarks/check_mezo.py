@@ -162,19 +162,28 @@ def opened(args: argparse.Namespace) -> tuple[AdaptedEncoder, Problem]:
     rows = random.Random(SPLIT_SEED).sample(rows, len(rows))
     if len(rows) < args.test_rows + args.batch_size:
         raise ValueError(f"{args.data} has {len(rows)} rows, too few for {args.test_rows} of test")
-    config = ModelConfig(path=str(args.model), dtype=args.dtype)
-    tokenizer = tokenizer_of(config, args.model)
-    runner = open_runner(pooling_spec(config, args.model, tokenizer)).finish()
     labels = sorted({row["label"] for row in rows})
-    reader = _Reader(args, tokenizer, runner, labels)
+    runner, reader = read_model(args, labels)
     examples = [reader.example(row) for row in rows]
     test, train = examples[: args.test_rows], examples[args.test_rows :]
     print(f"{reader.task}: {len(train)} texts to train on, {len(test)} of test, {labels}")
     return runner, Problem(train, test, reader.logits)
 
 
-class _Reader:
-    """Turns rows into examples for the head that a model has."""
+def read_model(args: argparse.Namespace, labels: Sequence[str]) -> tuple[AdaptedEncoder, Reader]:
+    """Load the model, and return what makes examples for it; see ``Reader`` for the options."""
+    config = ModelConfig(path=str(args.model), dtype=args.dtype)
+    tokenizer = tokenizer_of(config, args.model)
+    runner = open_runner(pooling_spec(config, args.model, tokenizer)).finish()
+    return runner, Reader(args, tokenizer, runner, labels)
+
+
+class Reader:
+    """Turns rows into examples for the head that a model has.
+
+    The options are ``template`` and ``words`` of a masked LM, ``prompt`` and ``scale`` of an
+    embedder.
+    """
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ from mlx_parallm.worker.ops import (
     PairForward,
 )
 from mlx_parallm.worker.pooling.encoder_adapters import EncoderAdapters
+from mlx_parallm.worker.training.directions import Copies, Directions
 from mlx_parallm.worker.training.pair_forwards import PairForwards
 from mlx_parallm.worker.training.prefix_pool import PrefixPool
 from mlx_parallm.worker.training.sessions import TrainingSessions, first_factors, trained_layers
@@ -67,11 +68,13 @@ class Problem:
         train: examples to train on.
         test: examples to evaluate on.
         logits: see ``Logits``.
+        dev: examples to choose a point of the curve by; empty: none are evaluated.
     """
 
     train: Sequence[Example]
     test: Sequence[Example]
     logits: Logits = lambda result: result.reshape(-1)
+    dev: Sequence[Example] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ class Point:
         loss: mean cross entropy of the test examples.
         accuracy: share of test examples whose label was predicted.
         zero_steps: steps so far whose estimate of the gradient was exactly 0.
+        dev_accuracy: as ``accuracy``, of the examples to choose by; None if there are none.
     """
 
     step: int
@@ -126,6 +130,7 @@ class Point:
     loss: float
     accuracy: float
     zero_steps: int
+    dev_accuracy: float | None = None
 
 
 class Run(Protocol):
@@ -135,8 +140,8 @@ class Run(Protocol):
         """Make step ``number``; return its loss and whether its estimate was exactly 0."""
         ...
 
-    def evaluate(self) -> Scores:
-        """Return how well the test examples' labels are predicted."""
+    def evaluate(self, examples: Sequence[Example]) -> Scores:
+        """Return how well the examples' labels are predicted."""
         ...
 
     def close(self) -> None:
@@ -189,7 +194,7 @@ def _points(run: Run, problem: Problem, method: Method, seed: int) -> Iterator[P
     seconds, zero_steps = 0.0, 0
 
     def point(step: int) -> Point:
-        result = run.evaluate()
+        result = run.evaluate(problem.test)
         assert result.accuracy is not None, "there are labels"
         return Point(
             step=step,
@@ -199,6 +204,7 @@ def _points(run: Run, problem: Problem, method: Method, seed: int) -> Iterator[P
             loss=result.loss,
             accuracy=result.accuracy,
             zero_steps=zero_steps,
+            dev_accuracy=run.evaluate(problem.dev).accuracy if problem.dev else None,
         )
 
     yield point(0)
@@ -264,11 +270,11 @@ class _Session:
         loss = (estimate.loss_plus + estimate.loss_minus) / 2
         return loss, not any(estimate.slopes)
 
-    def evaluate(self) -> Scores:
+    def evaluate(self, examples: Sequence[Example]) -> Scores:
         """See ``Run``."""
         settings = replace(self._estimator.settings, num_directions=1)
         return _evaluated(
-            self._problem,
+            examples,
             lambda inputs: (
                 self._forward(
                     inputs, [Segment(None, 1, tuple(range(len(inputs))))], 0, settings
@@ -343,23 +349,27 @@ class _FirstOrder:
         mx.eval(self._adapter.theta, self._adam.state, value, norm)
         return float(np.array(value)), not np.array(norm)
 
-    def evaluate(self) -> Scores:
+    def evaluate(self, examples: Sequence[Example]) -> Scores:
         """See ``Run``."""
 
         def results(inputs: Sequence[Any]) -> list[np.ndarray]:
-            rows = [range(len(inputs))]
-            logits = self._forwards.begin(inputs, rows, self._adapter.theta[None]).wait().results
+            rows, theta = tuple(range(len(inputs))), self._adapter.theta
+            along = Directions(0, 1, theta.size, Distribution.RADEMACHER)
+            copies = Copies(theta, along, [Segment(None, 1, rows)], 0.0)
+            logits = self._forwards.begin(inputs, [rows], copies).wait().results
             return [self._problem.logits(row) for row in logits]
 
-        return _evaluated(self._problem, results)
+        return _evaluated(examples, results)
 
     def close(self) -> None:
         """See ``Run``."""
 
 
-def _evaluated(problem: Problem, logits: Callable[[Sequence[Any]], Sequence[np.ndarray]]) -> Scores:
-    """Return the scores of the test examples, in forwards of neighbours in length."""
-    ordered = sorted(problem.test, key=lambda example: num_tokens(example.input))
+def _evaluated(
+    examples: Sequence[Example], logits: Callable[[Sequence[Any]], Sequence[np.ndarray]]
+) -> Scores:
+    """Return the scores of examples, in forwards of neighbours in length."""
+    ordered = sorted(examples, key=lambda example: num_tokens(example.input))
     results: list[np.ndarray] = []
     for begin in range(0, len(ordered), EVALUATED):
         results += logits([example.input for example in ordered[begin : begin + EVALUATED]])
