@@ -29,6 +29,7 @@ from benchmarks.architectures_over_ranks import (
     with_section,
 )
 from mlx_parallm import child_process
+from mlx_parallm.models.checkpoints.known_differences import DIFFERENCES
 from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from tests.builders.architectures.trial import try_one
 
@@ -84,6 +85,33 @@ The last column has the paths that the check refused before.
 |---|---|---|---|
 """
 
+SAVED = """
+## Folders of transformers
+
+Folders that transformers 5.23 saves compute what transformers computes.
+`tests/integration/test_families.py` compares tiny models of every family that both have.
+Both generations of `config.json` are read, and transformers' defaults count.
+
+These fields have an effect here, although mlx_lm's classes lack them:
+
+- `sliding_window` of mistral, ministral3, mixtral, phi3, phimoe and starcoder2;
+- `attention_factor` of YaRN;
+- `partial_rotary_factor` of glm.
+
+These models are refused, because mlx_lm has no class for them:
+
+- llama4_text with a mixture of experts;
+- minimax, which is MiniMax-Text-01 (MiniMax M2 is served);
+- olmo, the first OLMo;
+- bitnet with weights that are not packed.
+
+mlx_lm computes these fields otherwise than transformers.
+A warning at load names the field if a model is concerned:
+
+| architecture | field | with mlx_lm |
+|---|---|---|
+"""
+
 
 def names() -> list[str]:
     """Return every module of ``mlx_lm.models`` that may be a model, and this package's own."""
@@ -125,7 +153,17 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         text += f"| {name} | {result['path']} | {difference} | {refused} |\n"
     text += _list("Alone, because:", {n: r["note"] for n, r in tried.items() if "note" in r})
     text += _list("Not tried:", {n: r["error"] for n, r in results.items() if "error" in r})
-    return text + _long_texts(tried)
+    return text + _long_texts(tried) + differences()
+
+
+def differences() -> str:
+    """Return the section on models that transformers saves."""
+    rows = [
+        f"| {name} | `{field}` | {how} |\n"
+        for name, known in DIFFERENCES.items()
+        for field, how, _ in known
+    ]
+    return SAVED + "".join(rows)
 
 
 def _summary(tried: dict[str, dict[str, Any]]) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import gpt2, idefics3, internvl, llava_next, opt
+from mlx_parallm.models import glm, gpt2, idefics3, internvl, llava_next, opt
+from mlx_parallm.models.readable_decoders import readable_decoder
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
 
@@ -21,7 +22,7 @@ OWN_DECODERS: dict[str, ModuleType] = {
     "smolvlm": idefics3,
 }
 #: ``EXTENDED_DECODERS``: the modules for architectures of which mlx_lm reads some checkpoints only.
-EXTENDED_DECODERS: dict[str, ModuleType] = {"gpt2": gpt2}
+EXTENDED_DECODERS: dict[str, ModuleType] = {"glm": glm, "gpt2": gpt2}
 
 
 def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -35,5 +36,6 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
         model, args = mlx_lm_utils._get_classes(config)
     else:
         model, args = module.Model, module.ModelArgs
+    model = readable_decoder(model, config)
     family = family_of(config)
     return (model if family is None else with_tower(model, config, family)), args

@@ -33,13 +33,14 @@ def load_failures(folder: Path, what: str = "could not be loaded") -> Iterator[N
     """Raise ModelLoadError, which names the folder, for an error that is not the project's own.
 
     A model's files may have any fault, and mlx_lm, transformers, tokenizers and MLX raise any class
-    for it. The traceback is logged at debug level.
+    for it; a module of mlx_lm ends the process if a package is missing. The traceback is logged at
+    debug level.
     """
     try:
         yield
     except ParallmError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         logger.debug("%s %s", folder, what, exc_info=cause)
         where = _suspects(cause, folder)
         raise ModelLoadError(f"{folder} {what}{where}: {reason(cause)}") from cause

@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, Config] = {
     "llama": UNTIED,
     "minicpm3": {"tie_word_embeddings": True, "rope_theta": 1e4},
     "ministral3": UNTIED,
-    "mistral": UNTIED,
+    "mistral": {**UNTIED, "sliding_window": 4096},
     "olmo2": UNTIED,
     "olmoe": UNTIED,
     "phi": {"partial_rotary_factor": 0.5},
@@ -64,6 +64,7 @@ def _bailing_hybrid(config: Mapping[str, Any]) -> Config:
     return {
         # mlx_lm chooses its module by this name.
         "architectures": ["BailingMoeV3ForCausalLM"],
+        "q_lora_rank": config.get("q_lora_rank"),
         "head_dim": config["linear_head_dim"],
         "max_position_embeddings": config["model_max_length"],
         "moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
@@ -169,7 +170,8 @@ def _mimo_v2_flash(config: Mapping[str, Any]) -> Config:
         "layernorm_epsilon": config["rms_norm_eps"],
         "swa_rope_theta": config["rope_local_base_freq"],
         "swa_num_attention_heads": config["num_attention_heads"],
-        "swa_num_key_value_heads": config["num_key_value_heads"],
+        # Layers with a window have twice as many.
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
         "swa_head_dim": config["head_dim"],
         "swa_v_head_dim": config["v_head_dim"],
     }
@@ -180,13 +182,6 @@ def _minimax_m2(config: Mapping[str, Any]) -> Config:
     share = config.get("partial_rotary_factor", 1.0)
     fields: Config = {"rotary_dim": int(size * share), "shared_intermediate_size": 0}
     return {name: value for name, value in fields.items() if name not in config}
-
-
-def _ministral3(config: Mapping[str, Any]) -> Config:
-    """Return the kinds of layers: all have the window if there is one."""
-    if config.get("layer_types") or config.get("sliding_window") is None:
-        return {}
-    return {"layer_types": ["sliding_attention"] * config["num_hidden_layers"]}
 
 
 def _qwen3_next(config: Mapping[str, Any]) -> Config:
@@ -226,7 +221,6 @@ FAMILY_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Config]] = {
     "mimo_v2_flash": _mimo_v2_flash,
     "minicpm3": _minicpm3,
     "minimax_m2": _minimax_m2,
-    "ministral3": _ministral3,
     "qwen3_5_moe_text": lambda config: {**_qwen3_next(config), "model_type": "qwen3_5_moe"},
     "qwen3_5_text": lambda config: {**_qwen3_next(config), "model_type": "qwen3_5"},
     "qwen3_next": _qwen3_next,

@@ -14,6 +14,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.kernels.language import CudaLanguage
+from mlx_parallm.models.checkpoints.known_differences import known_differences
 from mlx_parallm.models.checkpoints.rope_fields import readable_config
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
@@ -133,6 +134,10 @@ def load_model(
         with all_succeed(ranks):
             model, model_config = _read(config, path, ranks)
         _warn_of_tower(model, model_config, path, is_cut=ranks is not None)
+        for difference in known_differences(model_config):
+            logger.warning(
+                "%s: mlx_lm differs from transformers in %s (docs/models.md)", path, difference
+            )
         model, is_cast = cast_model(model, config.dtype, cast)
         with all_succeed(ranks):
             sharding = None if ranks is None else cut_model(model, ranks)

@@ -1,0 +1,85 @@
+"""Fields of ``config.json`` that mlx_lm computes otherwise than transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_parallm.models.checkpoints.rope_fields import rope_of
+
+Test = Callable[[Mapping[str, Any]], bool]
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    return window is not None and (longest is None or window < longest)
+
+
+def _uses_window(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_sliding_window")) and _has_window(config)
+
+
+def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or {}
+
+
+def _has_long_rope(config: Mapping[str, Any]) -> bool:
+    scaling = _scaling(config)
+    kind = scaling.get("type", scaling.get("rope_type"))
+    is_long = kind in ("longrope", "su")
+    return is_long and scaling.get("short_factor") != scaling.get("long_factor")
+
+
+def _is_not_truncated(config: Mapping[str, Any]) -> bool:
+    return _scaling(config).get("truncate") is False
+
+
+def _has_two_ropes(config: Mapping[str, Any]) -> bool:
+    return rope_of(config).get("rope_theta") != rope_of(config, "sliding_attention").get(
+        "rope_theta"
+    )
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    return (config.get("num_experts") or config.get("moe_num_experts") or 0) > 1
+
+
+def _ties_scaled_head(config: Mapping[str, Any]) -> bool:
+    is_scaled = config.get("hidden_size") != config.get("dim_model_base")
+    return bool(config.get("tie_word_embeddings")) and is_scaled
+
+
+# LONG_ROPE: of several families.
+LONG_ROPE = ("rope_scaling", "long_factor is used for short texts too", _has_long_rope)
+UNUSED_WINDOW = ("sliding_window", "attention reaches all tokens", _uses_window)
+#: ``DIFFERENCES``: field, what mlx_lm does, and when, by ``model_type``.
+DIFFERENCES: Mapping[str, tuple[tuple[str, str, Test], ...]] = {
+    "ernie4_5_moe": (
+        ("moe_num_experts", "experts are chosen without e_score_correction_bias", _has_experts),
+    ),
+    "gemma2": (("sliding_window", "attention reaches all tokens", _has_window),),
+    "gpt_oss": (("rope_scaling", "YaRN's range is truncated", _is_not_truncated),),
+    "jamba": (("num_experts", "the weights of chosen experts add up to 1", _has_experts),),
+    "minicpm3": (
+        LONG_ROPE,
+        ("tie_word_embeddings", "logits of a tied head are not scaled", _ties_scaled_head),
+    ),
+    "olmo3": (("rope_parameters", "all layers turn by one base", _has_two_ropes),),
+    "phi3": (LONG_ROPE,),
+    "phimoe": (LONG_ROPE,),
+    "qwen2": (UNUSED_WINDOW,),
+    "qwen2_moe": (UNUSED_WINDOW,),
+    "qwen3": (UNUSED_WINDOW,),
+    "qwen3_moe": (UNUSED_WINDOW,),
+}
+
+
+def known_differences(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a model computes otherwise than transformers: the field first, then how.
+
+    Args:
+        config: the result of ``readable_config``.
+    """
+    text: Mapping[str, Any] = config.get("text_config") or config
+    known = DIFFERENCES.get(str(text.get("model_type")), ())
+    return tuple(f"{field}: {how}" for field, how, applies in known if applies(text))

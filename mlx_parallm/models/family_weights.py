@@ -1,0 +1,173 @@
+"""Weights of single families under the names that mlx_lm's classes read.
+
+transformers 5 saves some under other names than the checkpoints that mlx_lm's classes were written
+for. Trainers send them as transformers 5 has them in memory, all experts of a layer in one array.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import mlx.core as mx
+
+Weights = dict[str, mx.array]
+
+# FUSED: experts of a layer in one array; the first group is the name of the mixture.
+FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)$")
+# SPLIT: names of an expert's gate, up and down projections.
+SPLIT = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_SPLIT = ("w1", "w3", "w2")
+
+
+def _renamed(weights: Weights, *, names: Mapping[str, str]) -> Weights:
+    """Return weights with some parts of their names replaced."""
+    renamed: Weights = {}
+    for name, array in weights.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        renamed[name] = array
+    return renamed
+
+
+def _split_experts(
+    weights: Weights, *, parts: tuple[str, str, str] = SPLIT, mixture: str = "mlp"
+) -> Weights:
+    """Return weights with an array for each expert, where one array has those of all.
+
+    Args:
+        weights: ``experts.gate_up_proj`` is ``[experts, 2 * inner, size]``, gates before the rest;
+            ``experts.down_proj`` is ``[experts, size, inner]``.
+        parts: how the projections of an expert are called.
+        mixture: how the mixture is called, "mlp" in memory.
+    """
+    split: Weights = {}
+    for name, array in weights.items():
+        match = FUSED.match(name)
+        if mixture != "mlp":
+            name = name.replace(".mlp.", f".{mixture}.")
+        if match is None:
+            split[name] = array
+            continue
+        prefix = f"{match[1].removesuffix('.mlp')}.{mixture}.experts"
+        gate, up, down = parts
+        if match[2] == "down_proj":
+            arrays = {down: array}
+        else:
+            arrays = dict(zip((gate, up), mx.split(array, 2, axis=1), strict=True))
+        for part, each in arrays.items():
+            for number in range(each.shape[0]):
+                split[f"{prefix}.{number}.{part}.weight"] = each[number]
+    return split
+
+
+def _joined_experts(weights: Weights) -> Weights:
+    """Return weights with one array for the experts of a layer: the inverse of the former."""
+    joined = {name: array for name, array in weights.items() if ".experts.0." not in name}
+    for name in weights.keys() - joined.keys():
+        prefix, _, part = name.partition(".experts.0.")
+        number = 0
+        arrays: list[mx.array] = []
+        while (each := f"{prefix}.experts.{number}.{part}") in weights:
+            arrays.append(weights[each])
+            joined.pop(each, None)
+            number += 1
+        joined[f"{prefix}.switch_mlp.{part}"] = mx.stack(arrays)
+    return joined
+
+
+def _gpt_oss(weights: Weights) -> Weights:
+    """Return weights with experts that are not packed as MLX has them.
+
+    ``gate_up_proj`` is ``[experts, size, 2 * inner]`` with gates in its even columns.
+    """
+    own: Weights = {}
+    for name, array in weights.items():
+        match = FUSED.match(name)
+        if match is None or array.ndim != 3:
+            own[name] = array
+        elif match[2] == "down_proj":
+            own[f"{name}.weight"] = array.swapaxes(1, 2)
+        else:
+            turned = array.swapaxes(1, 2)
+            own[f"{match[1]}.experts.gate_proj.weight"] = turned[:, ::2]
+            own[f"{match[1]}.experts.up_proj.weight"] = turned[:, 1::2]
+    if len(own) == len(weights):
+        return own
+    for name in [name for name in own if name.endswith("_proj_bias")]:
+        bias = own.pop(name)
+        prefix = name.rpartition(".")[0]
+        if name.endswith("down_proj_bias"):
+            own[f"{prefix}.down_proj.bias"] = bias
+        else:
+            own[f"{prefix}.gate_proj.bias"] = bias[:, ::2]
+            own[f"{prefix}.up_proj.bias"] = bias[:, 1::2]
+    return own
+
+
+def _bailing_hybrid(weights: Weights) -> Weights:
+    """Return weights with the outputs of linear attention under their own name."""
+    linear = {name.removesuffix("A_log") for name in weights if name.endswith("attention.A_log")}
+    names = {f"{prefix}dense.": f"{prefix}o_proj." for prefix in linear}
+    return _renamed(_split_experts(weights), names=names)
+
+
+def _longcat_flash(weights: Weights) -> Weights:
+    """Return weights without those of experts that return their input: they have no output."""
+    names = [name for name in weights if ".experts." in name]
+    unused = {
+        name
+        for name in names
+        if f"{name.rpartition('.experts.')[0]}.experts.{_number(name)}.down_proj.weight"
+        not in weights
+    }
+    return {name: array for name, array in weights.items() if name not in unused}
+
+
+def _number(name: str) -> str:
+    return name.rpartition(".experts.")[2].partition(".")[0]
+
+
+def _kimi_linear(weights: Weights) -> Weights:
+    names = {f"block_sparse_moe.{part}.": f"mlp.{part}." for part in SPLIT}
+    return _renamed(weights, names=names)
+
+
+NANOCHAT = {
+    "model.embed_tokens.": "transformer.wte.",
+    "model.layers.": "transformer.h.",
+    ".mlp.fc1.": ".mlp.c_fc.",
+    ".mlp.fc2.": ".mlp.c_proj.",
+    ".self_attn.q_proj.": ".attn.c_q.",
+    ".self_attn.k_proj.": ".attn.c_k.",
+    ".self_attn.v_proj.": ".attn.c_v.",
+    ".self_attn.o_proj.": ".attn.c_proj.",
+}
+OLMO_HYBRID = {
+    "feedforward_layer_norm.": "post_attention_layernorm.",
+    "attention_layer_norm.": "input_layernorm.",
+}
+_mixtral = partial(_split_experts, parts=MIXTRAL_SPLIT, mixture="block_sparse_moe")
+#: ``FAMILY_WEIGHTS``: functions that return a family's weights by older names, by ``model_type``.
+FAMILY_WEIGHTS: Mapping[str, Callable[[Weights], Weights]] = {
+    "bailing_hybrid": _bailing_hybrid,
+    "gpt_oss": _gpt_oss,
+    "kimi_linear": _kimi_linear,
+    "longcat_flash": _longcat_flash,
+    "minimax_m2": _mixtral,
+    "mixtral": _mixtral,
+    "nanochat": partial(_renamed, names=NANOCHAT),
+    "olmo_hybrid": partial(_renamed, names=OLMO_HYBRID),
+    "phimoe": _mixtral,
+    "qwen3_5_moe": _joined_experts,
+    "qwen3_5_moe_text": _joined_experts,
+    **dict.fromkeys(
+        (
+            *("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+            *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "laguna", "mellum"),
+            *("mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
+        ),
+        _split_experts,
+    ),
+}

@@ -1,0 +1,61 @@
+"""mlx_lm's classes for the weights and the windows of attention that transformers' models have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
+
+#: ``WINDOWED``: families of which all layers have the window that the config names.
+#: mlx_lm's classes make the mask from the first layer's cache.
+WINDOWED = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+
+
+def readable_decoder(model_class: type, config: Mapping[str, Any]) -> type:
+    """Return a class that reads what transformers 5 saves, and has the config's window."""
+    model_type = str(config.get("model_type"))
+    if model_type in FAMILY_WEIGHTS:
+        model_class = _renaming(model_class, model_type)
+    window = window_of(config)
+    return model_class if window is None else _windowed(model_class, window)
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Return the window of all layers, in tokens; None if attention reaches all tokens."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    window = text.get("sliding_window")
+    if text.get("model_type") not in WINDOWED or window is None:
+        return None
+    longest = text.get("max_position_embeddings")
+    return None if longest is not None and longest <= window else int(window)
+
+
+def _renaming(model_class: type, model_type: str) -> type:
+    rename = FAMILY_WEIGHTS[model_type]
+
+    class SavedModel(model_class):
+        """A model of mlx_lm for weights as transformers 5 names them too."""
+
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            """Return the weights of a checkpoint by this model's names."""
+            parent: Any = super()
+            weights = rename(weights)
+            return parent.sanitize(weights) if hasattr(parent, "sanitize") else weights
+
+    return SavedModel
+
+
+def _windowed(model_class: type, window: int) -> type:
+    class WindowedModel(model_class):
+        """A model of mlx_lm whose layers all attend to the latest tokens."""
+
+        def make_cache(self) -> list[Any]:
+            """Return a cache for each layer."""
+            layers: list[Any] = self.layers
+            return [RotatingKVCache(max_size=window) for _ in layers]
+
+    return WindowedModel
