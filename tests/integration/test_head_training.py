@@ -41,7 +41,7 @@ from mlx_parallm.worker.ops import (
 )
 from mlx_parallm.worker.pooling.loading import PoolingLoader
 from mlx_parallm.worker.pooling.plan import PoolingSpec
-from mlx_parallm.worker.training.directions import directions
+from mlx_parallm.worker.training.directions import Directions
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.worker import Worker
 from tests.decoder_folders import read_decoder, write_words
@@ -214,7 +214,7 @@ def test_numbers_of_a_head_come_in_the_documented_order(tmp_path: Path) -> None:
         for leaf in ("weight", "bias")
     ]
     size = own + sum(tensor.array.size for tensor in after.values())
-    (along,) = np.array(directions(SEED, 1, size, Distribution.RADEMACHER))
+    along = np.array(Directions(SEED, 1, size, Distribution.RADEMACHER).draw(0))
     at = own
     for name, tensor in after.items():
         part = along[at : at + tensor.array.size].reshape(tensor.array.shape)
