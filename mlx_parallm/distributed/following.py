@@ -16,6 +16,7 @@ from mlx_parallm.distributed.join_watch import joining_within
 from mlx_parallm.distributed.leading import end_process
 from mlx_parallm.distributed.link import LINK_SHARE, FollowerLink
 from mlx_parallm.distributed.watch import Watch
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import RankLostError
 from mlx_parallm.worker.device.ranks import join_ranks
 from mlx_parallm.worker.ops import Load
@@ -54,6 +55,8 @@ def follow(
     logger.info("rank %d of %d follows by %s", ranks.rank, ranks.size, ranks.backend)
     worker = Worker(ranks=ranks)
     install(worker)
+    # A pause of one rank is a pause of all.
+    spare_garbage_collection()
     try:
         Follower(ranks, link, watch, worker, lambda op: _localised(op, folders)).run()
     except RankLostError as problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
@@ -13,9 +12,6 @@ from mlx_parallm.engine.interface import Event, Readiness, StartedModel
 from mlx_parallm.engine.state import EngineState, StateQuery
 
 T = TypeVar("T")
-
-# NEW_OBJECTS: new objects that trigger a collection; a step of 128 rows makes some 800.
-NEW_OBJECTS = 10_000
 
 Deliver = Callable[[Sequence[Event]], None]
 OnLoaded = Callable[[Sequence[StartedModel]], None]
@@ -66,16 +62,3 @@ class EngineLife(Protocol):
     def end(self) -> None:
         """Free what belongs to the thread of ``run``, which calls this before it ends."""
         ...
-
-
-def spare_garbage_collection() -> None:
-    """Make garbage collection rare: steps and answers leave little garbage in cycles.
-
-    The objects that exist now are excluded, because scanning them would stop every stream.
-    """
-    gc.collect()
-    gc.freeze()
-    first, *others = gc.get_threshold()
-    # A caller may have set a higher threshold already, or disabled collection.
-    if 0 < first < NEW_OBJECTS:
-        gc.set_threshold(NEW_OBJECTS, *others)

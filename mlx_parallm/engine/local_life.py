@@ -19,10 +19,11 @@ from mlx_parallm.engine.interface import (
     TellProgress,
     WorkBeside,
 )
-from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
+from mlx_parallm.engine.life import Deliver, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.host_scheduling import compute_in_batches
 from mlx_parallm.worker.device.properties import end_thread

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def garbage_collection_kept() -> Iterator[None]:
+    """Undo what a test does to garbage collection."""
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
 
 SMALL = ["bench", "engine", "--batch-size", "2", "--prompt-tokens", "8", "--steps", "3"]
 
@@ -26,6 +39,32 @@ def test_the_table_is_printed_and_the_trace_written(
     assert names & {"dispatch", "evaluate"}
     rows = {event["args"]["rows"] for event in events if event["name"] == "build"}
     assert rows == {2}
+
+
+def test_no_step_waits_for_a_full_garbage_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collected: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append(info["generation"])
+
+    decode = DecodeLoad.decode
+
+    def counted(self: DecodeLoad, steps: int) -> list[float]:
+        # Python's own thresholds would trigger one now.
+        gc.callbacks.append(note)
+        try:
+            return decode(self, steps)
+        finally:
+            gc.callbacks.remove(note)
+
+    gc.set_threshold(20, 2, 2)
+    monkeypatch.setattr(DecodeLoad, "decode", counted)
+    assert main([*SMALL[:-1], "40"]) == 0
+    assert 2 not in collected
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_what_the_model_cannot_hold_is_a_wrong_setting(

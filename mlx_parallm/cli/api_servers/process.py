@@ -16,8 +16,8 @@ from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.http.handover import ConnectionPipe
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
-from mlx_parallm.engine.life import spare_garbage_collection
 from mlx_parallm.engine.remote.remote_code import find_remote_code
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.serving.remote.client import RemoteEngine
 from mlx_parallm.serving.remote.messages import Catalog, Closed, Ready, Start, Stop
 from mlx_parallm.serving.remote.wire import Wire

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import queue
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ import pytest
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
 from mlx_parallm.engine.interface import Event
-from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
@@ -300,17 +298,3 @@ def test_a_pace_is_not_changed_by_one_slow_step() -> None:
     for seconds in (0.01, 0.011, 2.0, 0.012):
         pace.observe(seconds)
     assert pace.seconds == pytest.approx(0.0115)
-
-
-@pytest.mark.parametrize(
-    ("first", "wanted"), [(700, NEW_OBJECTS), (0, 0), (5 * NEW_OBJECTS, 5 * NEW_OBJECTS)]
-)
-def test_garbage_is_looked_for_no_more_often_than_somebody_wants(first: int, wanted: int) -> None:
-    before = gc.get_threshold()
-    gc.set_threshold(first, 11, 12)
-    try:
-        spare_garbage_collection()
-        assert gc.get_threshold() == (wanted, 11, 12)
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
