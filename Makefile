@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -124,6 +124,15 @@ corpus: $(DEV_STAMP) $(CORPUS_STAMP) ## Templates, parsers' tests and folders of
 
 corpus-sample: $(DEV_STAMP) ## The part of it that needs no torch, in a minute
 	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.run_all --sample $(ARGS)
+
+# Beyond the bounds of pyproject.toml, so pip says what conflicts.
+NEWEST := .venv-newest
+newest: $(DEV_STAMP) ## The newest mlx, mlx-lm and transformers: architectures, parity, adapters; what broke goes to docs/compatibility.md
+	@rm -rf $(NEWEST) && $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/$(PLATFORM).txt -r requirements/dev.txt
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade mlx $(if $(filter linux-cpu,$(PLATFORM)),mlx-cpu) mlx-lm transformers
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.newest $(ARGS)
 
 # sentence-transformers needs torch, which nothing else here does.
 PEER := .venv-sentence-transformers

@@ -63,6 +63,10 @@ def _details(suite: Suite, tests: list[Outcome]) -> Iterator[str]:
         yield "|---" * (len(columns) + 1) + "|"
     for case, count in counts.items():
         yield f"| {case} | {' | '.join(str(count[column]) for column in columns)} |"
+    notes = sorted({test.properties["note"] for test in tests if "note" in test.properties})
+    if notes:
+        yield ""
+    yield from (f"- {note}" for note in notes)
     failed = [test.name for test in tests if test.result == "failed"]
     if failed:
         yield f"\nFailed: {', '.join(f'`{name}`' for name in failed)}."

@@ -21,7 +21,7 @@ class Suite:
     """The tests of one file. They run in the environment of the tests.
 
     A test may record the properties ``case`` and ``outcome`` (``record_property``): the page has a
-    table of them.
+    table of them, and below it the sentences of the properties ``note``.
 
     Attributes:
         file: in this folder; the first line of its docstring describes it.

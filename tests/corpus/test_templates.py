@@ -139,6 +139,8 @@ def test_nothing_is_lost(
     record_property("case", case)
     template = name.partition("/")[2]
     if template in UNUSABLE:
+        record_property("outcome", "refused")
+        record_property("note", f"`{template}` is not usable: {UNUSABLE[template]}.")
         pytest.skip(UNUSABLE[template])
     messages, words = CASES[case]
     messages = template_messages(messages)
@@ -146,6 +148,7 @@ def test_nothing_is_lost(
     own = raw(tokenizer, messages, [TOOL])
     if (template, case) in LOSSES:
         record_property("outcome", "a part is lost")
+        record_property("note", f"`{template}`, {case}: {LOSSES[template, case]}.")
         assert not is_whole(text, words), "it is whole: take it off the list"
         return
     record_property("outcome", "as it is" if text == own else "adapted")

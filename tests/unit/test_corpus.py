@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests import compatibility_page as page
-from tests.corpus import fetch
+from tests.conformance.report import Outcome
+from tests.corpus import fetch, newest
 from tests.corpus.sources import Source
 
 FILES = {
@@ -72,3 +73,20 @@ def test_each_run_rewrites_its_own_part_of_the_page() -> None:
     assert [page.section(text, name).strip() for name in page.SECTIONS] == ["those", "one", "two"]
     assert text.startswith("# New\n\n## Skipped\n\n## Trainers\n")
     assert page.with_section(text, page.CORPUS, "one") == text
+
+
+def test_an_architecture_is_known_by_its_path() -> None:
+    known = newest.paths(newest.MODELS.read_text())
+    assert known["llama"] == "packed"
+    assert len(known) > 100
+    row = "| architecture | path |\n| x | split (rows) | 1e-06 |  |\n## Over ranks\n| y | packed |"
+    assert newest.paths(row) == {"x": "split (rows)"}
+
+
+def test_what_broke_is_named() -> None:
+    tests = [Outcome("a", "", "passed"), *(Outcome(f"t{n}", "", "failed") for n in range(9))]
+    text = newest.section({"parity": tests}, {"mlx": "9.9"}, {"mlx": "0.32.4"})
+    assert "| mlx | 0.32.4 | 9.9 |" in text
+    assert "| parity | 1 | 9 | `t0`," in text
+    assert "`t7` and 1 more |" in text
+    assert set(newest.pinned()) >= set(newest.PACKAGES)
