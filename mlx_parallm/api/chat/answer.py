@@ -204,25 +204,17 @@ class ChatAnswer(Answer):
         return "stop" if self._prepared.turn.tool_choice.is_named else reason
 
     def _deltas(self, sample: SampleState, parts: list[TurnPart]) -> list[dict[str, Any]]:
-        """Text of both kinds in one delta, every part of a call in one of its own."""
-        deltas: list[dict[str, Any]] = []
-        texts: dict[str, str] = {}
-        for part in parts:
-            if isinstance(part, ReasoningText | ContentText):
-                self._add_text(texts, part)
-                continue
-            delta = self._call_delta(sample, part)
-            if delta is not None:
-                deltas += [texts, delta] if texts else [delta]
-                texts = {}
-        return [*deltas, texts] if texts else deltas
+        """Return a delta for each part: clients take one with two kinds of text for either."""
+        deltas = (
+            self._text_delta(part)
+            if isinstance(part, ReasoningText | ContentText)
+            else self._call_delta(sample, part)
+            for part in parts
+        )
+        return [delta for delta in deltas if delta]
 
-    def _add_text(self, texts: dict[str, str], part: ReasoningText | ContentText) -> None:
-        if isinstance(part, ContentText):
-            texts["content"] = texts.get("content", "") + part.text
-        elif self._body.include_reasoning:
-            for key in REASONING_KEYS:
-                texts[key] = texts.get(key, "") + part.text
+    def _text_delta(self, part: ReasoningText | ContentText) -> dict[str, Any]:
+        return dict.fromkeys(self._text_keys.get(type(part), ()), part.text)
 
     def _call_delta(self, sample: SampleState, part: TurnPart) -> dict[str, Any] | None:
         """Return the delta of a call's part; None where it has none."""

@@ -129,3 +129,19 @@ async def test_reasoning_that_is_not_wanted_is_left_out() -> None:
     events = await stream(pieces, include_reasoning=False)
     assert not any("reasoning" in delta_of(event) for event in events)
     assert "".join(delta_of(event).get("content", "") for event in events) == "a"
+
+
+async def test_no_chunk_has_two_kinds_of_text() -> None:
+    pieces = ["<think>so</think>a<think>", "b"]
+    for options in ({}, {"return_token_ids": True}, {"logprobs": True}):
+        deltas = [delta_of(event) for event in await stream(pieces, **options)]
+        texts = [
+            {key: text for key, text in delta.items() if text}
+            for delta in deltas
+            if "role" not in delta
+        ]
+        assert [text for text in texts if text] == [
+            {"reasoning": "so", "reasoning_content": "so"},
+            {"content": "a<think>"},
+            {"content": "b"},
+        ]
