@@ -74,7 +74,7 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < EOS else b""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
+    def detokenizer(self, **options: object) -> ByteDetokenizer:
         return ByteDetokenizer()
 
 

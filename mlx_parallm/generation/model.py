@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -136,8 +136,20 @@ class Tokenizer(Protocol):
         """One token as the bytes it contributes."""
         ...
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Return a fresh incremental detokenizer for one sequence."""
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+        hidden: Collection[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Return a fresh incremental detokenizer for one sequence.
+
+        Args:
+            skip_special_tokens: leave special tokens out of the text.
+            shown: special tokens that stay in the text all the same.
+            hidden: further tokens that are left out.
+        """
         ...
 
 

@@ -57,8 +57,11 @@ class _Request:
     def sample(self, index: int) -> _Sample:
         """Return the text state of an open sample."""
         if index not in self.samples:
-            skip = self.params.skip_special_tokens
-            detokenizer = self.tokenizer.detokenizer(skip_special_tokens=skip)
+            detokenizer = self.tokenizer.detokenizer(
+                skip_special_tokens=self.params.skip_special_tokens,
+                shown=self.params.shown_token_ids,
+                hidden=self.params.hidden_token_ids,
+            )
             self.samples[index] = _Sample(detokenizer, self.stop.matcher())
         return self.samples[index]
 

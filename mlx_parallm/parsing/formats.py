@@ -41,6 +41,9 @@ class ReadContext:
             content.
         reads_reasoning: True if reasoning is separated; False: a whole-turn format writes it as
             content.
+        is_forced: True if a grammar forces the turn to be calls, so that markup that is cut off
+            is no content.
+        silent: markers to be dropped where they enclose content.
     """
 
     reader: Reader
@@ -49,10 +52,16 @@ class ReadContext:
     is_open: bool = False
     reads_calls: bool = True
     reads_reasoning: bool = True
+    is_forced: bool = False
+    silent: tuple[str, ...] = ()
 
     def tool(self, name: str) -> Tool | None:
         """Return the tool of that name; None if the request has none."""
         return next((tool for tool in self.tools if tool.name == name), None)
+
+
+Detect = Callable[[str, Container[str]], bool]
+CallReader = Callable[[ReadContext], Steps[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +88,15 @@ class ToolFormat:
     Attributes:
         name: its name on the command line, as in vLLM's ``--tool-call-parser``.
         summary: an example of a call, in one line.
-        read: parses the text from the end of the reasoning to the end of the turn.
-        markers: texts that may be special tokens and must not be hidden from ``read``.
+        call: parses a start marker and the calls after it.
+        markers: texts that may be special tokens and must not be hidden from ``call``.
         detect: True for the text of a chat template and the vocabulary of this family.
         forced: the text of forced calls; None: they are a plain JSON array.
         stop_texts: texts after which the model waits for the tools' results.
+        starts: the markers that begin calls, in text after the reasoning.
+        ends: the markers that end calls, inner ones first; a broken call may leave some behind.
+        bare: parses calls without a marker at the beginning of the text; None: there are none.
+        bare_starts: the characters that such calls begin with.
         silent: further markers, of neither calls nor reasoning; they are dropped from the text.
         is_harmony: True for OpenAI's Harmony, which mixes reasoning and calls.
         read_turn: parses the whole turn, if reasoning may stand between calls; None: reasoning
@@ -93,19 +106,19 @@ class ToolFormat:
 
     name: str
     summary: str
-    read: Callable[[ReadContext], Steps[None]]
+    call: CallReader
     markers: tuple[str, ...]
-    detect: Callable[[str, Container[str]], bool]
+    detect: Detect
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    bare: CallReader | None = None
+    bare_starts: tuple[str, ...] = ()
     forced: CallText | None = None
     stop_texts: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     is_harmony: bool = False
     read_turn: Callable[[ReadContext], Steps[None]] | None = None
     id_length: int | None = None
-
-    def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
-        """True if the text must be detokenised with its special tokens."""
-        return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,6 @@ class ReasoningFormat:
         start: the marker that begins it.
         end: the marker that ends it.
         detect: True for the text of a chat template and the vocabulary of this family.
-        also_ends: markers of tool calls that end it too; the tool-call parser reads them.
         silent: further markers, outside reasoning; they are dropped from the text.
         answer_start: the marker that begins the answer; None: it follows ``end``.
         more_markers: further texts that must not be hidden from the parser.
@@ -129,8 +141,7 @@ class ReasoningFormat:
     name: str
     start: str
     end: str
-    detect: Callable[[str, Container[str]], bool]
-    also_ends: tuple[str, ...] = ()
+    detect: Detect
     silent: tuple[str, ...] = ()
     answer_start: str | None = None
     more_markers: tuple[str, ...] = ()
@@ -149,10 +160,6 @@ class ReasoningFormat:
         A marker in words follows a space where the prompt ends with a word.
         """
         return (self.start, f" {self.start}") if self.start[0].isalpha() else (self.start,)
-
-    def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
-        """True if the text must be detokenised with its special tokens."""
-        return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
     def is_open_after(self, prompt: str, begun: str = "") -> bool:
         """True if the rendered prompt ends inside the reasoning.

@@ -58,6 +58,9 @@ class TurnParser(Protocol):
         """Return the parts that are certain once ``text`` has arrived."""
         ...
 
-    def flush(self) -> list[Part]:
-        """End the text and return the parts that were held back."""
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
+        """End the text and return the parts that were held back.
+
+        ``is_cut``: the text ended at a limit or a caller's stop string, not by the model.
+        """
         ...

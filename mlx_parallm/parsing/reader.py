@@ -29,6 +29,10 @@ class Reader:
     """The text that arrived, with a reading position and a place to rewind to.
 
     ``keep`` makes the reading position final; ``rewind`` goes back to the last such position.
+
+    Attributes:
+        ended: True once no text follows.
+        is_cut: True if the text ended before its writer did, at a limit or a stop string.
     """
 
     def __init__(self) -> None:
@@ -36,6 +40,7 @@ class Reader:
         self._at = 0
         self._kept = 0
         self.ended = False
+        self.is_cut = False
 
     def add(self, text: str) -> None:
         """Append text that has arrived."""
@@ -50,6 +55,30 @@ class Reader:
     def rewind(self) -> None:
         """Go back to the position of the last ``keep``."""
         self._at = self._kept
+
+    def look(self, steps: Steps[Result]) -> Steps[Result]:
+        """Return the result of steps that read, but keep nothing; then go back to before them."""
+        distance = self._at - self._kept
+        result = yield from steps
+        self._at = self._kept + distance
+        return result
+
+    def ahead(self, skip: int, markers: Sequence[str]) -> tuple[str, bool]:
+        """Return unread text that certainly precedes the markers; it stays unread.
+
+        Args:
+            skip: unread characters before the text.
+            markers: where the text ends.
+
+        Returns:
+            The text, and True if nothing more precedes the markers or the end.
+        """
+        pattern, beginning, longest = _finder(tuple(markers))
+        start = self._at + skip
+        match = pattern.search(self._text, start) if markers else None
+        end = len(self._text) if self.ended else self._certain(start, beginning, longest)
+        end = match.start() if match else end
+        return self._text[start:end], match is not None or self.ended
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """Read and return the longest match within the text that has arrived."""
@@ -142,11 +171,17 @@ class Reader:
         return "".join(held)
 
     def pass_until(
-        self, markers: Sequence[str], emit: Callable[[str], None], *, limit: int | None = None
+        self,
+        markers: Sequence[str],
+        emit: Callable[[str], None],
+        *,
+        limit: int | None = None,
+        drops_beginning: bool = False,
     ) -> Steps[str | None]:
         """Emit the text up to the first of the markers, without reading the marker.
 
-        No marker may begin another. Text that may be the beginning of a marker is held back.
+        If markers begin alike, the first in order counts. Text that may be the beginning of a
+        marker is held back; with ``drops_beginning`` it is left out if the text ends with it.
 
         Returns:
             The marker, or None at the end of the text.
@@ -158,7 +193,12 @@ class Reader:
         passed = 0
         while True:
             match = pattern.search(self._text, self._at) if markers else None
-            end = match.start() if match else self._certain(beginning, longest)
+            if match:
+                end = match.start()
+            elif self.ended and not drops_beginning:
+                end = len(self._text)
+            else:
+                end = self._certain(self._at, beginning, longest)
             if end > self._at:
                 passed += end - self._at
                 emit(self.take(end - self._at))
@@ -167,15 +207,16 @@ class Reader:
             if match:
                 return match.group()
             if self.ended:
+                self._at = len(self._text)
                 return None
             yield
 
-    def _certain(self, beginning: re.Pattern[str], longest: int) -> int:
+    def _certain(self, start: int, beginning: re.Pattern[str], longest: int) -> int:
         """Return the index up to which no marker can begin, whatever text follows."""
         end = len(self._text)
-        if self.ended or not longest:
+        if not longest:
             return end
-        match = beginning.search(self._text, max(self._at, end - longest))
+        match = beginning.search(self._text, max(start, end - longest))
         return match.start() if match else end
 
 

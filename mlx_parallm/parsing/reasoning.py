@@ -8,13 +8,20 @@ from collections.abc import Container
 from mlx_parallm.parsing.families.harmony import HARMONY_REASONING
 from mlx_parallm.parsing.families.kimi_k3 import ANSWER as KIMI_K3_ANSWER
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
+from mlx_parallm.parsing.families.marked import MOST_ATTEMPTS, read_call_within
 from mlx_parallm.parsing.families.muse import MUSE_REASONING
-from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat
+from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reader import Steps
 
 
-def read_reasoning(context: ReadContext, form: ReasoningFormat) -> Steps[None]:
-    """Read the reasoning, if the text begins with it or begins inside it."""
+def read_reasoning(
+    context: ReadContext, form: ReasoningFormat, calls: ToolFormat | None
+) -> Steps[bool]:
+    """Read the reasoning, if the text begins with it or begins inside it.
+
+    Returns:
+        True if calls ended it, which are read too.
+    """
     reader, writer = context.reader, context.writer
     writer.is_reasoning = context.is_open
     yield from reader.skip_space()
@@ -22,15 +29,48 @@ def read_reasoning(context: ReadContext, form: ReasoningFormat) -> Steps[None]:
         writer.is_reasoning = True
     elif not context.is_open:
         reader.rewind()
-        return
+        return False
     writer.marker()
-    end = yield from reader.pass_until((form.end, *form.also_ends), writer.reasoning)
-    if end is None:
-        return
-    if end == form.end:
-        reader.take(len(end))
-    writer.marker()
-    writer.is_reasoning = False
+    if calls is not None and (yield from _read_until_calls(context, form, calls)):
+        return True
+    if (yield from reader.pass_until((form.end,), writer.reasoning)):
+        reader.take(len(form.end))
+        writer.marker()
+        writer.is_reasoning = False
+    return False
+
+
+def _read_until_calls(
+    context: ReadContext, form: ReasoningFormat, calls: ToolFormat
+) -> Steps[bool]:
+    """Read reasoning up to its end, which is not read, or calls, which are: then return True.
+
+    Bare calls begin a line, and nothing follows them.
+    """
+    reader, writer = context.reader, context.writer
+    bare = tuple(f"\n{start}" for start in calls.bare_starts)
+    yield from reader.skip_space()
+    first = yield from reader.next_is(*calls.bare_starts)
+    if first and (yield from _read_call(context, form, calls, first)):
+        return True
+    for _ in range(MOST_ATTEMPTS):
+        marker = yield from reader.pass_until((form.end, *calls.starts, *bare), writer.reasoning)
+        if marker is None or marker == form.end:
+            return False
+        if (yield from _read_call(context, form, calls, marker)):
+            return True
+        writer.reasoning(reader.take(len(marker)))
+    return False
+
+
+def _read_call(
+    context: ReadContext, form: ReasoningFormat, calls: ToolFormat, marker: str
+) -> Steps[bool]:
+    """Read calls that begin with a marker, or bare ones; see ``read_call_within``."""
+    is_bare = marker not in calls.starts
+    call = calls.bare if is_bare else calls.call
+    assert call is not None, "bare calls have a parser"
+    return (yield from read_call_within(context, call, ends=(form.end,), is_last=is_bare))
 
 
 def _format(
@@ -39,13 +79,12 @@ def _format(
     end: str,
     *,
     sign: str = "",
-    also_ends: tuple[str, ...] = (),
     silent: tuple[str, ...] = (),
 ) -> ReasoningFormat:
     def detect(template: str, tokens: Container[str]) -> bool:
         return (end in template or (start in tokens and end in tokens)) and sign in template
 
-    return ReasoningFormat(name, start, end, detect, also_ends, silent)
+    return ReasoningFormat(name, start, end, detect, silent)
 
 
 THINK = _format("deepseek_r1", "<think>", "</think>")
@@ -65,6 +104,7 @@ REASONING_FORMATS = (
         silent=KIMI_K3.silent,
         answer_start=KIMI_K3_ANSWER,
     ),
+    _format("minimax_m3", "<mm:think>", "</mm:think>"),
     _format("mistral", "[THINK]", "[/THINK]"),
     _format("seed_oss", "<seed:think>", "</seed:think>"),
     _format("longcat", "<longcat_think>", "</longcat_think>"),
@@ -77,6 +117,6 @@ REASONING_FORMATS = (
         lambda template, _: "</think>" in template and bool(_HUNYUAN.search(template)),
         silent=("<answer>", "</answer>"),
     ),
-    _format("kimi_k2", "<think>", "</think>", sign=_KIMI_SECTION, also_ends=(_KIMI_SECTION,)),
+    _format("kimi_k2", "<think>", "</think>", sign=_KIMI_SECTION),
     THINK,
 )

@@ -9,6 +9,7 @@ from mlx_parallm.parsing.families.glm import GLM45
 from mlx_parallm.parsing.families.harmony import HARMONY
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
 from mlx_parallm.parsing.families.llama_json import LLAMA3_JSON
+from mlx_parallm.parsing.families.minimax_m3 import MINIMAX_M3
 from mlx_parallm.parsing.families.tagged_json import HERMES, LONGCAT
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
@@ -18,6 +19,7 @@ from mlx_parallm.types.errors import ConfigError
 # earlier.
 _TOOL_FORMATS = (
     HARMONY,
+    MINIMAX_M3,
     xml_calls.MINIMAX_M2,
     xml_calls.DEEPSEEK_V32,
     muse.MUSE_SPARK,

@@ -16,7 +16,7 @@ class ContentParser:
         """See ``TurnParser``."""
         return [ContentText(text)] if text else []
 
-    def flush(self) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
         """See ``TurnParser``."""
         return []
 
@@ -48,12 +48,12 @@ class ParserByStart:
             self._chosen = other
         return [] if self._chosen is None else self._chosen.add(self._text)
 
-    def flush(self) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
         """See ``TurnParser``."""
         if self._chosen is None:
             self._chosen = self._parsers[1]
-            return [*self._chosen.add(self._text), *self._chosen.flush()]
-        return self._chosen.flush()
+            return [*self._chosen.add(self._text), *self._chosen.flush(is_cut=is_cut)]
+        return self._chosen.flush(is_cut=is_cut)
 
 
 class ParsersInTurn:
@@ -89,9 +89,9 @@ class ParsersInTurn:
         self._is_passed = self._strips = True
         return [*parts, *self.add(self._tail[end:])]
 
-    def flush(self) -> list[Part]:
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
         """See ``TurnParser``."""
-        return self._parser.flush()
+        return self._parser.flush(is_cut=is_cut)
 
     def _stripped(self, text: str) -> str:
         text = text.lstrip() if self._strips else text

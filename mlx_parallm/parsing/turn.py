@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.parsing.families.marked import read_calls
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat, tools_of
 from mlx_parallm.parsing.parts import Part, TurnParser
 from mlx_parallm.parsing.reader import Reader, Steps
@@ -18,7 +19,8 @@ def turn_parser(
     reasoning_format: ReasoningFormat | None,
     tools: Sequence[Mapping[str, Any]] = (),
     reasoning_is_open: bool = False,
-    special_tokens: Collection[str] = (),
+    is_forced: bool = False,
+    is_token: Callable[[str], bool] = lambda _: False,
 ) -> TurnParser:
     """Return a parser of one sample's text.
 
@@ -27,12 +29,12 @@ def turn_parser(
         reasoning_format: how reasoning is marked; None: its markers are content.
         tools: the request's tools, in the chat API's form.
         reasoning_is_open: True if the prompt ends inside the reasoning.
-        special_tokens: the vocabulary's special tokens, if the text was detokenised with them;
-            those that are no markers of the two formats are dropped from the text.
+        is_forced: True if a grammar forces the turn to be calls.
+        is_token: True for a text that is one token. Silent markers that are tokens are not in the
+            text, so that what looks like them is text.
     """
-    formats = [form for form in (tool_format, reasoning_format) if form is not None]
-    markers = {marker for form in formats for marker in form.markers}
-    silent = {marker for form in formats for marker in form.silent}
+    forms = [form for form in (tool_format, reasoning_format) if form is not None]
+    silent = dict.fromkeys(marker for form in forms for marker in form.silent)
     reader = Reader()
     context = ReadContext(
         reader,
@@ -41,9 +43,10 @@ def turn_parser(
         is_open=reasoning_is_open,
         reads_calls=tool_format is not None,
         reads_reasoning=reasoning_format is not None,
+        is_forced=is_forced,
+        silent=tuple(marker for marker in silent if not is_token(marker)),
     )
-    steps = _read_turn(context, tool_format, reasoning_format)
-    return _SteppedParser(context, steps, (frozenset(special_tokens) - markers) | silent)
+    return _SteppedParser(context, _read_turn(context, tool_format, reasoning_format))
 
 
 def _read_turn(
@@ -51,25 +54,23 @@ def _read_turn(
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
 ) -> Steps[None]:
-    for form in (tool_format, reasoning_format):
-        if form is not None and form.read_turn is not None:
-            yield from form.read_turn(context)
-            return
+    form = tool_format or reasoning_format
+    if form is not None and form.read_turn is not None:
+        yield from form.read_turn(context)
+        return
+    stray = None
     if reasoning_format is not None:
-        yield from read_reasoning(context, reasoning_format)
-    if tool_format is not None:
-        yield from tool_format.read(context)
-    else:
-        yield from context.reader.pass_until((), context.writer.content)
+        is_unclosed = yield from read_reasoning(context, reasoning_format, tool_format)
+        stray = reasoning_format.end if is_unclosed else None
+    yield from read_calls(context, tool_format, stray=stray)
 
 
 class _SteppedParser:
     """Resumes a generator whenever text arrives; implements ``TurnParser``."""
 
-    def __init__(self, context: ReadContext, steps: Steps[None], hidden: frozenset[str]) -> None:
+    def __init__(self, context: ReadContext, steps: Steps[None]) -> None:
         self._context = context
         self._steps = steps
-        self._hidden = HiddenTokens(hidden)
         next(self._steps, None)
 
     @property
@@ -79,50 +80,15 @@ class _SteppedParser:
 
     def add(self, text: str) -> list[Part]:
         """Return the parts that are certain once ``text`` has arrived."""
-        self._context.reader.add(self._hidden.add(text))
+        self._context.reader.add(text)
         next(self._steps, None)
         return self._context.writer.take()
 
-    def flush(self) -> list[Part]:
-        """End the text and return the parts that were held back."""
+    def flush(self, *, is_cut: bool = False) -> list[Part]:
+        """End the text and return the parts that were held back; see ``TurnParser``."""
         reader, writer = self._context.reader, self._context.writer
-        reader.add(self._hidden.flush())
-        reader.ended = True
+        reader.ended, reader.is_cut = True, is_cut
         next(self._steps, None)
-        writer.finish()
+        if not self._context.is_forced:
+            writer.finish()
         return writer.take()
-
-
-class HiddenTokens:
-    """Removes special tokens from a text that arrives in pieces."""
-
-    def __init__(self, tokens: Collection[str]) -> None:
-        self._reader = Reader()
-        self._shown: list[str] = []
-        self._first_letters = frozenset(token[:1] for token in tokens)
-        self._steps = self._leave_out(tuple(sorted(tokens, key=len, reverse=True)))
-        next(self._steps, None)
-
-    def add(self, text: str) -> str:
-        """Return the text that certainly belongs to no such token."""
-        if not self._reader.unread and self._first_letters.isdisjoint(text):
-            return text
-        self._reader.add(text)
-        next(self._steps, None)
-        return self._take()
-
-    def flush(self) -> str:
-        """Return the text that was held back."""
-        self._reader.ended = True
-        next(self._steps, None)
-        return self._take()
-
-    def _take(self) -> str:
-        shown = "".join(self._shown)
-        self._shown.clear()
-        self._reader.keep()
-        return shown
-
-    def _leave_out(self, tokens: tuple[str, ...]) -> Steps[None]:
-        while token := (yield from self._reader.pass_until(tokens, self._shown.append)):
-            self._reader.take(len(token))

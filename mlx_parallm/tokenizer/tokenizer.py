@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.tokenizer.chat_template import template_refusals
@@ -258,10 +258,16 @@ class ParallmTokenizer:
         return self._vocabulary.token_bytes(token_id)
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
+        hidden: Collection[int] = (),
     ) -> ByteLevelDetokenizer | WindowDetokenizer:
         """Return a fresh incremental detokenizer for one sequence."""
-        return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
+        return self._vocabulary.detokenizer(
+            skip_special_tokens=skip_special_tokens, shown=shown, hidden=hidden
+        )
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         with template_refusals():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,12 +77,19 @@ class Vocabulary:
         """Return a token as the vocabulary writes it; "" for an unknown id."""
         return self._token(token_id) or ""
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> ByteLevelDetokenizer | WindowDetokenizer:
-        """Return a fresh incremental detokenizer."""
-        hidden = self._hidden if skip_special_tokens else frozenset[int]()
+    def detokenizer(
+        self,
+        *,
+        skip_special_tokens: bool,
+        shown: Collection[int] = (),
+        hidden: Collection[int] = (),
+    ) -> ByteLevelDetokenizer | WindowDetokenizer:
+        """Return a fresh incremental detokenizer; see ``SamplingParams`` for its arguments."""
+        special = self._hidden if skip_special_tokens else frozenset[int]()
+        left_out = special.difference(shown).union(hidden)
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self.token_bytes, hidden)
-        return WindowDetokenizer(partial(self.decode, skip_special_tokens=False), hidden)
+            return ByteLevelDetokenizer(self.token_bytes, left_out)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=False), left_out)
 
     def _compute_bytes(self, token_id: int) -> bytes:
         token = self._token(token_id)

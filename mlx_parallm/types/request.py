@@ -124,6 +124,8 @@ class SamplingParams:
         stop_token_ids: tokens that end generation, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
+        shown_token_ids: special tokens that stay in the text all the same: a parser's markers.
+        hidden_token_ids: further tokens that are left out of the text.
         logprobs: None for none; k for the sampled token's log-probability and the k likeliest;
             -1 for all.
         logprobs_mode: whose log-probabilities ``logprobs`` and ``entropy`` are.
@@ -165,6 +167,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: tuple[int, ...] = ()
+    hidden_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     logprobs_mode: str | None = None
     logprob_token_ids: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -14,7 +15,7 @@ from openai.types import responses
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.types.errors import OverloadedError, StepError
-from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.events import GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import (
     FakeEngine,
@@ -146,6 +147,23 @@ def test_an_answer_at_its_limit_is_incomplete(engine: FakeEngine, url: str) -> N
     events = stream(url, max_output_tokens=2)
     assert events[-1]["type"] == "response.incomplete"
     assert without_ids(check_events(events)) == without_ids(whole)
+
+
+def test_a_call_that_a_stop_string_cuts_is_incomplete(engine: FakeEngine, url: str) -> None:
+    cut = CALL[: CALL.index('"arguments": ') + len('"arguments": {"')]
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        async for event in write(cut)(request):
+            ends = isinstance(event, TokenEvent) and event.finish_reason is not None
+            yield replace(event, stop_reason="x") if ends else event
+
+    engine.script = script
+    whole = post(url, tools=[TOOL], stop="x")
+    check_response(whole)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": None})
+    assert responses.Response.model_validate(whole).status == "incomplete"
+    assert [item["status"] for item in whole["output"]] == ["incomplete"]
+    assert without_ids(check_events(stream(url, tools=[TOOL], stop="x"))) == without_ids(whole)
 
 
 @pytest.mark.parametrize("text", [CALL, CUSTOM_CALL])

@@ -196,13 +196,22 @@ class ResponseAnswer(Answer):
         return [self._lifecycle(IN_PROGRESS)]
 
     def _end(self, status: str | None = None) -> list[Event]:
-        reason = self._stream.samples[0].raw.finish_reason
-        status = status or STATUS[FinishReason(reason or FinishReason.ABORT)]
+        sample = self._stream.samples[0]
+        status = status or STATUS[FinishReason(sample.raw.finish_reason or FinishReason.ABORT)]
+        if sample.is_stopped_in_call:
+            status = INCOMPLETE
         events = self._writer.close(COMPLETED if status == COMPLETED else INCOMPLETE)
         self._ended = self._response(status)
         self._on_end(self._ended)
         # There is no event for what was cancelled.
         return [*events, self._lifecycle(COMPLETED if status == COMPLETED else INCOMPLETE)]
+
+    def _incomplete_details(self, status: str) -> dict[str, str | None] | None:
+        """Return why it is incomplete; OpenAI has no reason for a stop string within a call."""
+        if status != INCOMPLETE:
+            return None
+        is_stopped = self._stream.samples[0].is_stopped_in_call
+        return {"reason": None if is_stopped else "max_output_tokens"}
 
     def _lifecycle(self, kind: str) -> Event:
         return {"type": f"response.{kind}", "response": self.response()}
@@ -217,7 +226,7 @@ class ResponseAnswer(Answer):
             "status": status,
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
+            "incomplete_details": self._incomplete_details(status),
             "output": output,
             "usage": response_usage(self._stream.usage) if has_ended else None,
         }

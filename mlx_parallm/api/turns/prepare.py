@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, in_thread, maybe_in_thread
@@ -15,6 +15,7 @@ from mlx_parallm.api.turns.pictures import Pictures, picture_sources
 from mlx_parallm.api.turns.prompt_limit import prompt_limit
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
+from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
@@ -76,6 +77,7 @@ class PreparedTurn:
             len(self.prompt_ids),
             num_image_tokens=num_image_tokens(self.request.inputs),
             max_calls=None if self.turn.parallel_tool_calls else 1,
+            stop_ids=self.turn.params.stop_token_ids,
         )
 
     def _parser(self) -> TurnParser:
@@ -97,15 +99,14 @@ class PreparedTurn:
         self, tool_format: ToolFormat | None, reasoning: ReasoningFormat | None
     ) -> TurnParser:
         turn = self.turn
-        keeps_special = not self.request.params.skip_special_tokens
-        hides = keeps_special and turn.params.skip_special_tokens
         return turn_parser(
             tool_format=tool_format,
             reasoning_format=reasoning,
             tools=[tool.for_template() for tool in turn.callable_tools],
             reasoning_is_open=reasoning is not None
             and reasoning.is_open_after(self.rendered, turn.begun),
-            special_tokens=self.model.tokenizer.special_tokens if hides else (),
+            is_token=lambda text: self.model.tokenizer.token_id(text) is not None,
+            is_forced=turn.tool_choice.mode is ToolMode.REQUIRED and tool_format is not None,
         )
 
 
@@ -239,17 +240,31 @@ def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFor
 def _params(
     turn: TurnRequest, model: GenerationModel, constraint: Constraint, rendered: str
 ) -> SamplingParams:
-    """Return the engine's parameters; markers that are special tokens must be in the text."""
-    formats = (constraint.tool_format, _reasoning_format(turn, model))
-    special = model.tokenizer.special_tokens
-    keeps = any(form is not None and form.keeps_special_tokens(special) for form in formats)
+    """Return the engine's parameters: the text has the tokens that its parser reads."""
+    formats = [constraint.tool_format, _reasoning_format(turn, model)]
+    forms = [form for form in formats if form is not None]
+    markers = tuple(marker for form in forms for marker in form.markers)
     return replace(
         turn.params,
-        skip_special_tokens=turn.params.skip_special_tokens and not keeps,
+        shown_token_ids=_ids(_tokens_in(markers, model.tokenizer.special_tokens), model),
+        hidden_token_ids=_ids([marker for form in forms for marker in form.silent], model),
         grammar=constraint.grammar,
         stop_token_ids=_stop_ids(turn, model, constraint),
         thinking_budget=_thinking_budget(turn, model, rendered),
     )
+
+
+@lru_cache(maxsize=256)
+def _tokens_in(markers: tuple[str, ...], special_tokens: frozenset[str]) -> tuple[str, ...]:
+    """Return the special tokens that markers consist of; a marker may be several."""
+    is_part = (token for token in special_tokens if any(token in marker for marker in markers))
+    return tuple(sorted(is_part))
+
+
+def _ids(texts: Sequence[str], model: GenerationModel) -> tuple[int, ...]:
+    """Return the ids of the texts that are one token each, without repetition."""
+    token_ids = (model.tokenizer.token_id(text) for text in dict.fromkeys(texts))
+    return tuple(token_id for token_id in token_ids if token_id is not None)
 
 
 def _stop_ids(turn: TurnRequest, model: GenerationModel, constraint: Constraint) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.api.turns.custom_input import custom_input
@@ -66,11 +66,20 @@ class SampleState:
         content: what it said.
         calls: the tools it called.
         reasoning_tokens: how many of its tokens were reasoning.
+        is_stopped_in_call: True if a stop of the request ended it within a call's arguments.
     """
 
-    def __init__(self, parser: TurnParser, *, max_calls: int | None = None) -> None:
+    def __init__(
+        self,
+        parser: TurnParser,
+        *,
+        max_calls: int | None = None,
+        stop_ids: Collection[int] = (),
+    ) -> None:
         self._parser = parser
         self._max_calls = max_calls
+        self._stop_ids = stop_ids
+        self.is_stopped_in_call = False
         self._open_call: int | None = None
         self.raw = Sample()
         self.reasoning = ""
@@ -80,21 +89,31 @@ class SampleState:
 
     @property
     def finish_reason(self) -> str | None:
-        """As the engine tells it, but "tool_calls" where the model stopped to have tools called."""
+        """The engine's reason, but "tool_calls" if the model stopped to have tools called."""
         reason = self.raw.finish_reason
-        return TOOL_CALLS if reason == FinishReason.STOP and self.calls else reason
+        if reason == FinishReason.STOP and self.calls and not self.is_stopped_in_call:
+            return TOOL_CALLS
+        return reason
 
     def add(self, event: TokenEvent) -> list[TurnPart]:
         """Return the parts that an event makes certain; the last event brings all that was held."""
         self.raw.add(event)
         parts = self._parse(event)
+        # What the model itself ended is not cut, whatever it wrote.
+        is_stopped = event.stop_reason is not None and self._is_callers(event.stop_reason)
+        is_cut = is_stopped or event.finish_reason != FinishReason.STOP
         if event.finish_reason is not None:
-            parts = [*parts, *self._parser.flush()]
+            parts = [*parts, *self._parser.flush(is_cut=is_cut)]
         result = [turn_part for part in parts for turn_part in self._take(part)]
         if event.finish_reason is None:
             return result
-        # What the model itself ended is not cut, whatever it wrote.
-        return [*result, *self._end_call(may_be_cut=event.finish_reason != FinishReason.STOP)]
+        ends = self._end_call(may_be_cut=is_cut)
+        self.is_stopped_in_call = is_stopped and any(end.is_cut for end in ends)
+        return [*result, *ends]
+
+    def _is_callers(self, stop_reason: int | str) -> bool:
+        """True for a stop string or token of the request, not of the model's format."""
+        return isinstance(stop_reason, str) or stop_reason in self._stop_ids
 
     def _parse(self, event: TokenEvent) -> list[Part]:
         """Return what the parser makes of the tokens; neighbours of one kind are one part."""
@@ -118,7 +137,7 @@ class SampleState:
             self.content += part.text
             return [*self._end_call(), part]
         if self._max_calls is not None and part.index >= self._max_calls:
-            return self._end_call()
+            return [*self._end_call()]
         if isinstance(part, ToolCallArguments):
             self.calls[part.index].arguments += part.text
             return [part]
@@ -128,7 +147,7 @@ class SampleState:
         self._open_call = part.index
         return [*ended, ToolCallBegin(part.index, call.name, call.id)]
 
-    def _end_call(self, *, may_be_cut: bool = False) -> list[TurnPart]:
+    def _end_call(self, *, may_be_cut: bool = False) -> list[ToolCallEnd]:
         index, self._open_call = self._open_call, None
         if index is None:
             return []
@@ -160,9 +179,20 @@ class TurnStream:
         *,
         num_image_tokens: int = 0,
         max_calls: int | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
+        """Begin without text.
+
+        Args:
+            parsers: one for each sample.
+            num_prompt_tokens: tokens of the prompt.
+            num_image_tokens: those of them that are images'.
+            max_calls: most calls of a sample; None: any number.
+            stop_ids: the request's own stop tokens, which may cut a call.
+        """
         self.samples = LazySequence(
-            len(parsers), lambda index: SampleState(parsers[index], max_calls=max_calls)
+            len(parsers),
+            lambda index: SampleState(parsers[index], max_calls=max_calls, stop_ids=stop_ids),
         )
         self.usage = Usage(prompt_tokens=num_prompt_tokens, image_tokens=num_image_tokens)
         self.prompt: PromptEvent | None = None

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import re
 
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
-from mlx_parallm.parsing.families.text_values import pass_text_value
-from mlx_parallm.parsing.formats import ReadContext, Tool, ToolFormat
+from mlx_parallm.parsing.families.marked import LONGEST_NAME
+from mlx_parallm.parsing.families.text_values import Parameters, ValueMarkup, pass_text_value
+from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import string_inside
-from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
-from mlx_parallm.parsing.schema_types import types_of
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
 
 START, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"[^\s<>{}\"]+")
-
-
-def _read(context: ReadContext) -> Steps[None]:
-    yield from read_marked(context, (START,), (END,), _call)
 
 
 def _call(context: ReadContext) -> Steps[None]:
@@ -35,7 +30,7 @@ def _call(context: ReadContext) -> Steps[None]:
     writer.begin_call(name)
     writer.arguments("{")
     try:
-        yield from _parameters(context, context.tool(name))
+        yield from _parameters(context, Parameters(context.tool(name)))
     except TruncatedError:
         raise
     except MalformedError:
@@ -44,28 +39,48 @@ def _call(context: ReadContext) -> Steps[None]:
         raise
     writer.arguments("}")
     writer.end_call()
+    writer.end_section()
 
 
-def _parameters(context: ReadContext, tool: Tool | None) -> Steps[None]:
+def _parameters(context: ReadContext, parameters: Parameters) -> Steps[None]:
     reader, writer = context.reader, context.writer
     separator = ""
     while True:
         yield from reader.skip_space()
-        if (yield from reader.expect(KEY, END)) == END:
+        if (yield from reader.accept(END)):
             return
-        key = (yield from reader.until(KEY_END, limit=LONGEST_NAME)).strip()
-        yield from reader.skip_space()
-        yield from reader.expect(VALUE)
+        key = yield from _key(reader)
+        parameters.keys.add(key)
         writer.arguments(f'{separator}"{string_inside(key)}": ')
-        yield from pass_text_value(context, (VALUE_END,), types_of(tool, key))
+        yield from pass_text_value(
+            context, (VALUE_END,), parameters.types(key), _VALUES, parameters
+        )
         separator = ", "
+
+
+def _key(reader: Reader) -> Steps[str]:
+    """Read up to a value and return its key.
+
+    Raises:
+        MalformedError: the text is something else.
+    """
+    yield from reader.expect(KEY)
+    key = (yield from reader.until(KEY_END, limit=LONGEST_NAME)).strip()
+    yield from reader.skip_space()
+    yield from reader.expect(VALUE)
+    return key
+
+
+_VALUES = ValueMarkup(KEY, _key, (END,), (START,), has_lines=False)
 
 
 GLM45 = ToolFormat(
     name="glm45",
     summary="<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>",
-    read=_read,
+    call=_call,
     markers=(START, END, KEY, KEY_END, VALUE, VALUE_END),
     detect=lambda template, _: KEY in template,
+    starts=(START,),
+    ends=(END,),
     stop_texts=("<|observation|>",),
 )

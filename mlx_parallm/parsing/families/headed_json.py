@@ -11,13 +11,18 @@ import re
 from collections.abc import Container
 
 from mlx_parallm.parsing.families.json_calls import read_call_array
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, close_call, read_marked
+from mlx_parallm.parsing.families.marked import (
+    LONGEST_NAME,
+    close_call,
+    ends_without_arguments,
+)
 from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import pass_value
-from mlx_parallm.parsing.reader import MalformedError, Steps
+from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"
+_FENCE = "```json"
 _DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 _KIMI_SEP = "<|tool_call_argument_begin|>"
@@ -34,14 +39,15 @@ def _pass_arguments(
 ) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.skip_space()
-    if (yield from reader.next_is("{")) is None or not name:
+    if not name:
         raise MalformedError
+    if (yield from ends_without_arguments(context, name, ends)):
+        writer.begin_call(name, call_id)
+        return
+    if (yield from reader.next_is("{")) is None:
+        raise MalformedError if (yield from reader.peek()) else TruncatedError
     writer.begin_call(name, call_id)
     yield from pass_value(reader, writer.arguments, ends=ends)
-
-
-def _read_deepseek(context: ReadContext) -> Steps[None]:
-    yield from read_marked(context, _DEEPSEEK, _DEEPSEEK_ENDS, _deepseek_calls)
 
 
 def _deepseek_calls(context: ReadContext) -> Steps[None]:
@@ -50,24 +56,43 @@ def _deepseek_calls(context: ReadContext) -> Steps[None]:
     while True:
         yield from reader.skip_space()
         if writer.calls and (yield from reader.accept(_DEEPSEEK_ENDS[1])):
-            writer.marker()
+            writer.end_section()
             return
         yield from reader.expect(_DEEPSEEK[1])
-        name = yield from reader.until(_DEEPSEEK_SEP, limit=LONGEST_NAME)
+        name, is_fenced = yield from _deepseek_name(context)
+        ends = ("```", *_DEEPSEEK_ENDS) if is_fenced else _DEEPSEEK_ENDS
+        yield from _pass_arguments(context, name, None, ends)
         yield from reader.skip_space()
-        # V3 writes the call's type before the name, and the JSON in a Markdown fence.
-        is_fenced = (yield from reader.next_is("{")) is None
-        if is_fenced:
-            name = yield from reader.until("```json", limit=LONGEST_NAME)
-        yield from _pass_arguments(context, name.strip(), None, _DEEPSEEK_ENDS)
-        yield from reader.skip_space()
-        if is_fenced:
-            yield from reader.accept("```")
-        yield from close_call(context, _DEEPSEEK_ENDS[0])
+        if is_fenced and (yield from reader.next_is("`")):
+            yield from reader.expect("```")
+        yield from close_call(context, _DEEPSEEK_ENDS[0], in_section=True)
 
 
-def _read_kimi(context: ReadContext) -> Steps[None]:
-    yield from read_marked(context, _KIMI, _KIMI_ENDS, _kimi_calls)
+def _deepseek_name(context: ReadContext) -> Steps[tuple[str, bool]]:
+    """Return a call's name, and True if its JSON is in a Markdown fence, which V3 writes.
+
+    V3 writes the call's type before the name.
+    """
+    reader = context.reader
+    name = yield from _until_first(context, (_DEEPSEEK_SEP, *_DEEPSEEK_ENDS))
+    if (yield from reader.accept(_DEEPSEEK_SEP)) is None:
+        return name, False
+    yield from reader.skip_space()
+    if (yield from reader.next_is("{", *_DEEPSEEK_ENDS)) or not (yield from reader.peek()):
+        return name, False
+    kind, name = name, (yield from _until_first(context, (_FENCE, *_DEEPSEEK_ENDS)))
+    is_fenced = (yield from reader.accept(_FENCE)) is not None
+    if not is_fenced and kind != "function":
+        raise MalformedError
+    return name, is_fenced
+
+
+def _until_first(context: ReadContext, ends: tuple[str, ...]) -> Steps[str]:
+    """Return the text before the first of the markers, without white space around it."""
+    held: list[str] = []
+    if (yield from context.reader.pass_until(ends, held.append, limit=LONGEST_NAME)) is None:
+        raise TruncatedError
+    return "".join(held).strip()
 
 
 def _kimi_calls(context: ReadContext) -> Steps[None]:
@@ -76,19 +101,16 @@ def _kimi_calls(context: ReadContext) -> Steps[None]:
     while True:
         yield from reader.skip_space()
         if writer.calls and (yield from reader.accept(_KIMI_ENDS[1])):
-            writer.marker()
+            writer.end_section()
             return
         yield from reader.expect(_KIMI[1])
-        call_id = (yield from reader.until(_KIMI_SEP, limit=LONGEST_NAME)).strip()
+        call_id = yield from _until_first(context, (_KIMI_SEP, *_KIMI_ENDS))
+        yield from reader.accept(_KIMI_SEP)
         match = _KIMI_ID.fullmatch(call_id)
         if match is None:
             raise MalformedError
         yield from _pass_arguments(context, match["name"], call_id, _KIMI_ENDS)
-        yield from close_call(context, _KIMI_ENDS[0])
-
-
-def _read_mistral(context: ReadContext) -> Steps[None]:
-    yield from read_marked(context, (_MISTRAL,), (), _mistral_calls)
+        yield from close_call(context, _KIMI_ENDS[0], in_section=True)
 
 
 def _mistral_calls(context: ReadContext) -> Steps[None]:
@@ -101,9 +123,10 @@ def _mistral_calls(context: ReadContext) -> Steps[None]:
     name = (yield from reader.match(_MISTRAL_NAME, LONGEST_NAME)).group()
     yield from reader.skip_space()
     call_id = None
-    if (yield from reader.accept(_MISTRAL_ID)):
+    while (yield from reader.next_is("[")) and not (yield from reader.next_is(_MISTRAL)):
+        if (yield from reader.expect(_MISTRAL_ID, _MISTRAL_ARGS)) == _MISTRAL_ARGS:
+            break
         call_id = (yield from reader.match(_MISTRAL_NAME, LONGEST_NAME)).group()
-    yield from reader.accept(_MISTRAL_ARGS)
     yield from _pass_arguments(context, name, call_id, (_MISTRAL,))
     writer.end_call()
 
@@ -115,7 +138,9 @@ def _detect_deepseek(template: str, _: Container[str], *, fenced: bool) -> bool:
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
     summary=f"{''.join(_DEEPSEEK)}function{_DEEPSEEK_SEP}name\\n```json\\n{{…}}\\n```…",
-    read=_read_deepseek,
+    call=_deepseek_calls,
+    starts=_DEEPSEEK,
+    ends=_DEEPSEEK_ENDS,
     markers=(*_DEEPSEEK, _DEEPSEEK_SEP, *_DEEPSEEK_ENDS),
     detect=lambda template, tokens: _detect_deepseek(template, tokens, fenced=True),
     forced=CallText(
@@ -127,7 +152,9 @@ DEEPSEEK_V3 = ToolFormat(
 DEEPSEEK_V31 = ToolFormat(
     name="deepseek_v31",
     summary=f"{''.join(_DEEPSEEK)}name{_DEEPSEEK_SEP}{{…}}…",
-    read=_read_deepseek,
+    call=_deepseek_calls,
+    starts=_DEEPSEEK,
+    ends=_DEEPSEEK_ENDS,
     markers=DEEPSEEK_V3.markers,
     detect=lambda template, tokens: _detect_deepseek(template, tokens, fenced=False),
     forced=CallText(
@@ -140,7 +167,9 @@ DEEPSEEK_V31 = ToolFormat(
 KIMI_K2 = ToolFormat(
     name="kimi_k2",
     summary=f"{''.join(_KIMI)}functions.name:0{_KIMI_SEP}{{…}}…",
-    read=_read_kimi,
+    call=_kimi_calls,
+    starts=_KIMI,
+    ends=_KIMI_ENDS,
     markers=(*_KIMI, _KIMI_SEP, *_KIMI_ENDS),
     detect=lambda template, tokens: _KIMI[0] in template or _KIMI[0] in tokens,
     forced=CallText(
@@ -153,7 +182,8 @@ KIMI_K2 = ToolFormat(
 MISTRAL = ToolFormat(
     name="mistral",
     summary="[TOOL_CALLS]name[ARGS]{…}, or [TOOL_CALLS][{…}]",
-    read=_read_mistral,
+    call=_mistral_calls,
+    starts=(_MISTRAL,),
     markers=(_MISTRAL, _MISTRAL_ID, _MISTRAL_ARGS),
     detect=lambda template, tokens: (
         _MISTRAL in template and (_MISTRAL_ARGS in template or _MISTRAL_ARGS in tokens)
@@ -164,7 +194,8 @@ MISTRAL = ToolFormat(
 MISTRAL_JSON = ToolFormat(
     name="mistral_json",
     summary='[TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}], before tokenizer v11',
-    read=_read_mistral,
+    call=_mistral_calls,
+    starts=(_MISTRAL,),
     markers=MISTRAL.markers,
     detect=lambda template, _: _MISTRAL in template,
     forced=CallText(

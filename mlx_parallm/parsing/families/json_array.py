@@ -8,26 +8,12 @@ CohereLabs/c4ai-command-r7b-12-2024.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import partial
 
 from mlx_parallm.parsing.families.json_calls import read_call_array, read_call_object
-from mlx_parallm.parsing.families.marked import close_call, read_marked, try_call
-from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
+from mlx_parallm.parsing.families.marked import close_call, no_call
+from mlx_parallm.parsing.formats import CallText, Detect, ReadContext, ToolFormat
 from mlx_parallm.parsing.reader import Steps
-
-_CALL = '{"name": "$name", "arguments": $arguments}'
-
-
-def _read(
-    context: ReadContext,
-    starts: tuple[str, ...],
-    ends: tuple[str, ...],
-    *,
-    may_be_lines: bool = False,
-) -> Steps[None]:
-    call = partial(_call, starts=starts, ends=ends, may_be_lines=may_be_lines)
-    yield from read_marked(context, starts, ends, call)
 
 
 def _call(
@@ -51,73 +37,99 @@ def _lines(context: ReadContext, ends: tuple[str, ...]) -> Steps[None]:
         yield from context.reader.skip_space()
 
 
-def _read_bare(context: ReadContext) -> Steps[None]:
-    yield from try_call(context, _bare_call)
-    yield from context.reader.pass_until((), context.writer.content)
-
-
 def _bare_call(context: ReadContext) -> Steps[None]:
     yield from context.reader.skip_space()
     yield from read_call_array(context)
 
 
-def _detect(template: str, _: Container[str], text: str) -> bool:
-    return text in template
+def _has(sign: str) -> Detect:
+    return lambda template, _tokens: sign in template
+
+
+def _format(
+    name: str,
+    summary: str,
+    marks: tuple[tuple[str, ...], tuple[str, ...]],
+    detect: Detect,
+    *,
+    forced: tuple[str, str],
+    call: str = '{"name": "$name", "arguments": $arguments}',
+    may_be_lines: bool = False,
+    silent: tuple[str, ...] = (),
+) -> ToolFormat:
+    """Return a format of calls between markers.
+
+    Args:
+        name: see ``ToolFormat``.
+        summary: likewise.
+        marks: the markers that begin calls, and those that end them.
+        detect: see ``ToolFormat``.
+        forced: the text before and after forced calls.
+        call: a forced call.
+        may_be_lines: True if calls may stand on lines instead of in an array.
+        silent: see ``ToolFormat``.
+    """
+    (starts, ends), (begin, end) = marks, forced
+    return ToolFormat(
+        name=name,
+        summary=summary,
+        call=partial(_call, starts=starts, ends=ends, may_be_lines=may_be_lines),
+        markers=(*starts, *ends),
+        detect=detect,
+        starts=starts,
+        ends=ends,
+        forced=CallText(call, separator=", ", begin=begin, end=end),
+        silent=silent,
+    )
 
 
 JSON_ARRAY = ToolFormat(
     name="json_array",
     summary='[{"name": …, "parameters": {…}}], forced where a model\'s own format is not',
-    read=_read_bare,
+    call=no_call,
     markers=(),
     detect=lambda _template, _tokens: False,
+    bare=_bare_call,
+    bare_starts=("[",),
     forced=CallText(
         '{"name": "$name", "parameters": $arguments}', separator=", ", begin="[", end="]"
     ),
 )
-GRANITE = ToolFormat(
-    name="granite",
-    summary='<|tool_call|>[{"name": …, "arguments": {…}}]',
-    read=partial(_read, starts=("<|tool_call|>", "<tool_call>"), ends=()),
-    markers=("<|tool_call|>", "<tool_call>"),
-    detect=lambda template, _: "<|tool_call|>" in template and "<|/tool_call|>" not in template,
-    forced=CallText(_CALL, separator=", ", begin="<|tool_call|>[", end="]"),
+GRANITE = _format(
+    "granite",
+    '<|tool_call|>[{"name": …, "arguments": {…}}]',
+    (("<|tool_call|>", "<tool_call>"), ()),
+    lambda template, _: "<|tool_call|>" in template and "<|/tool_call|>" not in template,
+    forced=("<|tool_call|>[", "]"),
 )
-PHI4_MINI = ToolFormat(
-    name="phi4_mini_json",
-    summary='functools[{"name": …, "arguments": {…}}] or <|tool_call|>[…]<|/tool_call|>',
-    read=partial(_read, starts=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",)),
-    markers=("<|tool_call|>", "<|/tool_call|>"),
-    detect=lambda template, _: "functools[" in template or "<|/tool_call|>" in template,
-    forced=CallText(_CALL, separator=", ", begin="functools[", end="]"),
+PHI4_MINI = _format(
+    "phi4_mini_json",
+    'functools[{"name": …, "arguments": {…}}] or <|tool_call|>[…]<|/tool_call|>',
+    (("functools", "<|tool_call|>"), ("<|/tool_call|>",)),
+    lambda template, _: "functools[" in template or "<|/tool_call|>" in template,
+    forced=("functools[", "]"),
 )
-JAMBA = ToolFormat(
-    name="jamba",
-    summary='<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>',
-    read=partial(_read, starts=("<tool_calls>",), ends=("</tool_calls>",), may_be_lines=True),
-    markers=("<tool_calls>", "</tool_calls>"),
-    detect=partial(_detect, text="<tool_calls>"),
-    forced=CallText(_CALL, separator=", ", begin="<tool_calls>[", end="]</tool_calls>"),
+JAMBA = _format(
+    "jamba",
+    '<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>',
+    (("<tool_calls>",), ("</tool_calls>",)),
+    _has("<tool_calls>"),
+    forced=("<tool_calls>[", "]</tool_calls>"),
+    may_be_lines=True,
 )
-NEMOTRON = ToolFormat(
-    name="nemotron_json",
-    summary='<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>',
-    read=partial(_read, starts=("<TOOLCALL>",), ends=("</TOOLCALL>",)),
-    markers=("<TOOLCALL>", "</TOOLCALL>"),
-    detect=partial(_detect, text="<TOOLCALL>"),
-    forced=CallText(_CALL, separator=", ", begin="<TOOLCALL>[", end="]</TOOLCALL>"),
+NEMOTRON = _format(
+    "nemotron_json",
+    '<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>',
+    (("<TOOLCALL>",), ("</TOOLCALL>",)),
+    _has("<TOOLCALL>"),
+    forced=("<TOOLCALL>[", "]</TOOLCALL>"),
 )
-COMMAND = ToolFormat(
-    name="cohere_command3",
-    summary='<|START_ACTION|>[{"tool_name": …, "parameters": {…}}]<|END_ACTION|>',
-    read=partial(_read, starts=("<|START_ACTION|>",), ends=("<|END_ACTION|>",)),
-    markers=("<|START_ACTION|>", "<|END_ACTION|>"),
-    detect=partial(_detect, text="<|START_ACTION|>"),
-    forced=CallText(
-        '{"tool_name": "$name", "parameters": $arguments}',
-        separator=", ",
-        begin="<|START_ACTION|>[",
-        end="]<|END_ACTION|>",
-    ),
+COMMAND = _format(
+    "cohere_command3",
+    '<|START_ACTION|>[{"tool_name": …, "parameters": {…}}]<|END_ACTION|>',
+    (("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+    _has("<|START_ACTION|>"),
+    forced=("<|START_ACTION|>[", "]<|END_ACTION|>"),
+    call='{"tool_name": "$name", "parameters": $arguments}',
     silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )

@@ -103,9 +103,9 @@ def _read_member(
 
 def _object_text(text: str, value: object) -> str:
     """Return the arguments that were held back; some models write them as a string."""
-    if isinstance(value, str):
+    if isinstance(value, str) and value.strip():
         text, value = value, decode(value)
-    if value is None:
+    if value is None or value in ("", []) or (isinstance(value, str) and not value.strip()):
         return "{}"
     if not isinstance(value, dict):
         raise MalformedError

@@ -8,8 +8,13 @@ from __future__ import annotations
 import re
 from html import unescape
 
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
-from mlx_parallm.parsing.families.text_values import TEXT, pass_text_value
+from mlx_parallm.parsing.families.marked import LONGEST_NAME
+from mlx_parallm.parsing.families.text_values import (
+    TEXT,
+    Parameters,
+    ValueMarkup,
+    pass_text_value,
+)
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import pass_value, string_inside
 from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
@@ -24,10 +29,6 @@ ANSWER = f"{OPEN}response{SEP}"
 SILENT = (ANSWER, f"{CLOSE}response{SEP}", f"{CLOSE}message{SEP}", "<|end_of_msg|>")
 
 
-def _read(context: ReadContext) -> Steps[None]:
-    yield from read_marked(context, (_TOOLS,), (_CALL_END, _TOOLS_END), _calls)
-
-
 def _calls(context: ReadContext) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.expect(_TOOLS)
@@ -37,7 +38,7 @@ def _calls(context: ReadContext) -> Steps[None]:
             break
         yield from _call(context)
     if (yield from reader.accept(_TOOLS_END)):
-        writer.marker()
+        writer.end_section()
 
 
 def _call(context: ReadContext) -> Steps[None]:
@@ -51,17 +52,18 @@ def _call(context: ReadContext) -> Steps[None]:
     if (yield from reader.accept(_JSON)):
         yield from reader.until(SEP, limit=LONGEST_NAME)
         yield from reader.skip_space()
-        yield from pass_value(reader, writer.arguments, ends=(CLOSE,))
+        if not (yield from reader.next_is(_JSON_END)):
+            yield from pass_value(reader, writer.arguments, ends=(CLOSE,))
         yield from reader.skip_space()
         yield from reader.expect(_JSON_END)
     else:
-        yield from _arguments(context)
+        yield from _arguments(context, Parameters(context.tool(name)))
     yield from reader.skip_space()
     yield from reader.expect(_CALL_END)
     writer.end_call()
 
 
-def _arguments(context: ReadContext) -> Steps[None]:
+def _arguments(context: ReadContext, parameters: Parameters) -> Steps[None]:
     reader, writer = context.reader, context.writer
     writer.arguments("{")
     separator = ""
@@ -72,10 +74,12 @@ def _arguments(context: ReadContext) -> Steps[None]:
                 break
             yield from reader.expect(_ARGUMENT)
             attributes = yield from _attributes(reader)
-            writer.arguments(f'{separator}"{string_inside(attributes.get("key", ""))}": ')
+            key = attributes.get("key", "")
+            parameters.keys.add(key)
+            writer.arguments(f'{separator}"{string_inside(key)}": ')
             kind = attributes.get("type", "string")
             types = TEXT if kind == "string" else frozenset([kind])
-            yield from pass_text_value(context, (_ARGUMENT_END,), types)
+            yield from pass_text_value(context, (_ARGUMENT_END,), types, _VALUES, parameters)
             separator = ", "
     except TruncatedError:
         raise
@@ -91,11 +95,24 @@ def _attributes(reader: Reader) -> Steps[dict[str, str]]:
     return {key: unescape(value) for key, value in _ATTRIBUTE.findall(text)}
 
 
+def _key(reader: Reader) -> Steps[str]:
+    """Return the key in an argument's tag.
+
+    Raises:
+        MalformedError: it is no such tag.
+    """
+    yield from reader.expect(_ARGUMENT)
+    return (yield from _attributes(reader)).get("key", "")
+
+
+_VALUES = ValueMarkup(_ARGUMENT, _key, (_CALL_END, _TOOLS_END), (_CALL, _TOOLS), has_lines=False)
 KIMI_K3 = ToolFormat(
     name="kimi_k3",
     summary=f'{_TOOLS}{_CALL}tool="f" index="1"{SEP}{_ARGUMENT}key="k" type="string"{SEP}…',
-    read=_read,
+    call=_calls,
     markers=(OPEN, CLOSE, SEP),
     detect=lambda template, tokens: OPEN in template or (OPEN in tokens and CLOSE in tokens),
+    starts=(_TOOLS,),
+    ends=(_CALL_END, _TOOLS_END),
     silent=SILENT,
 )

@@ -10,16 +10,10 @@ tool_chat_template_llama4_json.jinja.
 from __future__ import annotations
 
 from mlx_parallm.parsing.families.json_calls import read_call_object
-from mlx_parallm.parsing.families.marked import read_marked, try_call
 from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.reader import Steps
 
 PYTHON_TAG = "<|python_tag|>"
-
-
-def _read(context: ReadContext) -> Steps[None]:
-    yield from try_call(context, _bare_calls)
-    yield from read_marked(context, (PYTHON_TAG,), (), _marked_calls)
 
 
 def _bare_calls(context: ReadContext) -> Steps[None]:
@@ -48,8 +42,11 @@ def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
     summary='{"name": …, "parameters": {…}}',
-    read=_read,
+    call=_marked_calls,
     markers=(PYTHON_TAG,),
     detect=lambda template, _: '"parameters": ' in template and "ipython" in template,
+    starts=(PYTHON_TAG,),
+    bare=_bare_calls,
+    bare_starts=("{",),
     forced=CallText('{"name": "$name", "parameters": $arguments}', separator="; "),
 )

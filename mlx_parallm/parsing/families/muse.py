@@ -8,18 +8,40 @@ Sources: the template of Muse Glimmer that llama.cpp and vLLM have, and vLLM's m
 from __future__ import annotations
 
 import re
+from functools import partial
 
-from mlx_parallm.parsing.families.harmony import read_begun_header
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
+from mlx_parallm.parsing.families.marked import (
+    LONGEST_NAME,
+    MOST_ATTEMPTS,
+    read_call_within,
+    read_marked,
+)
 from mlx_parallm.parsing.families.xml_calls import invokes, read_section
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import ContentText, ReasoningText
-from mlx_parallm.parsing.reader import Steps
+from mlx_parallm.parsing.reader import MalformedError, Steps
 
 START, MESSAGE, NEXT, END = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"
 _MARKERS = (START, MESSAGE, NEXT, END)
+_ENDS = (START, NEXT, END)
 _SYNTAX = invokes("atem:", ("function_calls",))
 _RECIPIENT = re.compile(r"to=([\w.-]+)")
+
+
+def _read_begun_header(context: ReadContext) -> Steps[str | None]:
+    """Return the rest of a header that the prompt began, if it names the recipient; else None.
+
+    A prompt ends with ``<|start|>assistant``, so the text may begin with ``to=…``.
+    """
+    reader = context.reader
+    yield from reader.skip_space()
+    try:
+        if (yield from reader.next_is("to=", MESSAGE)):
+            return (yield from reader.until(MESSAGE, limit=LONGEST_NAME))
+    except MalformedError:
+        pass
+    reader.rewind()
+    return None
 
 
 def read_muse(context: ReadContext) -> Steps[None]:
@@ -27,7 +49,7 @@ def read_muse(context: ReadContext) -> Steps[None]:
     if context.is_open:
         yield from _read_reasoning(context)
     else:
-        header = yield from read_begun_header(context, MESSAGE)
+        header = yield from _read_begun_header(context)
         if header is not None:
             yield from _read_message(context, header)
     sections = _SYNTAX.sections if context.reads_calls else ()
@@ -61,7 +83,11 @@ def _read_reasoning(context: ReadContext) -> Steps[None]:
     writer.is_reasoning = context.reads_reasoning
     writer.next_message(ReasoningText if context.reads_reasoning else ContentText)
     emit = writer.reasoning if context.reads_reasoning else writer.content
-    marker = yield from reader.pass_until((START, NEXT, END), emit)
+    if writer.is_reasoning and context.reads_calls:
+        yield from _read_until_calls(context)
+        if not writer.is_reasoning:
+            return
+    marker = yield from reader.pass_until(_ENDS, emit)
     if marker is None:
         return
     if marker != START:
@@ -70,10 +96,23 @@ def _read_reasoning(context: ReadContext) -> Steps[None]:
     writer.is_reasoning = False
 
 
+def _read_until_calls(context: ReadContext) -> Steps[None]:
+    """Read reasoning up to its end, or calls in it."""
+    reader, writer = context.reader, context.writer
+    call = partial(read_section, syntax=_SYNTAX)
+    for _ in range(MOST_ATTEMPTS):
+        marker = yield from reader.pass_until((*_ENDS, *_SYNTAX.sections), writer.reasoning)
+        if marker not in _SYNTAX.sections:
+            return
+        if (yield from read_call_within(context, call, ends=_ENDS)):
+            return
+        writer.reasoning(reader.take(len(marker)))
+
+
 MUSE_SPARK = ToolFormat(
     name="muse_spark",
     summary='<atem:function_calls><atem:invoke name="f"><atem:parameter name="key">value</atem…',
-    read=read_muse,
+    call=partial(read_section, syntax=_SYNTAX),
     markers=(*_SYNTAX.markers, *_MARKERS),
     detect=lambda template, _: _SYNTAX.sections[0] in template,
     read_turn=read_muse,

@@ -12,9 +12,9 @@ import re
 from functools import partial
 
 from mlx_parallm.parsing.families.literals import LiteralSyntax, pass_members
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, close_call, read_marked, try_call
-from mlx_parallm.parsing.formats import ReadContext, ToolFormat
-from mlx_parallm.parsing.reader import MalformedError, Steps
+from mlx_parallm.parsing.families.marked import LONGEST_NAME, close_call, no_call
+from mlx_parallm.parsing.formats import Detect, ReadContext, ToolFormat
+from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _SYNTAX = LiteralSyntax(
@@ -28,11 +28,14 @@ _SYNTAX = LiteralSyntax(
 def _call(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
     reader, writer = context.reader, context.writer
     name = (yield from reader.match(_NAME, LONGEST_NAME)).group()
-    yield from reader.expect("(")
+    has_arguments = yield from reader.accept("(")
+    if not has_arguments and (needs_known_name or not context.tool(name)):
+        raise TruncatedError if not (yield from reader.peek()) else MalformedError
     if needs_known_name and context.tools and not context.tool(name):
         raise MalformedError
     writer.begin_call(name)
-    yield from pass_members(context, _SYNTAX, "=", ")")
+    if has_arguments:
+        yield from pass_members(context, _SYNTAX, "=", ")")
     writer.end_call()
 
 
@@ -54,25 +57,11 @@ def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
             return
 
 
-def _read_bare(context: ReadContext) -> Steps[None]:
-    yield from try_call(context, _bare_calls)
-    yield from context.reader.pass_until((), context.writer.content)
-
-
 def _bare_calls(context: ReadContext) -> Steps[None]:
     yield from context.reader.skip_space()
     if (yield from context.reader.next_is("[")) is None:
         raise MalformedError
     yield from _calls(context, needs_known_name=True)
-
-
-def _read_marked(
-    context: ReadContext, start: str, end: str, *, may_be_bare: bool = False
-) -> Steps[None]:
-    if may_be_bare:
-        yield from try_call(context, _bare_calls)
-    call = partial(_marked_calls, start=start, end=end)
-    yield from read_marked(context, (start,), (end,), call)
 
 
 def _marked_calls(context: ReadContext, start: str, end: str) -> Steps[None]:
@@ -82,37 +71,56 @@ def _marked_calls(context: ReadContext, start: str, end: str) -> Steps[None]:
     yield from close_call(context, end)
 
 
+def _marked(
+    name: str, example: str, start: str, end: str, detect: Detect, *, may_be_bare: bool = False
+) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        summary=f"{start}{example}{end}{', or without the markers' if may_be_bare else ''}",
+        call=partial(_marked_calls, start=start, end=end),
+        markers=(start, end),
+        detect=detect,
+        starts=(start,),
+        ends=(end,),
+        bare=_bare_calls if may_be_bare else None,
+        bare_starts=("[",) if may_be_bare else (),
+    )
+
+
 PYTHONIC = ToolFormat(
     name="pythonic",
     summary='[name(key="value", other=1)]',
-    read=_read_bare,
+    call=no_call,
     markers=(),
     detect=lambda template, _: "[func_name1(" in template and "<|python_start|>" not in template,
+    bare=_bare_calls,
+    bare_starts=("[",),
 )
-LLAMA4_PYTHONIC = ToolFormat(
-    name="llama4_pythonic",
-    summary='<|python_start|>[name(key="value")]<|python_end|>, or without the markers',
-    read=partial(_read_marked, start="<|python_start|>", end="<|python_end|>", may_be_bare=True),
-    markers=("<|python_start|>", "<|python_end|>"),
-    detect=lambda template, tokens: (
+LLAMA4_PYTHONIC = _marked(
+    "llama4_pythonic",
+    '[name(key="value")]',
+    "<|python_start|>",
+    "<|python_end|>",
+    lambda template, tokens: (
         "<|python_start|>" in template or ("[func_name1(" in template and "<|eot|>" in tokens)
     ),
+    may_be_bare=True,
 )
-LFM2 = ToolFormat(
-    name="lfm2",
-    summary="<|tool_call_start|>[name(key='value')]<|tool_call_end|>",
-    read=partial(_read_marked, start="<|tool_call_start|>", end="<|tool_call_end|>"),
-    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
-    detect=lambda template, tokens: (
+LFM2 = _marked(
+    "lfm2",
+    "[name(key='value')]",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    lambda template, tokens: (
         "<|tool_call_start|>" in template
         or "<|tool_list_start|>" in template
         or "<|tool_call_start|>" in tokens
     ),
 )
-OLMO3 = ToolFormat(
-    name="olmo3",
-    summary='<function_calls>name(key="value")</function_calls>',
-    read=partial(_read_marked, start="<function_calls>", end="</function_calls>"),
-    markers=("<function_calls>", "</function_calls>"),
-    detect=lambda template, _: "<function_calls>" in template,
+OLMO3 = _marked(
+    "olmo3",
+    'name(key="value")',
+    "<function_calls>",
+    "</function_calls>",
+    lambda template, _: "<function_calls>" in template,
 )

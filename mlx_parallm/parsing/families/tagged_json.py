@@ -10,13 +10,9 @@ from collections.abc import Container
 from functools import partial
 
 from mlx_parallm.parsing.families.json_calls import read_call_object
-from mlx_parallm.parsing.families.marked import close_call, read_marked
+from mlx_parallm.parsing.families.marked import close_call
 from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.reader import Steps
-
-
-def _read(context: ReadContext, start: str, end: str) -> Steps[None]:
-    yield from read_marked(context, (start,), (end,), partial(_call, start=start, end=end))
 
 
 def _call(context: ReadContext, start: str, end: str) -> Steps[None]:
@@ -36,8 +32,10 @@ def _format(name: str, start: str, end: str) -> ToolFormat:
     return ToolFormat(
         name=name,
         summary=f'{start}{{"name": …, "arguments": {{…}}}}{end}',
-        read=partial(_read, start=start, end=end),
+        call=partial(_call, start=start, end=end),
         markers=(start, end),
+        starts=(start,),
+        ends=(end,),
         detect=partial(_detect, start=start),
         forced=CallText(f'{start}\n{{"name": "$name", "arguments": $arguments}}\n{end}'),
     )

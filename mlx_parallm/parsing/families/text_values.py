@@ -2,45 +2,136 @@
 
 from __future__ import annotations
 
-from mlx_parallm.parsing.formats import ReadContext
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.parsing.formats import ReadContext, Tool
 from mlx_parallm.parsing.json_text import string_inside
-from mlx_parallm.parsing.reader import Steps, TruncatedError
-from mlx_parallm.parsing.schema_types import json_text
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.schema_types import json_text, parameters_of
 
 TEXT = frozenset(["string"])
 
 
+@dataclass(frozen=True, slots=True)
+class ValueMarkup:
+    """The markup around plain-text values, which may themselves contain such markup.
+
+    Attributes:
+        parameter: the beginning of a parameter's tag.
+        read_key: reads that tag and returns its key; raises MalformedError if it is none.
+        call_ends: the tags that end a call or a section of calls.
+        call_starts: the tags that begin one.
+        has_lines: True if these tags stand on lines of their own.
+    """
+
+    parameter: str
+    read_key: Callable[[Reader], Steps[str]]
+    call_ends: tuple[str, ...]
+    call_starts: tuple[str, ...]
+    has_lines: bool
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The parameters of a call: those that its tool declares, and the keys of those that came."""
+
+    tool: Tool | None
+    keys: set[str] = field(default_factory=set[str])
+
+    def types(self, key: str) -> frozenset[str] | None:
+        """Return the JSON types that a parameter may have; None if the schema does not say."""
+        return parameters_of(self.tool).member(key).types
+
+    def may_give(self, key: str) -> bool:
+        """True if a parameter was not given, and is declared unless the tool declares none."""
+        declared = parameters_of(self.tool).names
+        return key not in self.keys and (not declared or key in declared)
+
+
 def pass_text_value(
     context: ReadContext,
-    ends: tuple[str, ...],
+    ends: Sequence[str],
     types: frozenset[str] | None,
+    markup: ValueMarkup,
+    parameters: Parameters,
     *,
-    unread_ends: tuple[str, ...] = (),
+    may_lack_end: bool = True,
 ) -> Steps[None]:
-    """Write the value up to a marker, which is read too: text while it comes, others as a whole.
+    """Write the value up to its end tag, which is read too: text while it comes, others as a whole.
+
+    An end tag counts where the next parameter, or the end of the call or text follows; elsewhere
+    it is text. Without an end tag, a value ends before the tool's next parameter, and before the
+    end of the call if that of its section, another call or the end of the text follows.
 
     Args:
         context: where to read and write.
-        ends: markers that end the value.
+        ends: the end tags; of those that begin alike, the longest first.
         types: the JSON types that it may have; None: any.
-        unread_ends: markers of the next element, which also end the value and are not read.
+        markup: what may follow a value.
+        parameters: those of the call.
+        may_lack_end: False: only an end tag ends the value.
 
     Raises:
         TruncatedError: the text ends within the value; the part that arrived is written.
     """
     reader, writer = context.reader, context.writer
     held: list[str] = []
-    markers = (*ends, *unread_ends)
-    if types == TEXT:
+    is_text = types == TEXT
+    if is_text:
         writer.arguments('"')
-        end = yield from reader.pass_until(
-            markers, lambda text: writer.arguments(string_inside(text))
-        )
-    else:
-        end = yield from reader.pass_until(markers, held.append)
-    if end is None:
-        writer.arguments("".join(held))
-        raise TruncatedError
-    if end in ends:
-        reader.take(len(end))
-    writer.arguments('"' if types == TEXT else json_text("".join(held), types))
+
+    def emit(text: str) -> None:
+        if is_text:
+            writer.arguments(string_inside(text))
+        else:
+            held.append(text)
+
+    tags = (markup.parameter, *markup.call_ends) if may_lack_end else ()
+    on_lines = tuple(f"\n{tag}" for tag in tags)
+    markers = (*ends, *on_lines, *(() if markup.has_lines else tags))
+    while marker := (yield from reader.pass_until(markers, emit)):
+        if marker in ends:
+            is_end = yield from reader.look(_closes(reader, marker, markup))
+        else:
+            is_end = yield from reader.look(_replaces_end(reader, marker, markup, parameters))
+        if is_end:
+            reader.take(len(marker) if marker in ends else 0)
+            writer.arguments('"' if is_text else json_text("".join(held), types))
+            return
+        emit(reader.take(len(marker)))
+    writer.arguments("".join(held))
+    raise TruncatedError
+
+
+def _closes(reader: Reader, end: str, markup: ValueMarkup) -> Steps[bool]:
+    """True if what follows an end tag shows that it is one."""
+    reader.take(len(end))
+    yield from reader.skip_space()
+    return (yield from _is_next(reader, (markup.parameter, *markup.call_ends, *markup.call_starts)))
+
+
+def _replaces_end(
+    reader: Reader, marker: str, markup: ValueMarkup, parameters: Parameters
+) -> Steps[bool]:
+    """True if a tag within a value shows that its end tag is missing."""
+    yield from reader.skip_space()
+    if marker.endswith(markup.parameter):
+        try:
+            key = yield from markup.read_key(reader)
+        except MalformedError:
+            return False
+        return parameters.may_give(key)
+    num_ends = 0
+    while (yield from reader.accept(*markup.call_ends)):
+        yield from reader.skip_space()
+        num_ends += 1
+    return num_ends > 1 or (yield from _is_next(reader, markup.call_starts))
+
+
+def _is_next(reader: Reader, markers: Sequence[str]) -> Steps[bool]:
+    """True if the text goes on with one of the markers, or ends; also within one of them."""
+    if (yield from reader.next_is(*markers)):
+        return True
+    rest = reader.unread
+    return reader.ended and any(marker.startswith(rest) for marker in markers)

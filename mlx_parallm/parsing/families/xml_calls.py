@@ -14,12 +14,16 @@ from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 
-from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
-from mlx_parallm.parsing.families.text_values import TEXT, pass_text_value
-from mlx_parallm.parsing.formats import ReadContext, Tool, ToolFormat
+from mlx_parallm.parsing.families.marked import LONGEST_NAME
+from mlx_parallm.parsing.families.text_values import (
+    TEXT,
+    Parameters,
+    ValueMarkup,
+    pass_text_value,
+)
+from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import string_inside
 from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
-from mlx_parallm.parsing.schema_types import types_of
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _HEADER = re.compile(
@@ -40,7 +44,7 @@ class XmlSyntax:
         parameter_end: the tag that ends a parameter.
         needs_section: True if calls stand only in sections.
         trims_newline: True if one newline at either end of a value belongs to the markup.
-        may_lack_ends: True if the next tag, on a line of its own, ends a value too.
+        has_lines: True if tags of parameters and calls stand on lines of their own.
     """
 
     sections: tuple[str, ...]
@@ -51,7 +55,7 @@ class XmlSyntax:
     parameter_end: str
     needs_section: bool = True
     trims_newline: bool = True
-    may_lack_ends: bool = False
+    has_lines: bool = True
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -59,19 +63,25 @@ class XmlSyntax:
         return (*self.sections, *self.section_ends, self.call_end, self.parameter_end)
 
     @property
-    def next_tags(self) -> tuple[str, ...]:
-        """The tags that end a value without an end tag."""
-        if not self.may_lack_ends:
-            return ()
-        ends = (f"\n{self.call_end}\n{section_end}" for section_end in self.section_ends)
-        return (f"\n{self.parameter}", *ends)
+    def starts(self) -> tuple[str, ...]:
+        """The tags that begin calls in content."""
+        return self.sections if self.needs_section else (*self.sections, self.call)
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The tags that end calls and sections."""
+        return (self.call_end, *self.section_ends)
 
-def read(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
-    """Read content with calls of such tags in between."""
-    starts = syntax.sections if syntax.needs_section else (*syntax.sections, syntax.call)
-    ends = (syntax.call_end, *syntax.section_ends)
-    yield from read_marked(context, starts, ends, partial(read_section, syntax=syntax))
+    @property
+    def values(self) -> ValueMarkup:
+        """The markup around values."""
+        return ValueMarkup(
+            self.parameter,
+            partial(_key, syntax=self),
+            self.ends,
+            (self.call, *self.sections),
+            self.has_lines,
+        )
 
 
 def read_section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
@@ -88,17 +98,20 @@ def read_section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
             break
         yield from _call(context, syntax)
     if section is not None and (yield from reader.accept(*syntax.section_ends)):
-        writer.marker()
+        writer.end_section()
 
 
 def _call(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.expect(syntax.call)
-    name, _ = yield from _header(reader)
+    name, rest = yield from _header(reader)
     writer.begin_call(name)
+    if rest.endswith("/"):
+        writer.end_call()
+        return
     writer.arguments("{")
     try:
-        yield from _parameters(context, syntax, context.tool(name))
+        yield from _parameters(context, syntax, Parameters(context.tool(name)))
     except TruncatedError:
         raise
     except MalformedError:
@@ -110,50 +123,70 @@ def _call(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
     writer.end_call()
 
 
-def _parameters(context: ReadContext, syntax: XmlSyntax, tool: Tool | None) -> Steps[None]:
+def _parameters(context: ReadContext, syntax: XmlSyntax, parameters: Parameters) -> Steps[None]:
     reader, writer = context.reader, context.writer
     separator = ""
     while True:
         yield from reader.skip_space()
-        if (yield from reader.next_is(syntax.call_end, *syntax.section_ends)):
+        if (yield from reader.next_is(*syntax.ends)):
             return
         yield from reader.expect(syntax.parameter)
         key, rest = yield from _header(reader)
+        parameters.keys.add(key)
         writer.arguments(f'{separator}"{string_inside(key)}": ')
-        yield from _value(context, syntax, _value_types(tool, key, rest))
+        yield from _value(context, syntax, _value_types(parameters, key, rest), parameters)
         separator = ", "
+
+
+def _key(reader: Reader, syntax: XmlSyntax) -> Steps[str]:
+    """Return the key in a parameter's tag.
+
+    Raises:
+        MalformedError: it is no such tag.
+    """
+    yield from reader.expect(syntax.parameter)
+    key, _ = yield from _header(reader)
+    return key
 
 
 def _header(reader: Reader) -> Steps[tuple[str, str]]:
     """Return the name in a tag, and the tag's other text."""
-    match = _HEADER.fullmatch((yield from reader.until(">", limit=LONGEST_NAME)))
+    text = yield from reader.until(">", limit=LONGEST_NAME)
+    tag = text.removesuffix("/")
+    match = _HEADER.fullmatch(tag)
     if match is None:
         raise MalformedError
-    return match["name"], match["rest"]
+    return match["name"], match["rest"] + text[len(tag) :]
 
 
-def _value_types(tool: Tool | None, key: str, attributes: str) -> frozenset[str] | None:
+def _value_types(parameters: Parameters, key: str, attributes: str) -> frozenset[str] | None:
     """Return the types of a value; in DeepSeek's format an attribute of the tag can name it."""
     if 'string="true"' in attributes:
         return TEXT
-    types = types_of(tool, key)
+    types = parameters.types(key)
     if types is None and 'string="false"' not in attributes:
         return TEXT
     return types
 
 
-def _value(context: ReadContext, syntax: XmlSyntax, types: frozenset[str] | None) -> Steps[None]:
+def _value(
+    context: ReadContext,
+    syntax: XmlSyntax,
+    types: frozenset[str] | None,
+    parameters: Parameters,
+) -> Steps[None]:
     reader = context.reader
     if syntax.trims_newline:
         yield from reader.accept("\n")
     ends: tuple[str, ...] = (syntax.parameter_end,)
-    unread_ends: tuple[str, ...] = ()
-    if (yield from reader.accept(_CDATA)):
+    is_cdata = yield from reader.accept(_CDATA)
+    if is_cdata:
         ends = (f"{_CDATA_END}{syntax.parameter_end}",)
     elif syntax.trims_newline:
         ends = (f"\n{syntax.parameter_end}", syntax.parameter_end)
-        unread_ends = syntax.next_tags
-    yield from pass_text_value(context, ends, types, unread_ends=unread_ends)
+    yield from pass_text_value(
+        context, ends, types, syntax.values, parameters, may_lack_end=not is_cdata
+    )
 
 
 def _format(name: str, summary: str, syntax: XmlSyntax, *signs: str) -> ToolFormat:
@@ -163,9 +196,11 @@ def _format(name: str, summary: str, syntax: XmlSyntax, *signs: str) -> ToolForm
     return ToolFormat(
         name=name,
         summary=summary,
-        read=partial(read, syntax=syntax),
+        call=partial(read_section, syntax=syntax),
         markers=syntax.markers,
         detect=detect,
+        starts=syntax.starts,
+        ends=syntax.ends,
     )
 
 
@@ -178,7 +213,6 @@ def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlS
         "<parameter=",
         "</parameter>",
         needs_section=False,
-        may_lack_ends=True,
     )
 
 
@@ -231,7 +265,16 @@ DEEPSEEK_V32 = _format(
 MINICPM5 = _format(
     "minicpm5",
     '<function name="f"><param name="key">value</param></function>',
-    XmlSyntax((), (), "<function ", "</function>", "<param ", "</param>", needs_section=False),
+    XmlSyntax(
+        (),
+        (),
+        "<function ",
+        "</function>",
+        "<param ",
+        "</param>",
+        needs_section=False,
+        has_lines=False,
+    ),
     '<function name="',
     '<param name="',
 )

@@ -197,9 +197,9 @@ def test_a_sample_that_has_not_begun_costs_no_detokenizer():
     class Counting(ByteTokenizer):
         made = 0
 
-        def detokenizer(self, *, skip_special_tokens=True):
+        def detokenizer(self, **options):
             self.made += 1
-            return super().detokenizer(skip_special_tokens=skip_special_tokens)
+            return super().detokenizer(**options)
 
     tokenizer, processor = Counting(), OutputProcessor()
     request = GenerateRequest(

@@ -47,7 +47,6 @@ def parser_of(case: dict[str, Any]) -> TurnParser:
         reasoning_format=reasoning_format(case["reasoning"]) if case.get("reasoning") else None,
         tools=case.get("tools", []),
         reasoning_is_open=case.get("reasoning_is_open", False),
-        special_tokens=case.get("special_tokens", []),
     )
 
 

@@ -117,12 +117,6 @@ def test_reasoning_that_the_prompt_opens() -> None:
     assert not form.is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_special_tokens_are_kept_where_they_are_markers() -> None:
-    assert tool_format("mistral").keeps_special_tokens({"[TOOL_CALLS]"})
-    assert not tool_format("hermes").keeps_special_tokens({"<|im_end|>"})
-    assert reasoning_format("openai_gptoss").keeps_special_tokens({"<|channel|>"})
-
-
 def test_the_documentation_lists_every_name() -> None:
     text = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
     names = (*tool_format_names(), *reasoning_format_names())

@@ -163,3 +163,18 @@ def test_a_vocabulary_string_has_the_marks_of_the_vocabulary(byte_level, metaspa
     (first, *_) = metaspace.encode("the")
     assert metaspace.vocabulary_string(first).startswith("\u2581")
     assert byte_level.vocabulary_string(10**6) == ""
+
+
+def test_some_special_tokens_may_stay_and_other_tokens_be_left_out(byte_level):
+    end = byte_level.token_id("<|end|>")
+    (letter,) = byte_level.encode("a")
+    for skip, shown, hidden, expected in (
+        (True, (), (), "a"),
+        (True, (end,), (), "a<|end|>"),
+        (False, (), (), "a<|end|>"),
+        (False, (), (end,), "a"),
+        (True, (end,), (letter,), "<|end|>"),
+    ):
+        detokenizer = byte_level.detokenizer(skip_special_tokens=skip, shown=shown, hidden=hidden)
+        pieces = [*(detokenizer.add(token_id) for token_id in (letter, end)), detokenizer.flush()]
+        assert "".join(pieces) == expected

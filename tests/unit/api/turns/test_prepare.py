@@ -231,14 +231,26 @@ async def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
     special = replace(form, markers=("<|im_start|>",), stop_texts=("<tool_response>", "no token"))
     model = replace(demo(), tool_format=special)
     prepared = await prepare(ADD, model=model, params=SamplingParams(stop_token_ids=(7,)))
-    assert not prepared.request.params.skip_special_tokens
+    start = demo().tokenizer.token_id("<|im_start|>")
+    assert prepared.request.params.skip_special_tokens
+    assert prepared.request.params.shown_token_ids == (start,)
     stop = demo().tokenizer.token_id("<tool_response>")
     assert prepared.request.params.stop_token_ids == (7, stop)
-    # Other special tokens are still left out.
+    assert (await prepare(model=model)).request.params.shown_token_ids == ()
+
+
+async def test_silent_markers_that_are_tokens_are_left_out() -> None:
+    form = demo().tool_format
+    assert form is not None
+    silent = ("<tool_response>", "no token")
+    model = replace(demo(), tool_format=replace(form, silent=silent))
+    prepared = await prepare(ADD, model=model)
+    left_out = demo().tokenizer.token_id("<tool_response>")
+    assert prepared.request.params.hidden_token_ids == (left_out,)
+    # A text that looks like such a token is content.
     parser = prepared.parsers()[0]
-    parts = [*parser.add("a<|endoftext|>b"), *parser.flush()]
-    assert "".join(getattr(part, "text", "") for part in parts) == "ab"
-    assert (await prepare(model=model)).request.params.skip_special_tokens
+    parts = [*parser.add("no token<tool_response>a"), *parser.flush()]
+    assert "".join(getattr(part, "text", "") for part in parts) == "<tool_response>a"
 
 
 async def test_variables_of_the_server_come_before_those_of_the_request() -> None:

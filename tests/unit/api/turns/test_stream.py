@@ -147,3 +147,21 @@ def test_tokens_that_come_together_give_the_same(cuts: list[int]) -> None:
     ]
     kinds = [type(part) for part in parts]
     assert kinds.count(ReasoningText) == 1
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "is_callers"), [("\n", True), (7, True), (8, False), (None, False)]
+)
+def test_a_stop_of_the_caller_within_arguments_makes_no_call(
+    stop_reason: str | int | None, is_callers: bool
+) -> None:
+    state = SampleState(parser(), stop_ids=(7,))
+    feed_all = [part for piece in CALL[: CALL.index("1")] for part in state.add(event(piece))]
+    last = replace(event("", FinishReason.STOP), stop_reason=stop_reason)
+    ends = [part for part in (*feed_all, *state.add(last)) if isinstance(part, ToolCallEnd)]
+    assert ends == [ToolCallEnd(0, is_cut=is_callers)]
+    assert state.finish_reason == ("stop" if is_callers else "tool_calls")
+    whole = SampleState(parser(), stop_ids=(7,))
+    whole.add(event(CALL))
+    whole.add(last)
+    assert whole.finish_reason == "tool_calls"

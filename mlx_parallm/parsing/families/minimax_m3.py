@@ -1,0 +1,151 @@
+"""MiniMax M3 writes arguments as nested elements, each tag behind a special token.
+
+Source: the chat template of MiniMaxAI/MiniMax-M3 that llama.cpp has.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mlx_parallm.parsing.families.marked import LONGEST_NAME
+from mlx_parallm.parsing.families.text_values import TEXT
+from mlx_parallm.parsing.formats import ReadContext, ToolFormat
+from mlx_parallm.parsing.json_text import decode, encode, string_inside
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.schema_types import SchemaNode, json_text, parameters_of
+
+NAMESPACE = "]<]minimax[>["
+_SECTION, _SECTION_END = f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"
+_CALL, _CALL_END = f"{NAMESPACE}<invoke ", f"{NAMESPACE}</invoke>"
+_OPEN, _CLOSE = f"{NAMESPACE}<", f"{NAMESPACE}</"
+_NAME = re.compile(r"""name=(["'])(?P<name>[^"'\s>]+)\1/?""")
+_ITEM = "item"
+_DEEPEST = 32
+# _EMPTY: JSON of elements without text.
+_EMPTY = {frozenset(["array"]): "[]", frozenset(["object"]): "{}"}
+
+
+def _calls(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    yield from reader.expect(_SECTION)
+    while True:
+        yield from reader.skip_space()
+        if writer.calls and not (yield from reader.next_is(_CALL)):
+            break
+        yield from _call(context)
+    if (yield from reader.accept(_SECTION_END)):
+        writer.end_section()
+
+
+def _call(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    yield from reader.expect(_CALL)
+    tag = yield from reader.until(">", limit=LONGEST_NAME)
+    name = _NAME.fullmatch(tag)
+    if name is None:
+        raise MalformedError
+    writer.begin_call(name["name"])
+    if not tag.endswith("/"):
+        writer.arguments("{")
+        try:
+            yield from _parameters(context, parameters_of(context.tool(name["name"])))
+        except TruncatedError:
+            raise
+        except MalformedError:
+            reader.rewind()
+            writer.arguments("}")
+            raise
+        writer.arguments("}")
+    writer.end_call()
+
+
+def _parameters(context: ReadContext, schema: SchemaNode) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    separator = ""
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.accept(_CALL_END)) or (yield from reader.next_is(_SECTION_END)):
+            return
+        key = yield from _tag(reader)
+        member = schema.member(key)
+        writer.arguments(f'{separator}"{string_inside(key)}": ')
+        if member.types == TEXT:
+            yield from _text(context, key)
+        else:
+            writer.arguments(encode((yield from _element(reader, key, member, _DEEPEST))))
+        separator = ", "
+
+
+def _tag(reader: Reader) -> Steps[str]:
+    """Read an element's tag and return its name."""
+    yield from reader.expect(_OPEN)
+    name = yield from reader.until(">", limit=LONGEST_NAME)
+    if not name or name.startswith("/"):
+        raise MalformedError
+    return name
+
+
+def _text(context: ReadContext, key: str) -> Steps[None]:
+    """Write a text while it arrives, up to the element's end, which is read too."""
+    reader, writer = context.reader, context.writer
+    writer.arguments('"')
+    end = f"{_CLOSE}{key}>"
+    marker = yield from reader.pass_until(
+        (end,), lambda text: writer.arguments(string_inside(text))
+    )
+    if marker is None:
+        raise TruncatedError
+    reader.take(len(end))
+    writer.arguments('"')
+
+
+def _element(reader: Reader, key: str, schema: SchemaNode, depth: int) -> Steps[Any]:
+    """Read the rest of an element and return its value: an object, an array or a scalar.
+
+    Raises:
+        MalformedError: it is none, or is nested too deeply.
+    """
+    if not depth:
+        raise MalformedError
+    held: list[str] = []
+    children: list[tuple[str, Any]] = []
+    end = f"{_CLOSE}{key}>"
+    while True:
+        if (yield from reader.pass_until((NAMESPACE,), held.append)) is None:
+            raise TruncatedError
+        if (yield from reader.accept(end)):
+            return _value("".join(held), children, schema)
+        name = yield from _tag(reader)
+        is_item = name == _ITEM and not schema.names
+        child = schema.item() if is_item else schema.member(name)
+        children.append((name, (yield from _element(reader, name, child, depth - 1))))
+
+
+def _value(text: str, children: list[tuple[str, Any]], schema: SchemaNode) -> Any:
+    types = schema.types
+    if not children:
+        if not text and types in _EMPTY:
+            return decode(_EMPTY[types])
+        return decode(json_text(text, TEXT if types is None else types))
+    if text.strip():
+        raise MalformedError
+    is_array = {name for name, _ in children} == {_ITEM} and types != frozenset(["object"])
+    if is_array:
+        return [value for _, value in children]
+    members: dict[str, list[Any]] = {}
+    for name, value in children:
+        members.setdefault(name, []).append(value)
+    # A key that is repeated has a list as its value.
+    return {name: values[0] if len(values) == 1 else values for name, values in members.items()}
+
+
+MINIMAX_M3 = ToolFormat(
+    name="minimax_m3",
+    summary=f'{_SECTION}{_CALL}name="f">{_OPEN}key>value{_CLOSE}key>{_CALL_END}{_SECTION_END}',
+    call=_calls,
+    markers=(NAMESPACE,),
+    detect=lambda template, _: NAMESPACE in template and "<invoke " in template,
+    starts=(_SECTION,),
+    ends=(_CALL_END, _SECTION_END),
+)
