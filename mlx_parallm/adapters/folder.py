@@ -14,8 +14,8 @@ from mlx_parallm.types.json_values import is_object
 CONFIG_NAME = "adapter_config.json"
 #: ``WEIGHTS_NAMES``: the file names of PEFT and of mlx-lm.
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapters.safetensors")
-#: ``CHECKPOINT_FILES``: the files from which mlx_lm loads a whole model.
-CHECKPOINT_FILES = "model*.safetensors"
+#: ``CHECKPOINT_FILES``: the files of a whole model: its weights, or the index of these.
+CHECKPOINT_FILES = "model*.safetensors*"
 
 
 def is_adapter_folder(path: Path) -> bool:

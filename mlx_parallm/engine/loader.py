@@ -16,6 +16,7 @@ from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import fetch_model, kind_of
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.engine.thread_streams import free_streams
+from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.types.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _read(
     finally:
         # This thread does not outlive the server.
         free_streams()
-    files = list(folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         with file.open("rb") as content:

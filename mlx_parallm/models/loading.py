@@ -27,6 +27,7 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
+from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ModelLoadError
@@ -80,7 +81,7 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     """Return an encoder with the head that its config names; its parameters are not evaluated yet.
 
     Args:
-        folder: a folder with config.json and one or more ``model*.safetensors``. The config's
+        folder: a folder with config.json and safetensors, see ``weight_files``. The config's
             ``quantization`` says how MLX quantised the weights.
         dtype: the dtype to compute in; None: the dtype of the file.
 
@@ -128,7 +129,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> Weights:
-    files = sorted(folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     if not files:
         hint = ""
         if any(folder.glob("*.bin")):

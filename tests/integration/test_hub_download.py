@@ -42,8 +42,17 @@ ADAPTER_FILES = {
     "tokenizer.json": b"{}",
     "optimizer.pt": b"not for serving",
 }
+INDEXED = "org/indexed"
+WEIGHT_MAP = {"a": "trunk.safetensors", "b": "head.safetensors"}
+INDEXED_FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors.index.json": json.dumps({"weight_map": WEIGHT_MAP}).encode(),
+    "trunk.safetensors": b"t" * 1000,
+    "head.safetensors": b"h" * 1000,
+    "other.safetensors": b"not in the index",
+}
 #: The files of each repository.
-REPOS = {REPO: FILES, ADAPTER: ADAPTER_FILES}
+REPOS = {REPO: FILES, ADAPTER: ADAPTER_FILES, INDEXED: INDEXED_FILES}
 ADAPTER_SCRIPT = """
 import json, sys
 from mlx_parallm.types.errors import ModelLoadError
@@ -188,6 +197,11 @@ def test_only_the_files_a_model_needs_are_fetched(hub: tuple[Hub, str], tmp_path
     wanted = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
     folder = resolve(hub[1], tmp_path)
     assert folder["files"] == {name: len(FILES[name]) for name in wanted}
+
+
+def test_files_that_the_index_names_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    folder = resolve(hub[1], tmp_path, INDEXED)
+    assert folder["files"].keys() == INDEXED_FILES.keys() - {"other.safetensors"}
 
 
 def test_python_files_come_only_when_remote_code_is_trusted(

@@ -16,6 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
+from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.load_failures import load_failures
@@ -53,13 +54,14 @@ def open_decoder(
     """
     check_dtype(config.dtype)
     with load_failures(path):
-        model, model_config = mlx_lm_utils.load_model(
-            path,
-            lazy=True,
-            model_config=readable_config(read_config(path)),
-            get_model_classes=lambda config: _extended(config, plan),
-            trust_remote_code=config.trust_remote_code,
-        )
+        with mlx_lm_folder(path) as folder:
+            model, model_config = mlx_lm_utils.load_model(
+                folder,
+                lazy=True,
+                model_config=readable_config(read_config(path)),
+                get_model_classes=lambda config: _extended(config, plan),
+                trust_remote_code=config.trust_remote_code,
+            )
         model, is_cast = cast_model(model, config.dtype, cast)
         if plan.head == "choice":
             model.score = _choice_layer(model, plan.chosen)

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
+from mlx_parallm.models.checkpoints.weight_files import missing_files
 from mlx_parallm.types.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,11 @@ def resolve_model(
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"There is no folder {path}.")
     patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
-    return _download(path, revision, on_progress, patterns)
+    folder = _download(path, revision, on_progress, patterns)
+    if missing := missing_files(folder):
+        # The index may call them otherwise.
+        folder = _download(path, revision, on_progress, missing)
+    return folder
 
 
 def resolve_adapter(path: str | Path, on_progress: Progress) -> Path:

@@ -16,6 +16,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.known_differences import known_differences
 from mlx_parallm.models.checkpoints.rope_fields import readable_config
+from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.models.vision.registry import family_of, why_no_family
@@ -198,12 +199,13 @@ def parameters_of(model: Any) -> dict[str, mx.array]:
 
 def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, dict[str, Any]]:
     """Return a whole model and its config.json; its arrays are lazy."""
-    model, model_config = mlx_lm_utils.load_model(
-        path,
-        lazy=True,
-        get_model_classes=_readable_classes if ranks is None else _text_classes,
-        trust_remote_code=config.trust_remote_code,
-    )
+    with mlx_lm_folder(path) as folder:
+        model, model_config = mlx_lm_utils.load_model(
+            folder,
+            lazy=True,
+            get_model_classes=_readable_classes if ranks is None else _text_classes,
+            trust_remote_code=config.trust_remote_code,
+        )
     if ranks is not None:
         check_shardable(model, model_config, path, ranks.size)
     # Before they are multiplied into weights, where the CPU has these: so the name is the file's.

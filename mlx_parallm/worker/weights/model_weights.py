@@ -200,7 +200,7 @@ class ModelWeights:
         if self._shapes is None or self._shapes[0] != self.path:
             try:
                 self._shapes = self.path, checkpoint_shapes(self.path)
-            except (OSError, RuntimeError, ValueError):
+            except (ModelLoadError, OSError, RuntimeError, ValueError):
                 self._shapes = self.path, {}
         return self._shapes[1]
 

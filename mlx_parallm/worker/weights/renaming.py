@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.numerics.finite import named
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -33,7 +34,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     dtype of what is made of them must stay.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in weight_files(folder):
         for name, array in _loaded(file).items():
             if not mx.issubdtype(array.dtype, mx.floating):
                 return {}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from mlx_parallm.models.checkpoints.weight_files import weight_files
+from mlx_parallm.types.errors import ModelLoadError
+
 # Each file of weights is read at this many places, evenly spaced, with this many bytes each:
 # hashing all of a model would take as long as loading it.
 PLACES = 16
@@ -25,10 +28,18 @@ def folder_revision(folder: Path) -> str:
         path = folder / name
         digest.update(name.encode() + b"\0")
         digest.update(path.read_bytes() if path.is_file() else b"")
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_files(folder):
         digest.update(path.name.encode() + b"\0")
         _add_samples(digest, path)
     return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that are read, or all where a load says what is wrong with them."""
+    try:
+        return weight_files(folder)
+    except ModelLoadError:
+        return sorted(folder.glob("*.safetensors"))
 
 
 def _add_samples(digest: hashlib._Hash, path: Path) -> None:

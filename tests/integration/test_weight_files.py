@@ -1,0 +1,156 @@
+"""The index decides which files hold a model's weights, for every reader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_parallm.adapters.folder import is_adapter_folder
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.checkpoints.decoders import DecoderPlan
+from mlx_parallm.models.checkpoints.weight_files import INDEX, WHOLE, weight_files
+from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.weights.loader import load_model, load_parameters
+from mlx_parallm.worker.weights.model_weights import ModelWeights
+from mlx_parallm.worker.weights.renaming import checkpoint_shapes
+from mlx_parallm.worker.weights.revision import folder_revision
+from tests.decoder_folders import read_decoder
+from tests.encoder_folders import golden_arrays, read_golden
+
+CONFIG = ModelConfig(dtype="float32")
+#: ``NAMES``: names of two files that an index may have.
+NAMES = (
+    ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    ("pytorch_model-00001.safetensors", "trunk.safetensors"),
+)
+WRONG = ("model.fp16.safetensors", "model-00003-of-00003.safetensors", "model-old.safetensors")
+
+
+def read(folder: Path, kind: str) -> dict[str, Any]:
+    """Return a model's parameters by one of the readers."""
+    if kind == "encoder":
+        model = load_encoder(folder).model
+    elif kind == "pooling decoder":
+        model = open_decoder(CONFIG, folder, DecoderPlan()).model
+    elif kind == "update":
+        return load_parameters(CONFIG, folder, is_cast=False)
+    else:
+        model = load_model(CONFIG, folder).model
+    arrays: Any = tree_flatten(model.parameters())
+    return dict(arrays)
+
+
+def golden_of(kind: str) -> dict[str, Any]:
+    if kind == "encoder":
+        return read_golden("bert")
+    return read_decoder("qwen3_model" if kind == "pooling decoder" else "llama_chosen")
+
+
+def write(
+    folder: Path, kind: str, files: tuple[str, ...], others: tuple[str, ...] = (WHOLE, *WRONG)
+) -> Path:
+    """Write a model in files, beside files whose weights are all 9."""
+    folder.mkdir()
+    golden = golden_of(kind)
+    (folder / "config.json").write_text(json.dumps(golden["config"]))
+    weights = golden_arrays(golden)
+    for name in others:
+        mx.save_safetensors(
+            str(folder / name), {key: mx.full(a.shape, 9.0) for key, a in weights.items()}
+        )
+    keys = sorted(weights)
+    placed = {key: files[number % len(files)] for number, key in enumerate(keys)}
+    for name in files:
+        part = {key: weights[key] for key in keys if placed[key] == name}
+        mx.save_safetensors(str(folder / name), part, {"format": "pt"})
+    if files != (WHOLE,):
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return folder
+
+
+KINDS = ("decoder", "encoder", "pooling decoder", "update")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("files", [*NAMES, (WHOLE,)])
+def test_other_files_are_not_read(kind: str, files: tuple[str, ...], tmp_path: Path) -> None:
+    expected = read(write(tmp_path / "plain", kind, (WHOLE,), ()), kind)
+    others = tuple(name for name in (WHOLE, *WRONG) if name not in files)
+    folder = write(tmp_path / "crowded", kind, files, others)
+    found = read(folder, kind)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+    shapes = {key: array.shape for key, array in golden_arrays(golden_of(kind)).items()}
+    assert checkpoint_shapes(folder) == shapes
+    assert {file.name for file in weight_files(folder)} == set(files)
+
+
+def test_an_update_from_a_folder_reads_its_index(tmp_path: Path) -> None:
+    loaded = load_model(CONFIG, write(tmp_path / "old", "decoder", (WHOLE,), ()))
+    weights = ModelWeights(loaded)
+    new = write(tmp_path / "new", "decoder", NAMES[1])
+    fitting = weights.read_folder(new)
+    assert not any(mx.any(array == 9.0).item() for array in fitting.values())
+    (new / NAMES[1][1]).unlink()
+    with pytest.raises(InvalidRequestError, match=r"lacks trunk\.safetensors"):
+        weights.read_folder(new)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("[", "could not be read"),
+        ("[]", "weight_map"),
+        ('{"weight_map": {"a": 1}}', "not the name of a file"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "not the name of a file"),
+        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "not the name of a file"),
+        ('{"weight_map": {"a": "model.bin"}}', "not a safetensors file"),
+        ('{"weight_map": {"a": "x.safetensors"}}', "none of the files"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_wrong_index_is_refused(kind: str, index: str, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", kind, (WHOLE,), ())
+    (folder / WHOLE).unlink()
+    (folder / INDEX).write_text(index)
+    with pytest.raises(ModelLoadError, match=message):
+        read(folder, kind)
+
+
+def test_an_index_of_another_checkpoint_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / "model", "decoder", (WHOLE,), ())
+    (folder / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert weight_files(folder) == [folder / WHOLE]
+    assert INDEX in caplog.text
+
+
+def test_shards_without_an_index_are_all_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "decoder", NAMES[0], ())
+    (folder / INDEX).unlink()
+    assert [file.name for file in weight_files(folder)] == list(NAMES[0])
+
+
+def test_a_digest_is_of_the_files_that_are_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "decoder", NAMES[1], ())
+    before = folder_revision(folder)
+    (folder / "model.fp16.safetensors").write_bytes(b"left over")
+    assert folder_revision(folder) == before
+    file = folder / NAMES[1][1]
+    file.write_bytes(file.read_bytes()[:-4] + b"\1\2\3\4")
+    assert folder_revision(folder) != before
+
+
+def test_a_folder_with_an_index_is_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert is_adapter_folder(tmp_path)
+    (tmp_path / INDEX).write_text("{}")
+    assert not is_adapter_folder(tmp_path)
