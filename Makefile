@@ -33,15 +33,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
-# MLX's Linux CPU build carries a slow BLAS; OpenBLAS is 50 times faster where it is installed.
-ifeq ($(PLATFORM),linux-cpu)
-OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0) \
-	$(shell { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | sed -n 's/.*libopenblas\.so\.0 .*=> //p'))
-endif
-FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
-
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
-ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
 .PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
@@ -53,13 +45,13 @@ help: ## List the targets
 # Without a choice of models, the demonstration models that chat and that see are served.
 DEMOS := $(if $(ARGS)$(MLX_PARALLM_MODEL)$(MLX_PARALLM_CONFIG),,mlx-parallm-demo demo:see)
 serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --port …")
-	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(DEMOS) $(ARGS)
+	@$(BIN)/python -m mlx_parallm serve $(DEMOS) $(ARGS)
 
 # Files are shared out whole, since the tests of one share its servers. The many processes that
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.
 # One more worker than the 2 cores of a small machine: tests of servers wait for those.
 WORKERS ?= 3
-TEST_ENV := $(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+TEST_ENV := exec env OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: checks ## Lint, layers and the tests, but those of the next two targets
@@ -86,11 +78,11 @@ test-ranks: $(DEV_STAMP) ## Tests of clients, adapters, weights and rollouts aga
 		$(RANK_SUITES:%=tests/e2e/test_%.py) $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) pytest tests/unit $(ARGS)
+	@exec $(WITH_MAKE) pytest tests/unit $(ARGS)
 
 page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromium)
 	@cd tests/page && npm ci --no-audit --no-fund && \
-		exec env PYTHON="$(abspath $(BIN)/python)" SERVER_PRELOAD="$(OPENBLAS)" \
+		exec env PYTHON="$(abspath $(BIN)/python)" \
 		$(abspath $(BIN)/python) -m mlx_parallm.child_process parent -- npm test
 
 # Clients that nothing else here needs; instructor wants an older OpenAI client than the others.
@@ -101,7 +93,7 @@ INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/confor
 
 conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.conformance.run_all $(ARGS)
+	@exec $(WITH_MAKE) tests.conformance.run_all $(ARGS)
 
 # Reinforcement-learning trainers; ART needs Python 3.12 and another client of OpenAI than the others.
 TRAINERS := .venv-trainers
@@ -113,17 +105,17 @@ ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do
 	$$python -c '$(ART_SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
 trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.trainers.run_all $(ARGS)
+	@exec $(WITH_MAKE) tests.trainers.run_all $(ARGS)
 
 # Libraries that save folders, with torch.
 CORPUS := .venv-corpus
 CORPUS_STAMP := $(CORPUS)/.installed-$(call checksum,requirements/corpus.txt)
 
 corpus: $(DEV_STAMP) $(CORPUS_STAMP) ## Templates, parsers' tests and folders of others; rewrites their part of docs/compatibility.md
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.run_all $(ARGS)
+	@exec $(WITH_MAKE) tests.corpus.run_all $(ARGS)
 
 corpus-sample: $(DEV_STAMP) ## The part of it that needs no torch, in a minute
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.run_all --sample $(ARGS)
+	@exec $(WITH_MAKE) tests.corpus.run_all --sample $(ARGS)
 
 # Beyond the bounds of pyproject.toml, so pip says what conflicts.
 NEWEST := .venv-newest
@@ -132,24 +124,24 @@ newest: $(DEV_STAMP) ## The newest mlx, mlx-lm and transformers: architectures, 
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/$(PLATFORM).txt -r requirements/dev.txt
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade mlx $(if $(filter linux-cpu,$(PLATFORM)),mlx-cpu) mlx-lm transformers
-	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.corpus.newest $(ARGS)
+	@exec $(WITH_MAKE) tests.corpus.newest $(ARGS)
 
 # sentence-transformers needs torch, which nothing else here does.
 PEER := .venv-sentence-transformers
 PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
 
 check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
-	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
+	@PYTHONPATH=. $(BIN)/python -m mlx_parallm.process_setup.openblas scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
 
 check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …"; PAPER=1: the authors' protocol)
-	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 check-vision: $(DEV_STAMP) ## Pictures against transformers (MODEL=folder ARGS="--reference-python PYTHON")
-	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
 
 cluster-check: $(DEV_STAMP) ## Ranks on your machines: exact answers, faults, latency (HOSTS=hosts.json MODEL=folder)
 	@test -n "$(HOSTS)" || { echo "Name a hostfile of mlx.launch: make cluster-check HOSTS=hosts.json" >&2; exit 2; }
-	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m benchmarks.check_cluster --hosts "$(HOSTS)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_cluster --hosts "$(HOSTS)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 lint: checks ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -165,14 +157,14 @@ format: $(DEV_STAMP) ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 
 bench: $(DEV_STAMP) ## Load a running server (ARGS="--base-url http://127.0.0.1:8000 …")
-	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm bench serve $(ARGS)
+	@$(BIN)/python -m mlx_parallm bench serve $(ARGS)
 
 doctor: $(RUNTIME_STAMP) ## Backend, BLAS, versions and advice
-	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm doctor $(ARGS)
+	@$(BIN)/python -m mlx_parallm doctor $(ARGS)
 
 docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the settings, docs/api-reference.md from the API
 	PYTHONPATH=. $(BIN)/python scripts/write_configuration_docs.py
-	PYTHONPATH=. $(FAST_BLAS) $(BIN)/python scripts/write_api_reference.py
+	PYTHONPATH=. $(BIN)/python scripts/write_api_reference.py
 
 check-pins: $(DEV_STAMP) ## Every pinned version exists for the Mac and for Linux
 	$(BIN)/python scripts/check_pins.py

@@ -1,1 +1,10 @@
-"""Measurements against a live server; each module is one command."""
+"""Measurements against a live server; each module is one command.
+
+Modules that compute with MLX do so with the BLAS that the server has.
+"""
+
+from __future__ import annotations
+
+from mlx_parallm.process_setup.openblas import load_openblas
+
+load_openblas()

@@ -98,7 +98,7 @@ def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[s
 
 
 def in_loop(args: Namespace, texts: Path) -> dict[str, Any]:
-    """Return the figures of the loop in a process with the server's environment."""
+    """Return the figures of the loop in a process of its own."""
     target = ["benchmarks.embedding_loop", str(args.model), str(texts), dtype_of(args)]
     done = child_process.run(target, env=server_environment(), stdout=subprocess.PIPE)
     done.check_returncode()
@@ -110,9 +110,7 @@ def by_reference(args: Namespace, texts: Path, folder: Path) -> dict[str, Any]:
     device = "cuda" if args.gpu else "cpu"
     vectors = folder / "reference.npy"
     command = [args.reference_python, str(REFERENCE), str(args.model), str(texts), str(vectors)]
-    # The preloaded BLAS is for the server only.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    environment |= {"HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     target = [child_process.COMMAND, *command, device]
     done = child_process.run(target, env=environment, stdout=subprocess.PIPE)
     done.check_returncode()

@@ -92,14 +92,12 @@ class Pipeline:
 @contextlib.contextmanager
 def reference(args: Namespace) -> Iterator[Pipeline]:
     """Yield transformers' pipeline, loaded with the same model in a process of its own."""
-    # The preloaded BLAS is for the server only.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     process = subprocess.Popen(
         [args.reference_python, str(REFERENCE), str(args.model)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | {"HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert process.stdin is not None
     assert process.stdout is not None

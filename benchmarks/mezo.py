@@ -206,14 +206,12 @@ def reference(args: Namespace) -> Iterator[Any]:
     if args.reference_python is None:
         yield None
         return
-    # The preloaded BLAS is for the server only.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     process = subprocess.Popen(
         [args.reference_python, str(REFERENCE), str(args.model), str(args.threads)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | {"HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -33,7 +33,7 @@ from benchmarks.checks import Check, conclude
 from benchmarks.gpu.servers import FOLDER, SERVED
 from benchmarks.make_model import make_model
 from benchmarks.measure import make_parser
-from benchmarks.servers import Server, mlx_parallm_server, openblas_path, server_environment
+from benchmarks.servers import Server, mlx_parallm_server
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 TARGET = 3.0
@@ -83,7 +83,6 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="the 0.6B shape in bfloat16")
     parser.set_defaults(model=None)
     args = parser.parse_args()
-    use_fast_blas()
     dtype = "bfloat16" if args.gpu else "float32"
     if args.gpu:
         args.model = make_model(FOLDER, config=SERVED)
@@ -124,13 +123,6 @@ def main() -> int:
 def _ratio(loop: list[Rates], ours: list[Rates], name: str) -> float:
     pairs = zip(loop, ours, strict=True)
     return statistics.median(getattr(new, name) / getattr(old, name) for old, new in pairs)
-
-
-def use_fast_blas() -> None:
-    """Restart with OpenBLAS if it is installed, because the loop runs in this process."""
-    if openblas_path() and "openblas" not in os.environ.get("LD_PRELOAD", ""):
-        command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:]]
-        os.execve(sys.executable, command, server_environment())
 
 
 def make_prompts(vocab_size: int, args: Namespace, seed: int) -> list[list[int]]:

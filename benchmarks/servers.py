@@ -22,10 +22,8 @@ START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 SERVED_NAME = "benchmark"
 POLL_S = 0.1
-OPENBLAS_PATHS = (
-    "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0",
-    "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0",
-)
+# WITH_OPENBLAS: runs the module that follows with the BLAS that this project's server has.
+WITH_OPENBLAS = ("mlx_parallm.process_setup.openblas",)
 
 
 class ServerError(Exception):
@@ -58,7 +56,7 @@ class Server:
 @contextlib.contextmanager
 def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_lm.server`` of the installed mlx-lm."""
-    command = ["mlx_lm", "server", "--model", str(model), *options]
+    command = [*WITH_OPENBLAS, "mlx_lm", "server", "--model", str(model), *options]
     with running_server("mlx_lm.server", command, None) as server:
         yield server
 
@@ -66,7 +64,7 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 @contextlib.contextmanager
 def mlx_vlm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_vlm.server``, which its users install themselves."""
-    command = ["mlx_vlm.server", "--model", str(model), *options]
+    command = [*WITH_OPENBLAS, "mlx_vlm.server", "--model", str(model), *options]
     with running_server("mlx_vlm.server", command, str(model)) as server:
         yield server
 
@@ -121,17 +119,8 @@ def free_port() -> int:
 
 
 def server_environment() -> dict[str, str]:
-    """Return this process's environment, on Linux with OpenBLAS preloaded where it is found."""
-    environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    path = openblas_path()
-    if path and "openblas" not in environment.get("LD_PRELOAD", ""):
-        environment["LD_PRELOAD"] = " ".join(filter(None, [path, os.environ.get("LD_PRELOAD")]))
-    return environment
-
-
-def openblas_path() -> str | None:
-    """Return where Debian and Ubuntu put OpenBLAS, if it is there."""
-    return next((path for path in OPENBLAS_PATHS if Path(path).exists()), None)
+    """Return the environment of servers, which use nothing but what is on this machine."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _wait_until_healthy(server: Server) -> None:

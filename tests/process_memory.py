@@ -22,5 +22,6 @@ def resident_mb(pid: int) -> float:
 
 
 def has_mlx(pid: int) -> bool:
-    """True if a process has loaded MLX's library."""
-    return "/mlx/" in Path(f"/proc/{pid}/maps").read_text()
+    """True if a process has loaded MLX's library, or the BLAS that is loaded for it."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return "/mlx/" in maps or "/openblas-" in maps

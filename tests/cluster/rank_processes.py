@@ -15,6 +15,8 @@ from typing import Any
 from mlx_parallm.child_process import ChildProcess, end_at_eof
 from mlx_parallm.serving.local_ranks import ring_ranks
 
+# WITH_OPENBLAS: ranks compute as engine processes do.
+WITH_OPENBLAS = ("mlx_parallm.process_setup.openblas",)
 # LIMIT_S ends ranks that wait for each other for ever.
 LIMIT_S = 150
 
@@ -28,7 +30,7 @@ def run_ranks(size: int, folder: Path, target: Sequence[str]) -> list[Any]:
         target: the module, whose ``main`` is called, and its arguments after the first.
     """
     process = ChildProcess(
-        ["tests.cluster.rank_processes", str(size), str(folder), *target],
+        [*WITH_OPENBLAS, "tests.cluster.rank_processes", str(size), str(folder), *target],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -294,7 +294,14 @@ def test_ops_replayed_in_another_process_give_equal_results(
     assert run.generator.info.runs_ahead == run.generator.info.is_compiled == ahead
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
     recorded.write_bytes(pickle.dumps(records))
-    code = "import sys; from tests.recorded_worker import main; main(*sys.argv[1:])"
+    # Equal results need the same BLAS.
+    code = (
+        "import sys\n"
+        "from mlx_parallm.process_setup.device_process import prepare_device_process\n"
+        "prepare_device_process()\n"
+        "from tests.recorded_worker import main\n"
+        "main(*sys.argv[1:])"
+    )
     mode = "ahead" if ahead else "waiting"
     subprocess.run([sys.executable, "-c", code, recorded, replayed, mode], check=True)
     expected = [record.result for record in records if isinstance(record, Waited)]

@@ -46,8 +46,6 @@ def load(source: str) -> Any:
         file.write(source)
     library = file.name.removesuffix(".cpp") + ".so"
     command = [path, *FLAGS, f"-I{SHIM}", file.name, "-o", library, *LIBRARIES]
-    # Without this, each process of the compiler would load the BLAS that make preloads.
-    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(library)

@@ -20,9 +20,7 @@ export async function startServer(...flags) {
   // The server ends when its descriptor 3 does, which is when this process has ended.
   const link = ["-m", "mlx_parallm.child_process", "3"];
   const args = [...link, "mlx_parallm", "serve", "--port", String(port), ...flags];
-  // A faster BLAS is for the server only: Node and Chromium do not start with it.
-  const env = { ...process.env, LD_PRELOAD: process.env.SERVER_PRELOAD ?? "" };
-  const child = spawn(python, args, { cwd: ROOT, env, stdio: ["ignore", "pipe", "pipe", "pipe"] });
+  const child = spawn(python, args, { cwd: ROOT, stdio: ["ignore", "pipe", "pipe", "pipe"] });
   const url = `http://127.0.0.1:${port}/`;
   let log = "";
   for (const stream of [child.stdout, child.stderr]) stream.on("data", (data) => (log += data));

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
-import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_parallm.process_setup.blas import blas_in_use
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.memory_limits import check_mappable, host_free_bytes
 
+logger = logging.getLogger(__name__)
+
 MATMUL_SIZE = 512
 MATMUL_ROUNDS = 5
-
-#: ``PRELOADED_BLAS``: libraries that replace the BLAS of MLX's Linux CPU build when preloaded, by
-#: file name; numpy's own libscipy_openblas has other symbol names and does not count.
-PRELOADED_BLAS = (
-    (re.compile(r"^libopenblas"), "OpenBLAS"),
-    (re.compile(r"^libmkl_rt"), "MKL"),
-    (re.compile(r"^libblis"), "BLIS"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +35,8 @@ class DeviceReport:
         memory_total_bytes: of the GPU, or of the machine when they share memory.
         memory_free_bytes: bytes that a model may still take; None if unknown.
         blas: the library behind matrix products on the CPU.
+        blas_path: its file; None for a part of the system.
+        has_slow_blas: True if it is the reference BLAS of MLX's Linux builds.
         matmul_gflops: measured, float32, 512 x 512, on the default device.
     """
 
@@ -50,6 +46,7 @@ class DeviceReport:
     memory_free_bytes: int | None
     blas: str
     blas_path: str | None
+    has_slow_blas: bool
     matmul_gflops: float
 
 
@@ -57,14 +54,15 @@ def device_report() -> DeviceReport:
     """Return the default device's properties, and time a product on it."""
     backend = backend_name()
     info = dict(mx.device_info())
-    blas, path = find_blas(sys.platform, mapped_libraries())
+    blas = blas_in_use()
     return DeviceReport(
         backend=backend,
         device=str(info.get("device_name") or platform.processor() or platform.machine()),
         memory_total_bytes=_total_memory(backend, info),
         memory_free_bytes=_free_memory(backend, info),
-        blas=blas,
-        blas_path=path,
+        blas=blas.name,
+        blas_path=blas.path,
+        has_slow_blas=blas.is_slow,
         matmul_gflops=matmul_gflops(),
     )
 
@@ -76,24 +74,19 @@ def backend_name() -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def mapped_libraries() -> list[str]:
-    """Return paths of the shared libraries in this process; empty where none are listed."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    paths = (line.split(maxsplit=5)[5:] for line in maps.read_text().splitlines())
-    return sorted({path[0] for path in paths if path and ".so" in path[0]})
-
-
-def find_blas(system: str, libraries: Iterable[str]) -> tuple[str, str | None]:
-    """Return the BLAS that MLX uses on the CPU, and its file if it was preloaded."""
-    if system == "darwin":
-        return "Accelerate", None
-    for path in libraries:
-        for pattern, name in PRELOADED_BLAS:
-            if pattern.match(Path(path).name):
-                return name, path
-    return "reference BLAS", None
+def log_blas() -> None:
+    """Log which BLAS computes on the CPU, as a warning if it is slow; a Mac has no choice."""
+    if sys.platform == "darwin":
+        return
+    blas = blas_in_use()
+    if blas.is_slow and backend_name() == "cpu":
+        logger.warning(
+            "matrix products take MLX's own BLAS (%s), which is many times slower than OpenBLAS; "
+            "`mlx_parallm doctor` says what to do",
+            blas.path,
+        )
+    else:
+        logger.info("matrix products on the CPU take %s", blas)
 
 
 def matmul_gflops(size: int = MATMUL_SIZE, rounds: int = MATMUL_ROUNDS) -> float:

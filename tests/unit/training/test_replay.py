@@ -31,6 +31,8 @@ pytestmark = pytest.mark.slow
 NUM_STEPS, BATCH, NUM_EXAMPLES = 1000, 16, 1024
 REPLAY = """
 import asyncio, pathlib, sys
+from mlx_parallm.process_setup.device_process import prepare_device_process
+prepare_device_process()
 from mlx_parallm.training.service import TrainingService
 from tests.unit.training.worker_sessions import WorkerTrain
 train = WorkerTrain(pathlib.Path(sys.argv[3]))
