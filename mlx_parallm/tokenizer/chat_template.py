@@ -15,7 +15,7 @@ from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import ChatRenderer
 from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_object
+from mlx_parallm.types.json_values import is_list, is_object
 
 # _TEMPLATE_ERRORS: exceptions of a Jinja template that was not written for such messages.
 _TEMPLATE_ERRORS = (
@@ -27,6 +27,8 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+#: ``PROCESSOR_FILES``: files with the template of a processor, in their order.
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 @contextlib.contextmanager
@@ -82,15 +84,49 @@ class ChatTemplate:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """True if a model's folder has a template, in a file of its own or in the tokenizer's config.
+    """True if a model's folder has a template, in a file of its own or in another's settings.
 
     Raises:
-        ValueError: the config is not JSON.
+        ValueError: a file is not JSON.
     """
     if (folder / "chat_template.jinja").exists():
         return True
-    config = folder / "tokenizer_config.json"
-    if not config.exists():
-        return False
-    settings = json.loads(config.read_text(encoding="utf-8"))
-    return is_object(settings) and bool(settings.get("chat_template"))
+    settings = _settings(folder / "tokenizer_config.json")
+    return bool(settings.get("chat_template")) or processor_template(folder) is not None
+
+
+def processor_template(folder: Path) -> str | dict[str, str] | None:
+    """Return the template of a model's processor: one, or several by name; None if it has none.
+
+    Processors of models that take pictures keep it beside the tokenizer, whose own may be missing:
+    older ones in ``chat_template.json``, some in ``processor_config.json``.
+
+    Raises:
+        ValueError: a file is not JSON, or its template is no text.
+    """
+    for file in PROCESSOR_FILES:
+        template = _settings(folder / file).get("chat_template")
+        if template and isinstance(template, str):
+            return template
+        if template:
+            return _named_templates(template, file)
+    return None
+
+
+def _named_templates(value: Any, file: str) -> dict[str, str]:
+    """Return several templates by name; a file has an object, or a list of named ones."""
+    parts: list[Any] = value if is_list(value) else []
+    named: Any = value
+    if parts and all(is_object(part) for part in parts):
+        named = {part.get("name"): part.get("template") for part in parts}
+    if not is_object(named) or not all(isinstance(text, str) for text in named.values()):
+        raise ValueError(f"{file}: chat_template must be a text, or texts by name")
+    return {str(name): str(text) for name, text in named.items()}
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if there is no such file, or no object in it."""
+    if not file.exists():
+        return {}
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content if is_object(content) else {}

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from mlx_parallm.tokenizer.chat_template import processor_template
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
 from mlx_parallm.tokenizer.loaded import HubTokenizer, LoadedTokenizer
 from mlx_parallm.tokenizer.plain import PlainTokenizer
@@ -34,10 +35,12 @@ def load_with_mlx_lm(
     wrapper: Any = tokenizer_utils.load(
         folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=eos_ids
     )
-    if chat_template is not None:
-        wrapper._tokenizer.chat_template = chat_template
-        wrapper._chat_template = None
     hub = wrapper._tokenizer
+    if chat_template is not None:
+        hub.chat_template = chat_template
+        wrapper._chat_template = None
+    elif not wrapper.has_chat_template:
+        hub.chat_template = processor_template(folder)
     _forget_truncation(hub)
     plain = None
     if wrapper._chat_template is None:
@@ -49,7 +52,7 @@ def load_with_mlx_lm(
         encoder=_encoder(hub),
         decoder=_decoder(hub),
         is_shared=wrapper._chat_template is None and renders_as_usual(hub),
-        has_chat_template=bool(wrapper.has_chat_template),
+        has_chat_template=wrapper.has_chat_template or hub.chat_template is not None,
         eos_ids=frozenset(wrapper.eos_token_ids),
     )
 
@@ -57,6 +60,8 @@ def load_with_mlx_lm(
 def load_with_transformers(folder: Path, *, trust_remote_code: bool = False) -> HubTokenizer:
     """Return the tokenizer of a folder."""
     loaded: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if loaded.chat_template is None:
+        loaded.chat_template = processor_template(folder)
     return loaded
 
 
