@@ -40,6 +40,8 @@ DIGITS = 4
 FIRST_EVENTS, LAST_EVENTS = 2, 3
 MAX_LINES = 20
 EVENTS_CUT = ": …"
+# BINARY stands for a file that is no text, such as an archive.
+BINARY = "(binary data)"
 POLL_S, MAX_POLLS = 0.05, 2000
 TIMEOUT_S = 600
 
@@ -170,6 +172,8 @@ def answer_of(response: httpx2.Response, exchange: Exchange) -> ExampleAnswer:
         body = recorded(response.json(), exchange)
     elif media_type == EVENTS:
         body = recorded_events(response.text, exchange)
+    elif b"\0" in response.content:
+        body = BINARY
     else:
         body = recorded_text(first_lines(response.text), exchange)
     return ExampleAnswer(status=response.status_code, media_type=media_type, body=body)

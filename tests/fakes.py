@@ -40,6 +40,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_ids = frozenset({EOS})
+    bos_id: int | None = None
     has_chat_template = True
     chat_template = None
     takes_tools = True

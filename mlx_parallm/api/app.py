@@ -34,6 +34,7 @@ from mlx_parallm.api.http.middleware import (
     refuse_keys,
     refuse_origins,
 )
+from mlx_parallm.api.http.origins import ANY
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.responses.service import ResponseService
@@ -247,6 +248,8 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
             allow_methods=list(config.allowed_methods),
             allow_headers=list(config.allowed_headers),
             allow_credentials=config.allow_credentials,
+            # Only pages that are named may reach a server of a private network.
+            allow_private_network=ANY not in config.allowed_origins,
             expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
         )
     if hosts is not None:

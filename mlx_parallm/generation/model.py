@@ -59,6 +59,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None if there is none."""
+        ...
+
+    @property
     def has_chat_template(self) -> bool:
         """Return True if ``encode_chat`` works without an explicit template."""
         ...

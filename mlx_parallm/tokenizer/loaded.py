@@ -44,6 +44,11 @@ class HubTokenizer(ChatRenderer, Protocol):
         ...
 
     @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text, as the vocabulary writes it; None if there is none."""
+        ...
+
+    @property
     def all_special_ids(self) -> list[int]:
         """The ids of the special tokens."""
         ...

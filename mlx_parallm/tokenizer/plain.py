@@ -33,6 +33,11 @@ class PlainTokenizer:
         return self._backend
 
     @property
+    def bos_token(self) -> str | None:
+        """See ``HubTokenizer``."""
+        return self._chat.special_tokens.get("bos_token")
+
+    @property
     def all_special_ids(self) -> list[int]:
         """See ``HubTokenizer``."""
         added = self._backend.get_added_tokens_decoder()

@@ -71,6 +71,12 @@ class ParallmTokenizer:
         return self._eos_ids
 
     @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text; None if there is none."""
+        token = self._hub.bos_token
+        return None if token is None else self.token_id(token)
+
+    @property
     def has_chat_template(self) -> bool:
         """True if ``encode_chat`` works without an explicit template."""
         return self._has_chat_template

@@ -57,6 +57,12 @@ def ask(client: anthropic.Anthropic, **more: Any) -> anthropic.types.Message:
     return client.messages.create(**(BODY | more))
 
 
+def test_the_client_lists_models(client: anthropic.Anthropic) -> None:
+    models = list(client.models.list(limit=1))
+    assert len(models) > 1
+    assert client.models.retrieve(models[1].id) == models[1]
+
+
 def stream(url: str, **more: Any) -> list[dict[str, Any]]:
     response = httpx2.post(f"{url}/v1/messages", json=BODY | {"stream": True} | more)
     assert response.headers["content-type"] == "text/event-stream", response.text

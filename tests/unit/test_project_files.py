@@ -18,6 +18,33 @@ REQUIREMENTS = ROOT / "requirements"
 PLATFORMS = ("darwin", "linux-cpu", "linux-cuda12", "linux-cuda13")
 
 
+# CONTROL: what no text holds; tools take a file with a NUL for binary.
+CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+TEXTS = {
+    *(".py", ".pyi", ".md", ".json", ".ipynb", ".js", ".css", ".html", ".svg", ".txt", ".toml"),
+    *(".yaml", ".yml", ".ini", ".sh", ".jinja", ".cu", ".h", ".metal", ".pem", ".plist"),
+    ".service",
+}
+# NOT_OURS: folders that git ignores.
+NOT_OURS = {"node_modules", "build", "dist", "wheels"}
+
+
+def is_ours(folder: Path) -> bool:
+    return not folder.name.startswith(".") and folder.name not in NOT_OURS
+
+
+def test_no_text_file_has_control_characters() -> None:
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and is_ours(folder)]
+    files = [
+        file
+        for folder in (*folders, ROOT)
+        for file in (folder.glob("*") if folder == ROOT else folder.rglob("*"))
+        if file.suffix in TEXTS and all(map(is_ours, file.relative_to(ROOT).parents))
+    ]
+    assert len(files) > 1000
+    assert [file for file in files if CONTROL.search(file.read_bytes())] == []
+
+
 def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -22,6 +22,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+# MAY_SAY_NOTHING: roles whose content may be null: calls have none, nor has a tool that only acts.
+MAY_SAY_NOTHING = ("assistant", "tool", "function")
 
 
 class ChatMessage(BaseModel):
@@ -172,7 +174,7 @@ def _turn(message: ChatMessage, number: int, *, takes_pictures: bool) -> dict[st
     turn: dict[str, Any] = {key: value for key, value in extra.items() if value is not None}
     turn["role"] = "system" if message.role == "developer" else message.role
     turn["content"] = _content(message.content, number, takes_pictures=takes_pictures)
-    if message.content is None and message.role != "assistant":
+    if message.content is None and message.role not in MAY_SAY_NOTHING:
         raise InvalidRequestError(f"messages[{number}].content is missing.", param="messages")
     return turn
 
@@ -191,7 +193,7 @@ def _content(
             parts.append({"type": "text", "text": part[kind]})
         else:
             raise InvalidRequestError(
-                f"{where}: only parts of type text are supported"
+                f"{where}: a part of type {str(kind)[:64]!r} is not served, only text"
                 + (", and image_url where the model takes pictures." if takes_pictures else "."),
                 param="messages",
             )

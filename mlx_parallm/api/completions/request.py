@@ -93,9 +93,12 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
     are cut where the body says so; their texts then are what is left of them.
 
     Raises:
-        InvalidRequestError: there is no prompt, or an empty one; there is a suffix, and a prompt is
-            no text, the model cannot fill in, or prompts are to be cut.
+        InvalidRequestError: there is an empty prompt, or none and no token begins a document; there
+            is a suffix, and a prompt is no text, the model cannot fill in, or prompts are to be
+            cut.
     """
+    if body.begins_document:
+        return [_empty_document(model.tokenizer)]
     embeds, prompts, tokenizer = body.embeds(), body.prompts(), model.tokenizer
     limit = prompt_limit(
         body.truncate_prompt_tokens,
@@ -113,6 +116,18 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
     suffixes = len(prompts) * len(body.suffix or "")
     length = sum(len(prompt) for prompt in (*embeds, *prompts))
     return await maybe_in_thread(encode, length + suffixes)
+
+
+def _empty_document(tokenizer: Tokenizer) -> Prompt:
+    """Return what stands before every text: most tokenizers add it, some models only name it."""
+    ids = tuple(tokenizer.encode(""))
+    if ids:
+        return Prompt("", ids)
+    if tokenizer.bos_id is None:
+        raise InvalidRequestError(
+            "The prompt is missing, and this model has no token that begins a text.", param="prompt"
+        )
+    return Prompt("", (tokenizer.bos_id,))
 
 
 def _rows_prompt(text: str, info: RunnerInfo) -> Prompt:

@@ -21,7 +21,8 @@ class CompletionRequest(GenerationRequest):
     prompt: StrictStr | PromptTexts | Ids | PromptIds = Field(
         "",
         description="A text, several texts, token ids, or several lists of token ids; it may be "
-        "absent or empty beside prompt_embeds.",
+        "absent or empty beside prompt_embeds. Absent without them, the answer is the beginning of "
+        "a document.",
     )
     prompt_embeds: StrictStr | PromptTexts | None = Field(
         None,
@@ -84,12 +85,19 @@ class CompletionRequest(GenerationRequest):
         is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
         return len(self.embeds()) + (1 if is_one else len(self.prompt))
 
+    @property
+    def begins_document(self) -> bool:
+        """True if there is no prompt of any kind."""
+        return "prompt" not in self.model_fields_set and not self.embeds() and not self.suffix
+
     def prompts(self) -> list[str | list[int]]:
         """Every prompt: a text or a list of token ids.
 
         Raises:
             InvalidRequestError: there is none, or one is empty and there is no suffix.
         """
+        if self.begins_document:
+            return []
         prompt = self.prompt
         if isinstance(prompt, str):
             prompts: list[str | list[int]] = [prompt]

@@ -38,6 +38,13 @@ def key_of(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
+def wrong_key(key: str | None, *, name: str = "API key") -> AuthenticationError:
+    """Return the refusal of a request by its key, which is missing or wrong."""
+    how = "send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+    problem = f"is missing; {how}" if key is None else "is wrong"
+    return AuthenticationError(f"The {name} {problem}.", code="invalid_api_key")
+
+
 def client_of(headers: Headers, config: ServerConfig) -> str:
     """Return a digest of the key, which identifies the client; "" if no key is needed."""
     key = key_of(headers)
@@ -55,7 +62,7 @@ async def require_admin(request: Request) -> None:
     """
     refuse_other_origins(request)
     if not has_admin_key(request):
-        raise AuthenticationError("This route needs the admin key.")
+        raise wrong_key(key_of(request.headers), name="admin key")
 
 
 def has_admin_key(request: Request) -> bool:

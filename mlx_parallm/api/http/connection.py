@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # MAX_HEAD_BYTES: size of a request's line and headers together; nginx allows 32 KiB.
 MAX_HEAD_BYTES = 64 * 1024
@@ -19,6 +21,35 @@ MAX_FRAMING_BYTES = 512 * 1024
 # answer, and closing a connection with unread data can lose the answer.
 MAX_LATE_BYTES = 1024 * 1024
 MAX_LATE_S = 5.0
+# CYCLE: the key in a scope of HTTP/1.0 under which is what writes its answer.
+CYCLE = "mlx_parallm.cycle"
+
+
+class UnchunkedAnswers:
+    """Ends answers of unknown length to HTTP/1.0 by closing the connection.
+
+    uvicorn would write them in chunks, which HTTP/1.0 does not know (RFC 9112, section 7).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """See ASGI."""
+        cycle: RequestResponseCycle | None = scope.get(CYCLE)
+        if cycle is None:
+            return self._app(scope, receive, send)
+
+        def send_unchunked(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                if b"content-length" not in names:
+                    cycle.chunked_encoding = cycle.keep_alive = False
+            elif cycle.expected_content_length == 0:
+                cycle.expected_content_length = len(message.get("body", b""))
+            return send(message)
+
+        return self._app(scope, receive, send_unchunked)
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -31,6 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *, timeout_s: float, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
+        self.app = UnchunkedAnswers(self.app)
         self._timeout_s = timeout_s
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
@@ -93,6 +125,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head = _cancelled(self._head)
         self._take_host_of_target()
         super().on_headers_complete()
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and cycle.scope["http_version"] == "1.0":
+            cycle.scope[CYCLE] = cycle  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """Note the end of a request's body."""
@@ -129,6 +164,9 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._timeout_s:
             _cancelled(self._write)
             self._write = self.loop.call_later(self._timeout_s, self._watch_write, unsent)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: such a request is answered as one of HTTP."""
 
     def _take_host_of_target(self) -> None:
         """Let an absolute request target replace the Host header (RFC 9112, section 3.2.2)."""

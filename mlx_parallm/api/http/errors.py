@@ -172,14 +172,29 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     # FastAPI wraps errors that are raised while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__, request.scope)
-    message = str(error.detail)
-    if error.status_code in (404, 405):
-        message = f"{request.method} {request.url.path} is not served here."
-    status = error.status_code
-    failure = Failure(http=status, type=error_type(status), message=message[:MAX_PROBLEM_CHARS])
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        headers["allow"] = ", ".join(_allowed(request, headers.pop("Allow", "")))
+        return _wrong_method(request, _allowed(request, headers.pop("Allow", "")), headers)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"{request.method} {request.url.path} is not served here."
+    return _plain_failure(error.status_code, message, request, headers)
+
+
+def _wrong_method(request: Request, allowed: list[str], headers: dict[str, str]) -> JSONResponse:
+    """Return the answer to a method that a path does not take."""
+    headers["allow"] = methods = ", ".join(allowed)
+    if request.headers.get("upgrade", "").lower() == "websocket":
+        message = f"{request.url.path} takes no WebSocket; it takes {methods} over HTTP."
+        return _plain_failure(426, message, request, headers | {"upgrade": "HTTP/1.1"})
+    message = f"{request.url.path} does not take the method {request.method}, but {methods}."
+    return _plain_failure(405, message, request, headers)
+
+
+def _plain_failure(
+    status: int, message: str, request: Request, headers: Mapping[str, str]
+) -> JSONResponse:
+    failure = Failure(http=status, type=error_type(status), message=message[:MAX_PROBLEM_CHARS])
     return error_response(failure, request.scope, headers)
 
 

@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     StrictInt,
     StrictStr,
+    StringConstraints,
     model_validator,
 )
 
@@ -55,6 +56,16 @@ PromptIds = Annotated[ListsOfIds, Field(max_length=MAX_PROMPTS)]
 
 #: Ids of the vocabulary, in any order.
 VocabularyIds = Annotated[Ids, Field(max_length=MAX_TOKEN_IDS)]
+
+
+#: What OpenAI keeps with an object: 16 pairs of at most 64 and 512 characters.
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(strict=True, max_length=64)],
+        Annotated[str, StringConstraints(strict=True, max_length=512)],
+    ],
+    Field(max_length=16),
+]
 
 
 class NullIsAbsent(BaseModel):

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.api.http.auth import KeyRing, key_of
+from mlx_parallm.api.http.auth import KeyRing, key_of, wrong_key
 from mlx_parallm.api.http.declared import FACTS, Access, facts_of, id_headers, local_path
 from mlx_parallm.api.http.errors import response_of
 from mlx_parallm.api.http.hosts import host_of, is_loopback_host
@@ -23,7 +23,6 @@ from mlx_parallm.api.http.origins import may_change
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import (
-    AuthenticationError,
     MisdirectedRequestError,
     ParallmError,
     PermissionDeniedError,
@@ -192,9 +191,8 @@ def refuse_keys(keys: KeyRing, scope: Scope) -> ParallmError | None:
     needs_none = not keys or scope["method"] == "OPTIONS"
     if needs_none or facts_of(scope).access is Access.OPEN:
         return None
-    if keys.accepts(key_of(Headers(scope=scope))):
-        return None
-    return AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+    key = key_of(Headers(scope=scope))
+    return None if keys.accepts(key) else wrong_key(key)
 
 
 class HeadMiddleware(HttpMiddleware):

@@ -168,7 +168,7 @@ def _picture(part: BodyValue) -> Item:
 def _part_text(part: BodyValue) -> str:
     if part.object().type not in TEXT_PARTS:
         raise part["type"].refusal(
-            "must be that of a text: nothing else is served", unsupported=True
+            f"{str(part.type)[:64]!r} is not served here, only texts", unsupported=True
         )
     return part["text"].text()
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import MAX_MESSAGES, NullIsAbsent
+from mlx_parallm.api.http.forms import MAX_MESSAGES, Metadata, NullIsAbsent
 from mlx_parallm.api.turns.fields import (
     ProcessorKwargs,
     SamplingRequest,
@@ -102,9 +102,7 @@ class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesI
     background: StrictBool = Field(
         False, description="Answer at once and go on; the response is asked for later."
     )
-    metadata: dict[str, StrictStr] = Field(
-        default_factory=dict, description="Kept with the response."
-    )
+    metadata: Metadata = Field(default_factory=dict, description="Kept with the response.")
     max_tool_calls: StrictInt | None = Field(
         None, description="Of tools that run on the server, of which there are none."
     )

@@ -101,17 +101,20 @@ def custom_tool(tool: BodyValue) -> Tool:
         InvalidRequestError: it is malformed; names the field.
     """
     description = tool["description"].optional_text()
-    grammar = _grammar_text(tool["format"])
+    syntax, grammar = _grammar(tool["format"])
+    # The whole input must match, as with every regular expression here.
+    pattern = {"pattern": f"^(?:{grammar})$"} if syntax == "regex" else {}
     words = [description, grammar and f"The input must match this grammar:\n{grammar}"]
     return Tool(
         name=tool_name(tool["name"]),
         description="\n\n".join(filter(None, words)) or None,
         parameters={
             "type": "object",
-            "properties": {CUSTOM_INPUT: {"type": "string"}},
+            "properties": {CUSTOM_INPUT: {"type": "string"} | pattern},
             "required": [CUSTOM_INPUT],
             "additionalProperties": False,
         },
+        strict=bool(pattern),
         is_custom=True,
     )
 
@@ -212,10 +215,13 @@ def _object_schema(parameters: BodyValue) -> dict[str, Any]:
     return {"type": "object"} | dict(schema)
 
 
-def _grammar_text(format_: BodyValue) -> str:
-    """Return the definition of a format's grammar; an empty text if it has none."""
-    if format_.value is None:
-        return ""
-    grammar = format_.object()["grammar"]
-    definition = (format_ if grammar.value is None else grammar)["definition"].value
-    return definition if isinstance(definition, str) else ""
+def _grammar(format_: BodyValue) -> tuple[str, str]:
+    """Return the syntax and the definition of a format's grammar; empty texts if it has none."""
+    if format_.value is None or format_.object().type == "text":
+        return "", ""
+    # The Responses API has both in the format itself.
+    grammar = format_ if format_["grammar"].value is None else format_["grammar"].object()
+    syntax = grammar["syntax"]
+    if syntax.value not in ("lark", "regex"):
+        raise syntax.refusal('must be "lark" or "regex"')
+    return syntax.value, grammar["definition"].filled_text()

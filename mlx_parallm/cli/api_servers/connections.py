@@ -65,6 +65,8 @@ def uvicorn_config(
     return uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]
+        # A handshake is a request of HTTP, which is answered by an error.
+        ws="none",
         log_config=None,
         # The application logs requests itself.
         access_log=False,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from mlx_parallm.api.control.models.answer import model_card
+from fastapi import Header, Query
+
+from mlx_parallm.api.control.models.answer import anthropic_model, anthropic_page, model_card
 from mlx_parallm.api.control.models.schema import LoadModel, UnloadModel
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
@@ -15,23 +17,44 @@ from mlx_parallm.serving.interface import EngineClient
 
 routes = Routes(SERVER, short=True)
 
+#: Present in the requests of Anthropic's clients, which read answers of their own form.
+Version = Annotated[str | None, Header(alias="anthropic-version")]
+
 
 @routes.get("/v1/models")
-async def list_models(engine: EngineDep) -> dict[str, Any]:
-    """List every name of every served model, and every loaded adapter."""
+async def list_models(
+    engine: EngineDep,
+    anthropic_version: Version = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    after_id: str | None = None,
+    before_id: str | None = None,
+) -> dict[str, Any]:
+    """List every name of every served model, and every loaded adapter.
+
+    With the header ``anthropic-version`` the answer is a page in Anthropic's form; only there
+    ``limit``, ``after_id`` and ``before_id`` have an effect.
+    """
     memory = await engine.memory()
     statuses = engine.statuses()
     adapters = [_status(engine, info.name) for info in engine.control.adapters()]
     num_defaults = sum(each.is_default for each in statuses)
     ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
     cards = [model_card(name, each, memory) for each in ordered for name in each.names]
+    if anthropic_version is not None:
+        return anthropic_page(cards, limit=limit, after=after_id, before=before_id)
     return {"object": "list", "data": cards}
 
 
 @routes.get("/v1/models/{model_id:path}")
-async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
-    """Return the description of a model; ids may contain slashes."""
-    return model_card(model_id, _status(engine, model_id), await engine.memory())
+async def retrieve_model(
+    model_id: str, engine: EngineDep, anthropic_version: Version = None
+) -> dict[str, Any]:
+    """Return the description of a model; ids may contain slashes.
+
+    With the header ``anthropic-version`` it has Anthropic's form.
+    """
+    card = model_card(model_id, _status(engine, model_id), await engine.memory())
+    return card if anthropic_version is None else anthropic_model(card)
 
 
 def _status(engine: EngineClient, name: str) -> ModelStatus:

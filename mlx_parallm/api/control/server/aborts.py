@@ -7,13 +7,19 @@ from collections.abc import Set
 from fastapi import Depends, Request
 
 from mlx_parallm.api.control.server.schema import AbortRequest, AbortRequests, AbortResponse
-from mlx_parallm.api.http.auth import client_of, may_reach_others, refuse_other_origins
+from mlx_parallm.api.http.auth import (
+    client_of,
+    key_of,
+    may_reach_others,
+    refuse_other_origins,
+    wrong_key,
+)
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(SERVER, dependencies=[Depends(refuse_other_origins)])
@@ -46,7 +52,7 @@ async def _abort(
     reaches_all = may_reach_others(request)
     if config.admin_api_keys and not config.api_keys and not reaches_all:
         # Without API keys, nothing shows which client sent a request.
-        raise AuthenticationError("This route needs the admin key.")
+        raise wrong_key(key_of(request.headers), name="admin key")
     client = client_of(request.headers, config)
     chosen = [
         each

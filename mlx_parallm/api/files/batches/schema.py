@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, StrictStr, StringConstraints
+from pydantic import Field, StrictStr
 
 from mlx_parallm.api.files.schema import ExpiresAfter
-from mlx_parallm.api.http.forms import NullIsAbsent
-
-Key = Annotated[str, StringConstraints(strict=True, max_length=64)]
-Value = Annotated[str, StringConstraints(strict=True, max_length=512)]
+from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
 
 
 class BatchRequest(NullIsAbsent):
@@ -19,9 +16,7 @@ class BatchRequest(NullIsAbsent):
     input_file_id: StrictStr = Field(description="A file of the purpose batch.")
     endpoint: StrictStr = Field(description="The path of every line's url.")
     completion_window: Literal["24h"] = Field(description="When the batch expires.")
-    metadata: dict[Key, Value] | None = Field(
-        None, max_length=16, description="Kept with the batch."
-    )
+    metadata: Metadata | None = Field(None, description="Kept with the batch.")
     output_expires_after: ExpiresAfter | None = Field(
         None, description="When output and error file expire; by default they stay."
     )

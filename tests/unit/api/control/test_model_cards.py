@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
+import pytest
 
-from mlx_parallm.api.control.models.answer import model_card
+from mlx_parallm.api.control.models.answer import anthropic_page, model_card
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
@@ -65,3 +66,46 @@ def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
     unknown = card_of(ModelState.LOADING, None)
     assert unknown["tasks"] is None
     assert unknown["input_modalities"] is None
+
+
+async def ask(path: str, **params: Any) -> httpx2.Response:
+    transport = httpx2.ASGITransport(make_app(FakeEngine(), ServerConfig()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
+        headers = {"anthropic-version": "2023-06-01"}
+        return await client.get(path, params=params, headers=headers)
+
+
+async def test_anthropics_client_gets_its_own_form() -> None:
+    page = (await ask("/v1/models")).json()
+    (first, *_), ids = page["data"], [model["id"] for model in page["data"]]
+    assert first["type"] == "model"
+    assert first["display_name"] == first["id"]
+    assert first["created_at"].endswith("Z")
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, ids[0], ids[-1])
+    assert (await ask(f"/v1/models/{ids[0]}")).json() == first
+    assert (await ask("/v1/models", limit=0)).status_code == 400
+
+
+CARDS = [{"id": name, "created": 0, "max_model_len": 9} for name in "abcd"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "after", "before", "ids", "has_more"),
+    [
+        (2, None, None, "ab", True),
+        (4, None, None, "abcd", False),
+        (2, "b", None, "cd", False),
+        (1, "b", None, "c", True),
+        (2, None, "d", "bc", True),
+        (5, "a", "d", "bc", False),
+        (2, "d", None, "", False),
+        (2, "x", None, "", False),
+        (2, None, "x", "", False),
+    ],
+)
+def test_pages_of_models(
+    limit: int, after: str | None, before: str | None, ids: str, has_more: bool
+) -> None:
+    page = anthropic_page(CARDS, limit=limit, after=after, before=before)
+    assert "".join(model["id"] for model in page["data"]) == ids
+    assert page["has_more"] == has_more

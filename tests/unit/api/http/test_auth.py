@@ -79,3 +79,26 @@ def test_clients_are_told_apart_without_their_keys() -> None:
 
 def headers_of(key: str) -> Headers:
     return Headers({"x-api-key": key})
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({}, "is missing"),
+        ({"authorization": "Basic eA=="}, "is missing"),
+        (bearer("other"), "is wrong"),
+        ({"x-api-key": "other"}, "is wrong"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/pause"])
+async def test_a_401_says_whether_the_key_is_missing_or_wrong(
+    path: str, headers: dict[str, str], says: str
+) -> None:
+    for config in (KEYS, ONLY_ADMIN) if path == "/pause" else (KEYS,):
+        transport = httpx2.ASGITransport(make_app(FakeEngine(), config))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
+            method = "POST" if path == "/pause" else "GET"
+            response = await client.request(method, path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert says in response.json()["error"]["message"]

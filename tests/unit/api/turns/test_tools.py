@@ -25,6 +25,19 @@ def function(name: Any = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | more}
 
 
+def custom(format_: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "patch", "format": format_}}
+
+
+def test_a_custom_tool_of_a_regular_expression_takes_a_text_that_matches_it() -> None:
+    grammar = {"syntax": "regex", "definition": "a+|b"}
+    (tool,) = chat_tools([custom({"type": "grammar", "grammar": grammar})])
+    assert tool.parameters["properties"] == {"input": {"type": "string", "pattern": "^(?:a+|b)$"}}
+    assert tool.strict
+    (text,) = chat_tools([custom({"type": "text"})])
+    assert not text.strict
+
+
 def test_a_function_is_rendered_as_it_came() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     (tool,) = chat_tools([function("add", description="Adds.", parameters=schema, strict=True)])
@@ -73,6 +86,12 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ([function(parameters={"type": ["object"]})], "tools[0].function.parameters"),
         ([{"type": "custom", "custom": {}}], "tools[0].custom.name"),
         ([{"type": "custom", "custom": {"name": "a", "format": 1}}], "tools[0].custom.format"),
+        ([custom({"type": "grammar"})], "tools[0].custom.format.syntax"),
+        ([custom({"type": "grammar", "grammar": 1})], "tools[0].custom.format.grammar"),
+        (
+            [custom({"type": "grammar", "grammar": {"syntax": "regex"}})],
+            "tools[0].custom.format.grammar.definition",
+        ),
         ([function(f"f{i}") for i in range(MAX_TOOLS + 1)], "tools"),
     ],
 )
