@@ -8,9 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.served_names import MAX_NAME
 
-#: Most characters of the name of a model or an adapter.
-MAX_NAME = 256
 # _HUB_ID is an owner and a name; a few models have no owner.
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
 

@@ -8,7 +8,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import AdapterNames
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
@@ -189,10 +188,6 @@ class AdapterControl:
         return names[0]
 
     def _check_name(self, name: str, base: str) -> None:
-        if not name or len(name) > MAX_NAME:
-            raise InvalidRequestError(
-                f"An adapter's name must have 1 to {MAX_NAME} characters.", param="name"
-            )
         if self.names.names_of(name):
             raise InvalidRequestError(
                 f"{name!r} is the name of a model; give the adapter another name.", param="name"

@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.confinement import MAX_NAME
 from mlx_parallm.engine.adapter_names import with_adapter
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.control import EngineControl
@@ -67,6 +66,7 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
+from mlx_parallm.types.served_names import check_name
 
 logger = logging.getLogger(__name__)
 
@@ -283,10 +283,7 @@ class EngineCore:
         source = self._sources.resolve(load.model)
         names = load.names or (load.model,)
         for name in names:
-            if not name or len(name) > MAX_NAME:
-                raise InvalidRequestError(
-                    f"A name must have 1 to {MAX_NAME} characters.", param="name"
-                )
+            check_name(name)
             if self.find(name) is not None:
                 raise _name_is_taken(name)
         config = replace(

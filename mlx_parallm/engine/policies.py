@@ -17,6 +17,7 @@ from mlx_parallm.types.errors import (
     OverloadedError,
     VersionMismatchError,
 )
+from mlx_parallm.types.served_names import check_name
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 
 #: A head that an adapter brings. Only its model's kind knows what is in it.
@@ -126,6 +127,10 @@ class AdapterUpload:
     source: str | None = None
     opaque: str | None = None
     is_cached: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the name; see ``check_name``."""
+        check_name(self.name)
 
     @property
     def content(self) -> str:

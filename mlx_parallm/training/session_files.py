@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,10 @@ STEPS, LOG = "steps.jsonl", "log.bin"
 CHUNK = 4096
 #: ``FACTORS``: first parameters that were measured or are an adapter's; no such file if drawn.
 FACTORS = "factors.safetensors"
+FILES = (CONFIG, STATE, EXAMPLES, STEPS, LOG, FACTORS)
+#: ``UNFINISHED``: is there while the others are made or deleted. If the process dies meanwhile, the
+#: next one knows by it that the folder may be deleted.
+UNFINISHED = "unfinished"
 
 
 @dataclass(slots=True)
@@ -116,8 +119,9 @@ class SessionFiles:
     ) -> SessionFiles:
         """Make the folder of a new session; see ``encoded`` for the examples."""
         with disk.storage_errors():
+            disk.make_folder(folder)
             try:
-                disk.make_folder(folder)
+                (folder / UNFINISHED).touch()
                 descriptor = disk.create(folder / EXAMPLES)
                 try:
                     disk.write_all(descriptor, examples)
@@ -128,8 +132,9 @@ class SessionFiles:
                     disk.replace(folder / FACTORS, save(start.arrays()))
                 # A folder without this file is no session.
                 disk.replace_json(folder / CONFIG, config.to_json())
+                (folder / UNFINISHED).unlink()
             except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 raise
         return cls(folder, config)
 
@@ -137,18 +142,20 @@ class SessionFiles:
     def open_all(cls, root: Path) -> list[SessionFiles]:
         """Open all sessions below a folder, in the order of their ids.
 
-        Sessions that cannot be read are left where they are, and the log names them.
+        Sessions that cannot be read and other folders are left as they are, and the log names them.
         """
         sessions: list[SessionFiles] = []
         with disk.storage_errors():
             disk.make_folder(root)
             for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-                if not (folder / CONFIG).is_file():
-                    # The process died while it made or deleted this one.
-                    shutil.rmtree(folder, ignore_errors=True)
-                    continue
-                with readable(folder.name):
-                    sessions.append(cls.open(folder))
+                if (folder / CONFIG).is_file():
+                    (folder / UNFINISHED).unlink(missing_ok=True)
+                    with readable(folder.name):
+                        sessions.append(cls.open(folder))
+                elif (folder / UNFINISHED).is_file():
+                    _remove(folder)
+                else:
+                    logger.warning("%s has no %s, so it is no session", folder, CONFIG)
         return sessions
 
     @classmethod
@@ -240,12 +247,13 @@ class SessionFiles:
             yield from self.records(after, limit=CHUNK)
 
     def delete(self) -> None:
-        """Close and delete the folder."""
+        """Close and delete the files, and their folder if it has no others."""
         self.close()
-        with disk.storage_errors():
+        with disk.storage_errors(), contextlib.suppress(FileNotFoundError):
+            (self._folder / UNFINISHED).touch()
             # Without this file it is no session, even if the process dies here.
-            (self._folder / CONFIG).unlink(missing_ok=True)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            (self._folder / CONFIG).unlink()
+        _remove(self._folder)
 
     def close(self) -> None:
         """Write no more steps: the folder may belong to another process now."""
@@ -294,6 +302,16 @@ def readable(session_id: str) -> Iterator[None]:
 def encoded(examples: Iterable[Example]) -> bytes:
     """Return examples as they are kept: a JSON object in each line."""
     return "".join(json.dumps(example.to_json()) + "\n" for example in examples).encode()
+
+
+def _remove(folder: Path) -> None:
+    """Delete a session's files, and their folder if it has no others; errors are ignored."""
+    parts = (Path(name).with_suffix(".part") for name in FILES)
+    for name in (*FILES, *parts, UNFINISHED):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _size(path: Path) -> int:

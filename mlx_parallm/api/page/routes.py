@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.page.headers import browser_headers
 
 INDEX = "index.html"
 TYPES = {
@@ -22,29 +23,16 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# POLICY: everything comes from this server, and no text can become markup or a script (CSP Level 3,
-# Trusted Types), because the page shows texts of models.
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        # The playground shows pictures that people choose, as data: URLs.
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    ]
-)
-HEADERS = {
-    "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    # The browser caches files but revalidates them, so that a new version shows at once.
-    "cache-control": "no-cache",
+# POLICY: everything comes from this server, and no text can become markup or a script (Trusted
+# Types), because the page shows texts of models.
+POLICY = {
+    "script-src": "'self'",
+    "style-src": "'self'",
+    # The playground shows pictures that people choose, as data: URLs.
+    "img-src": "'self' data:",
+    "connect-src": "'self'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
 }
 
 
@@ -89,7 +77,7 @@ async def part(name: str, request: Request) -> Response:
 
 
 def _answer(request: Request, file: PageFile) -> Response:
-    headers = HEADERS | {"etag": file.etag}
+    headers = browser_headers(POLICY) | {"etag": file.etag}
     known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
     # A compressing proxy makes an entity tag weak.
     if file.etag in [tag.removeprefix("W/") for tag in known]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,63 @@ def test_sessions_hold_no_files_open(tmp_path: Path) -> None:
     sessions = [new_files(tmp_path / f"mezo_{number}") for number in range(20)]
     assert len(os.listdir("/dev/fd")) == before
     assert len(sessions) == 20
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("moment", range(1, 15))
+def test_a_session_that_was_not_whole_yet_is_removed(
+    tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in the middle of making or deleting leaves the whole session, or nothing of it."""
+    calls = 0
+
+    def dies(self: Path, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= moment:
+            raise KilledError
+        return unlink(self, *args, **kwargs)
+
+    folder = tmp_path / "mezo_1"
+    new_files(folder)
+    unlink = Path.unlink
+    with monkeypatch.context() as patched, contextlib.suppress(KilledError):
+        patched.setattr(Path, "unlink", dies)
+        SessionFiles.open(folder).delete()
+    assert [files.config.id for files in SessionFiles.open_all(tmp_path)] == (
+        ["mezo_1"] if moment == 1 else []
+    )
+    assert folder.exists() == (moment == 1)
+
+
+def test_other_folders_and_files_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = tmp_path / "mezo_1" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    assert SessionFiles.open_all(tmp_path) == []
+    assert notes.read_text() == "mine"
+    assert "mezo_1 has no config.json" in caplog.text
+    # A session may be made in a folder that has other files, which stay when it is deleted.
+    new_files(notes.parent).delete()
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]
+
+
+def test_a_session_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "mezo_1" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+
+    def full(path: Path, content: bytes) -> None:
+        raise StorageError("The data folder cannot be used: No space left on device.")
+
+    monkeypatch.setattr("mlx_parallm.batch_jobs.disk.replace", full)
+    with pytest.raises(StorageError):
+        new_files(notes.parent)
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from pathlib import Path
 from urllib.parse import urljoin
@@ -60,6 +62,30 @@ async def test_the_policy_allows_this_server_only_and_no_inline_script() -> None
     assert rules["img-src"] == "'self' data:"
     assert rules["require-trusted-types-for"] == "'script'"
     assert rules["frame-ancestors"] == "'none'"
+
+
+SHOWN = ("/", "/page/app.js", "/docs", "/docs/assets/swagger-ui.css", "/openapi.json")
+
+
+@pytest.mark.parametrize("path", SHOWN)
+async def test_no_other_site_may_frame_what_a_browser_shows(path: str) -> None:
+    async with client_of() as client:
+        headers = (await client.get(path)).headers
+    rules = dict(
+        rule.strip().split(" ", 1) for rule in headers["content-security-policy"].split(";")
+    )
+    assert rules["default-src"] == rules["frame-ancestors"] == rules["base-uri"] == "'none'"
+    assert "script-src" not in rules or "unsafe" not in rules["script-src"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+async def test_the_only_inline_script_of_the_documentation_is_its_own() -> None:
+    async with client_of() as client:
+        page = await client.get("/docs")
+    (script,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'self' 'sha256-{digest}'" in page.headers["content-security-policy"]
 
 
 async def test_a_file_that_is_known_is_not_sent_again() -> None:
