@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from mlx_parallm.bench.arguments import (
@@ -31,9 +31,10 @@ from mlx_parallm.bench.engine_shares import (
     read_counts,
 )
 from mlx_parallm.bench.http_stream import ResponseError, Target
-from mlx_parallm.bench.load import closed_loop, open_loop
+from mlx_parallm.bench.load import closed_loop
 from mlx_parallm.bench.pictures import DEFAULT_SIZE
-from mlx_parallm.bench.record import PlannedRequest, RequestRecord
+from mlx_parallm.bench.processes import Load, send_by_processes
+from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.report import (
     format_errors,
     format_short_outputs,
@@ -47,6 +48,7 @@ from mlx_parallm.types.errors import ConfigError
 
 LEXICON_SIZE = 3000
 LEXICON_SEED = 7
+DEFAULT_CONCURRENCY = 32
 LENGTHS_HELP = "N, uniform:LOW,HIGH or lognormal:MEDIAN,P99"
 
 
@@ -124,7 +126,7 @@ def _add_load_arguments(group: FlagGroup) -> None:
     group.add_argument(
         "--concurrency",
         type=positive,
-        help="clients of a closed loop (default 32), or a cap on --rate",
+        help=f"clients of a closed loop (default {DEFAULT_CONCURRENCY}), or a cap on --rate",
     )
     group.add_argument(
         "--rate", type=positive_number, help="open loop: requests per second, a Poisson process"
@@ -134,6 +136,13 @@ def _add_load_arguments(group: FlagGroup) -> None:
         type=not_negative_number,
         default=0.5,
         help="closed loop: seconds over which the clients start",
+    )
+    group.add_argument(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes that share clients and requests: one is the limit of fast servers",
     )
     group.add_argument(
         "--num-warmups", type=not_negative, default=4, help="requests before the measurement"
@@ -152,13 +161,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a flag's value is invalid, or the server cannot be reached.
     """
     try:
-        client = LoadClient(
-            Target.from_url(args.base_url),
-            api_key=args.api_key,
-            timeout_s=args.timeout_s,
-            headers=dict(args.header),
-        )
-        records, shares = asyncio.run(_measure(client, args))
+        records, shares = _measure(_load(args), args)
     except (OSError, ValueError, ResponseError) as error:
         raise ConfigError(f"cannot measure {args.base_url}: {error}") from error
     summary = summarise(records)
@@ -178,20 +181,39 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.num_failed else 0
 
 
-async def _measure(
-    client: LoadClient, args: argparse.Namespace
-) -> tuple[list[RequestRecord], list[EngineShare]]:
+def _measure(load: Load, args: argparse.Namespace) -> tuple[list[RequestRecord], list[EngineShare]]:
     """Return a record of each request, and what each of several engines did."""
+    load, before = asyncio.run(_begin(load, args))
+    if args.processes > 1:
+        records = send_by_processes(load, args.processes)
+    else:
+        records = asyncio.run(load.send())
+    return records, engine_shares(before, asyncio.run(_counts(load.client)))
+
+
+async def _begin(load: Load, args: argparse.Namespace) -> tuple[Load, Counts]:
+    """Warm the server up; return the load with its requests, and the counters before it."""
+    client = load.client
     model = args.model or await _first_model(client)
-    requests = plan_requests(make_workload(args, model))
     warmups = plan_requests(make_workload(args, model, is_warmup=True))
     await closed_loop(warmups, client.send, concurrency=max(1, len(warmups)))
-    before = await _counts(client)
-    if args.rate:
-        records = await open_loop(requests, client.send, max_concurrency=args.concurrency)
-    else:
-        records = await _closed_loop(requests, client, args)
-    return records, engine_shares(before, await _counts(client))
+    requests = plan_requests(make_workload(args, model))
+    return replace(load, requests=requests), await _counts(client)
+
+
+def _load(args: argparse.Namespace) -> Load:
+    """Return the load of the flags, without its requests."""
+    concurrency = DEFAULT_CONCURRENCY if not args.rate else None
+    return Load(
+        target=Target.from_url(args.base_url),
+        requests=(),
+        concurrency=args.concurrency or concurrency,
+        is_open=bool(args.rate),
+        ramp_s=args.ramp_s,
+        timeout_s=args.timeout_s,
+        api_key=args.api_key,
+        headers=dict(args.header),
+    )
 
 
 async def _counts(client: LoadClient) -> Counts:
@@ -200,13 +222,6 @@ async def _counts(client: LoadClient) -> Counts:
         return read_counts(await client.get_text("/metrics"))
     except (OSError, ResponseError):
         return {}
-
-
-async def _closed_loop(
-    requests: Sequence[PlannedRequest], client: LoadClient, args: argparse.Namespace
-) -> list[RequestRecord]:
-    concurrency = 32 if args.concurrency is None else args.concurrency
-    return await closed_loop(requests, client.send, concurrency=concurrency, ramp_s=args.ramp_s)
 
 
 async def _first_model(client: LoadClient) -> str | None:

@@ -138,6 +138,26 @@ def test_an_open_loop_runs_from_its_flags():
     assert sorted(body["seed"] for body in bodies) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("load", [("--ramp-s", "0", "--concurrency", "4"), ("--rate", "500")])
+def test_processes_share_a_load_and_report_it_together(load, tmp_path, capsys):
+    output = tmp_path / "run.json"
+    flags = ["--num-requests", "9", "--num-warmups", "0", "--seed-requests", *load]
+    with serving() as (url, bodies):
+        assert (
+            run(parse("--base-url", url, *flags, "--processes", "3", "--output", str(output))) == 0
+        )
+    assert "9 (0 failed)" in capsys.readouterr().out
+    assert sorted(body["seed"] for body in bodies) == list(range(9))
+    content = json.loads(output.read_text())
+    assert content["summary"]["output_tokens"] == 18
+    assert content["settings"]["processes"] == 3
+    requests = content["requests"]
+    assert [each["index"] for each in requests] == list(range(9))
+    # The times of all processes are on one clock.
+    assert all(0 <= each["start_s"] <= each["end_s"] for each in requests)
+    assert max(each["end_s"] for each in requests) <= content["summary"]["duration_s"] + 1e-6
+
+
 def test_failed_requests_make_the_exit_status_1_and_are_told(capsys):
     with serving(status=500) as (url, _):
         flags = ["--base-url", url, "--num-requests", "3", "--ramp-s", "0"]
@@ -164,6 +184,7 @@ def test_a_server_that_is_not_there_is_a_configuration_error():
         ("--base-url", "localhost"),
         ("--model", "m", "--endpoint", "chat", "--token-ids", "9"),
         ("--model", "m", "--images", "1"),
+        ("--model", "m", "--processes", "5", "--concurrency", "4"),
     ],
 )
 def test_flags_that_make_no_sense_are_configuration_errors(flags):
@@ -176,6 +197,7 @@ def test_flags_that_make_no_sense_are_configuration_errors(flags):
     [
         (("--concurrency", "0"), "--concurrency: must be at least 1, not '0'"),
         (("--num-requests", "x"), "--num-requests: must be a whole number, not 'x'"),
+        (("--processes", "0"), "--processes: must be at least 1, not '0'"),
         (("--num-warmups", "-1"), "--num-warmups: must be at least 0, not '-1'"),
         (("--image-size", "640"), "--image-size: must be WIDTHxHEIGHT, each from 1 to 16384"),
         (("--rate", "0"), "--rate: must be above 0, not '0'"),
