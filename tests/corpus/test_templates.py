@@ -100,6 +100,9 @@ LOSSES = {
     ("tool_chat_template_mistral", "text beside a call"): _ALTERNATES,
     ("tool_chat_template_mistral_parallel", "text beside a call"): _ALTERNATES,
 }
+#: Templates that take a later system message at some places only: it is rewritten at all of them,
+#: so that a conversation that goes on begins as before.
+PARTLY = ("Mistral-Small-3.2-24B-Instruct-2506", "tool_chat_template_gemma3_pythonic")
 #: Templates that no request with tools can use.
 UNUSABLE = {
     "llama-cpp-deepseek-r1": "with tools it needs the Jinja of llama.cpp",
@@ -153,7 +156,7 @@ def test_nothing_is_lost(
         return
     record_property("outcome", "as it is" if text == own else "adapted")
     assert [word for word in words if word not in text] == []
-    if is_whole(own, words) and not case.startswith("system"):
+    if is_whole(own, words) and template not in PARTLY:
         assert text == own, "a template that takes it gets it as it is"
 
 
@@ -209,8 +212,8 @@ def test_thinking_is_turned_off(
         assert not [word for word in SWITCHES if word in (tokenizer.chat_template or "")]
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_every_effort_is_taken(name: str, tokenizer: ParallmTokenizer, effort: str) -> None:
+def test_every_effort_is_taken(name: str, tokenizer: ParallmTokenizer) -> None:
     if name.partition("/")[2] in UNUSABLE:
         pytest.skip("see UNUSABLE")
-    assert thinking(tokenizer, effort_kwargs(effort))
+    for effort in EFFORTS:
+        assert thinking(tokenizer, effort_kwargs(effort))

@@ -117,14 +117,17 @@ def _text_after_calls(
     open_turn: bool,
 ) -> str:
     """Return that text where the assistant's turn ends with calls: from the token that ends it."""
-    turn = before[-1] | {"tool_calls": _calls(messages)}
-    called = render([before[0], turn], False)
-    answered = render([before[0], turn, *messages], open_turn)
     ends = [tokenizer.token_string(token_id) for token_id in sorted(tokenizer.eos_ids)]
-    place = max(called.rfind(end) for end in ends if end)
-    if place < 0 or not answered.startswith(called):
-        raise _not_in_turns()
-    return answered[place:]
+    calls = _calls(messages)
+    # A template that takes one call a turn would get each result behind a call of its own.
+    for written in (calls, calls[:1]):
+        turn = before[-1] | {"tool_calls": written}
+        called = render([before[0], turn], False)
+        answered = render([before[0], turn, *messages], open_turn)
+        place = max(called.rfind(end) for end in ends if end)
+        if place >= 0 and answered.startswith(called):
+            return answered[place:]
+    raise _not_in_turns()
 
 
 def _calls(messages: Messages) -> list[dict[str, Any]]:

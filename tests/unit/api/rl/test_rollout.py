@@ -16,6 +16,7 @@ from mlx_parallm.api.rl.rollout.groups import Verdict
 from mlx_parallm.api.rl.rollout.schema import RolloutRequest
 from mlx_parallm.api.rl.rollout.verifier import check_url, read_verdict
 from mlx_parallm.api.turns.appended import appended_ids
+from mlx_parallm.tokenizer.rewrites import one_call_at_a_time
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import TokenLimit
 from tests.fakes import EOS, ByteTokenizer
@@ -86,6 +87,21 @@ def test_a_template_that_wants_calls_gets_them() -> None:
     ]
     added = appended_ids(TurnTokenizer(), [9, EOS], results, strict_about_tools)
     assert list(added) == TurnTokenizer().encode("\n<tool>4$\n<tool>5$\n<assistant>")
+
+
+def test_results_follow_each_other_where_a_template_takes_one_call_a_turn() -> None:
+    def one_call(messages: Sequence[Mapping[str, Any]], open_turn: bool) -> str:
+        fitted = one_call_at_a_time(messages)
+        if fitted[1]["role"] == "assistant" and "tool_calls" not in fitted[1]:
+            raise InvalidRequestError("no previous call", param="messages")
+        return render(fitted, open_turn)
+
+    results = [
+        {"role": "tool", "tool_call_id": id_, "content": f"result {id_}"} for id_ in ("a", "b")
+    ]
+    added = appended_ids(TurnTokenizer(), [9, EOS], results, one_call)
+    expected = "\n<tool>result a$\n<tool>result b$\n<assistant>"
+    assert list(added) == TurnTokenizer().encode(expected)
 
 
 def test_a_template_that_drops_earlier_turns_is_refused() -> None:
