@@ -89,7 +89,8 @@ class RouteFacts:
         batchable: True if batches may contain its requests.
         in_any_process: True if every HTTP process answers it, because it only sends requests to the
             engine; False if the server's first process does.
-        is_polled: True if supervisors poll it, so that it is logged at debug level only.
+        is_polled: True if supervisors poll it or a page asks for it by itself, so that it is logged
+            at debug level only.
     """
 
     dialect: Dialect = OPENAI

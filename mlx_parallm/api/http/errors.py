@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from mlx_parallm.api.http.declared import facts_of, id_headers, local_path
 from mlx_parallm.api.http.dialect import Failure
+from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.types import errors
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def failure_of(error: errors.ParallmError) -> Failure:
 
 def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
     """Return the error object in the shape of the route's protocol."""
+    current_record().error = failure.code or failure.type
     request_id = scope.get("state", {}).get("request_id")
     return facts_of(scope).dialect.error_body(failure, request_id)
 

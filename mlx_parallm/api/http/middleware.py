@@ -20,6 +20,7 @@ from mlx_parallm.api.http.errors import response_of
 from mlx_parallm.api.http.hosts import host_of, is_loopback_host
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.origins import may_change
+from mlx_parallm.api.http.request_record import RequestRecord, new_record
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import (
@@ -118,11 +119,14 @@ class RequestIdMiddleware(HttpMiddleware):
 
 
 class AccessLogMiddleware(HttpMiddleware):
-    """Logs a line per request once its answer has ended; at debug level what supervisors poll."""
+    """Logs a line per request once its answer has ended; at debug level what is polled.
+
+    The line has what the answer has noted in its ``RequestRecord``.
+    """
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ``HttpMiddleware``."""
-        started_s = time.monotonic()
+        record = new_record()
         # An exception is answered outside of every middleware.
         status = 500
 
@@ -135,10 +139,10 @@ class AccessLogMiddleware(HttpMiddleware):
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            _log_access(scope, status, time.monotonic() - started_s)
+            _log_access(scope, status, record)
 
 
-def _log_access(scope: Scope, status: int, duration_s: float) -> None:
+def _log_access(scope: Scope, status: int, record: RequestRecord) -> None:
     level = logging.DEBUG if facts_of(scope).is_polled else logging.INFO
     if not logger.isEnabledFor(level):
         return
@@ -147,12 +151,13 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
         # The path as it was sent: a decoded one could hold a line break.
         "path": quote(scope["path"])[:MAX_PATH_CHARS],
         "status": status,
-        "ms": round(duration_s * 1000, 1),
+        "ms": round((time.monotonic() - record.started_s) * 1000, 1),
+        **record.fields(),
         "request_id": scope["state"]["request_id"],
     }
     # Logger.log would search the stack for the calling line, which no format shows.
-    record = logger.makeRecord(logger.name, level, __file__, 0, "request", (), None, extra=fields)
-    logger.handle(record)
+    line = logger.makeRecord(logger.name, level, __file__, 0, "request", (), None, extra=fields)
+    logger.handle(line)
 
 
 def refuse_hosts(hosts: frozenset[str], scope: Scope) -> ParallmError | None:

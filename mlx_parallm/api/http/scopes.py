@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from mlx_parallm.api.http.internal import Caller
+from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import PoolingClient, RequestClient
@@ -48,6 +49,7 @@ class _CallersEngine(_View):
             priority=last + request.priority,
             rank=self._caller.rank if request.rank is None else request.rank,
         )
+        current_record().note_prompt(request.adapter or request.model, len(request.prompt_ids))
         return await self._viewed.submit(request)
 
     @property
@@ -58,4 +60,5 @@ class _CallersEngine(_View):
 class _CallersPooling(_View):
     async def encode(self, request: PoolRequest) -> PoolingResults:
         request = replace(request, scope=self._scope, rank=self._caller.rank)
+        current_record().note_prompt(request.adapter or request.model, request.work().num_tokens)
         return await self._viewed.encode(request)

@@ -57,7 +57,7 @@ async def documentation(request: Request) -> HTMLResponse:
     return page
 
 
-@routes.get(ASSETS + "/{path:path}", include_in_schema=False)
+@routes.get(ASSETS + "/{path:path}", include_in_schema=False, is_polled=True)
 async def asset(path: str, request: Request) -> Response:
     """Return a file of Swagger UI."""
     folder = StaticFiles(directory=str(files("fastapi_swagger") / "resources"))

@@ -68,7 +68,7 @@ async def page(request: Request) -> Response:
     return _answer(request, page_files()[INDEX])
 
 
-@routes.get("/page/{name}", include_in_schema=False)
+@routes.get("/page/{name}", include_in_schema=False, is_polled=True)
 async def part(name: str, request: Request) -> Response:
     """Return a script, a style sheet or an image of the page."""
     if name not in page_files() or name == INDEX:

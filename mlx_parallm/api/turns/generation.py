@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.api.http.errors import CLIENT_CLOSED
+from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.api.http.sse import wait_for_disconnect
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import RequestHandle
@@ -45,6 +46,7 @@ class Generation:
         )
         self._first: asyncio.Task[Numbered | None] | None = None
         self._iterator = self._single() if len(handles) == 1 else self._merged()
+        self._record = current_record()
 
     @classmethod
     async def start(
@@ -124,9 +126,15 @@ class Generation:
             first = await self._first
             if first is None:
                 return
+            self._note(first)
             yield first
         async for event in self._iterator:
+            self._note(event)
             yield event
+
+    def _note(self, event: Numbered) -> None:
+        if isinstance(event[1], TokenEvent):
+            self._record.note_tokens(len(event[1].token_ids))
 
     async def _single(self) -> AsyncGenerator[Numbered]:
         async for event in self.handles[0].events:

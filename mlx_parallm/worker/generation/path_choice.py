@@ -150,7 +150,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
         difference, error, is_right = check_path(path, texts, block_size, dtype)
         agrees = agreed(ranks, is_right)
         attempts.append(PathAttempt(name, difference, error, agrees))
-        logger.info("path %s: difference %s, error %s", name, difference, error)
+        logger.debug("path %s: difference %s, error %s", name, difference, error)
         reason = why_not(path) if agrees else None
         if agrees and backend.quantisation is None:
             return PathChoice(path, name, tuple(attempts), candidates.selector, reason)

@@ -100,6 +100,9 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
         ("POST", "/v1/completions", 400, logging.INFO),
         ("GET", "/health", 200, logging.DEBUG),
         ("GET", "/metrics", 200, logging.DEBUG),
+        ("GET", "/", 200, logging.INFO),
+        ("GET", "/page/app.js", 200, logging.DEBUG),
+        ("GET", "/docs/assets/swagger-ui.css", 200, logging.DEBUG),
     ],
 )
 async def test_a_request_is_one_line_of_the_log(
@@ -112,6 +115,47 @@ async def test_a_request_is_one_line_of_the_log(
     assert (fields.method, fields.path, fields.status) == (method, path, status)
     assert (fields.request_id, fields.levelno) == ("mine", level)
     assert fields.ms >= 0
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+GENERATED = {"model", "prompt_tokens", "completion_tokens", "ttft_ms"}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": ["ab", "cde"]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", CHAT | {"max_tokens": 9}),
+    ],
+)
+async def test_a_line_has_what_was_generated(
+    log: pytest.LogCaptureFixture, path: str, body: dict[str, Any], streams: bool
+) -> None:
+    engine = FakeEngine()
+    async with client_of(make_app(engine, ServerConfig())) as client:
+        answer = await client.post(path, json=body | {"model": "org/fake", "stream": streams})
+    assert answer.status_code == 200
+    (record,) = map(vars, logged(log))
+    assert record.keys() >= GENERATED
+    assert record["model"] == "org/fake"
+    requests = [engine.submitted.get() for _ in range(engine.submitted.qsize())]
+    assert record["prompt_tokens"] == sum(len(request.prompt_ids) for request in requests)
+    assert record["completion_tokens"] > 0
+    assert 0 <= record["ttft_ms"] <= record["ms"]
+
+
+async def test_a_line_has_the_code_of_the_error(log: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    async with client_of(make_app(engine, ServerConfig())) as client:
+        await client.post("/v1/chat/completions", json=CHAT | {"model": "none"})
+        await client.post("/v1/chat/completions", json={})
+        await client.get("/v1/models")
+    unknown, wrong, fine = map(vars, logged(log))
+    assert (unknown["error"], wrong["error"]) == ("model_not_found", "invalid_request_error")
+    assert not fine.keys() & (GENERATED | {"error"})
 
 
 async def test_a_refused_key_and_a_bug_are_logged_too(log: pytest.LogCaptureFixture) -> None:
