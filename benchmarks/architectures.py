@@ -96,6 +96,11 @@ If a folder has `model.safetensors.index.json`, the files that it names are read
 Without an index `model.safetensors` is read, and without both all `model*.safetensors`.
 Updates of weights, encoders, draft models and ranks read the same files.
 
+`--hf-overrides '{"rope_theta": 1000000}'` changes fields before anything reads them.
+The digest of the model's files covers them.
+Fields of `text_config` and `vision_config` that it does not name stay; other objects are replaced.
+Sizes on which shapes depend, and classes that are not known, are refused.
+
 These fields have an effect here, although mlx_lm's classes lack them:
 
 - `sliding_window` of mistral, ministral3, mixtral, phi3, phimoe and starcoder2;

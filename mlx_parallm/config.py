@@ -53,6 +53,7 @@ class ModelConfig:
         enable_auto_tool_choice: let the model decide whether it calls tools; if false, requests
             with ``tool_choice: auto`` are refused.
         trust_remote_code: run Python code that comes with the model or its tokenizer.
+        hf_overrides: other values of fields of the model's config.json.
         task: the model's role; "auto": its files decide.
     """
 
@@ -69,6 +70,7 @@ class ModelConfig:
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = True
     trust_remote_code: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
     task: Literal["auto"] | ModelTask = "auto"
 
 

@@ -90,6 +90,7 @@ class LLM:
 
     ``cache`` and ``scheduler`` have the settings of the server's flags, such as
     ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is for parameters that name none.
+    ``hf_overrides`` are other values of fields of the model's config.json.
 
     MLX's state belongs to a thread, so an LLM works only on the thread that made it.
 
@@ -107,6 +108,7 @@ class LLM:
         max_model_len: int | None = None,
         chat_template: str | None = None,
         trust_remote_code: bool = False,
+        hf_overrides: Mapping[str, Any] | None = None,
         seed: int = 0,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
@@ -125,6 +127,7 @@ class LLM:
                     max_model_len=max_model_len,
                     chat_template=chat_template,
                     trust_remote_code=trust_remote_code,
+                    hf_overrides=hf_overrides or {},
                 ),
             ),
             cache=cache or CacheConfig(),

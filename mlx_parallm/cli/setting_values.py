@@ -165,13 +165,15 @@ def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerMode
         ConfigError: there is no such model.
     """
     owners = owner_names(models)
-    if is_mapping(value):
+    # The value itself may be a table too.
+    if is_mapping(value) and (parse is not table or value.keys() <= owners.keys()):
         for name in value:
             check_owner(name, owners)
         return PerModel(None, {owners[name]: parse(entry) for name, entry in value.items()})
     # Texts are not split at commas, because they may contain some.
-    splits = isinstance(value, str) and parse is not text
-    entries: list[Any] = value.split(",") if splits else value if is_list(value) else [value]
+    entries: list[Any] = value if is_list(value) else [value]
+    if isinstance(value, str) and parse not in (text, table):
+        entries = value.split(",")
     shared: Any = None
     own: dict[str, Any] = {}
     for entry in entries:
@@ -179,8 +181,10 @@ def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerMode
         if name is not None:
             own[owners[name]] = parse(entry[len(name) + 1 :])
             continue
-        if parse is not text and isinstance(entry, str) and "=" in entry:
-            check_owner(entry.rpartition("=")[0], owners)
+        # A JSON object may have a "=" of its own.
+        before = entry.partition("{")[0] if isinstance(entry, str) else ""
+        if parse is not text and "=" in before:
+            check_owner(before.rpartition("=")[0], owners)
         shared = parse(entry)
     return PerModel(shared, own)
 

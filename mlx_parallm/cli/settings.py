@@ -156,6 +156,12 @@ SETTINGS: tuple[Setting, ...] = (
              "longest context in tokens; the model's own if not given. With several models "
              "MODEL=TOKENS is possible. A number without a model does not raise a model's own "
              "shorter context.", metavar="TOKENS", per_model=True),
+    _setting(
+        "hf-overrides", "model.hf_overrides", values.table, MODELS,
+        "other values of fields of the model's config.json, as JSON, such as "
+        '{"rope_theta": 1000000}. With several models MODEL=JSON is possible.',
+        aliases=("json-model-override-args",), metavar="JSON", per_model=True,
+    ),
     _setting("chat-template", "model.chat_template", values.text, MODELS,
              "a Jinja template, or a file with one, instead of the model's own. With several "
              "models MODEL=FILE_OR_TEXT is possible.",

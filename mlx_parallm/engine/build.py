@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Gauge
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
+from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.interface import (
     BuildContext,
     BuiltModel,
@@ -21,7 +21,7 @@ from mlx_parallm.engine.interface import (
     TellProgress,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.model_files import fetch_model, kind_of
+from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
@@ -180,6 +180,5 @@ def _short_name(model: ModelConfig) -> str:
 
 
 def _folder(model: ModelConfig, on_progress: TellProgress) -> ModelFolder:
-    source = model.path or DEMO_NAME
-    path = demo_folder(source) or fetch_model(model, source, on_progress)
+    path = model_folder(model, on_progress)
     return ModelFolder(replace(model, served_names=model_names(model)), path)

@@ -9,11 +9,10 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.demo_models.folders import demo_folder
 from mlx_parallm.engine.commands import Call, Change, HostCommand
 from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
-from mlx_parallm.engine.model_files import fetch_model, kind_of
+from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files
@@ -94,9 +93,7 @@ def _read(
         InvalidRequestError: its kind is not loaded while the server runs.
     """
     assert config.path is not None
-    folder = demo_folder(config.path) or fetch_model(
-        config, config.path, lambda _, share: on_progress(share / 2)
-    )
+    folder = model_folder(config, lambda _, share: on_progress(share / 2))
     kind = kind_of(kinds, config, folder)
     if not kind.traits.loads_later:
         raise InvalidRequestError(f"{config.path} {kind.traits.refuses_load}", param=MODEL)

@@ -41,10 +41,11 @@ def readable_config(config: Mapping[str, Any]) -> Config:
 def rope_of(config: Mapping[str, Any], kind: str = "full_attention") -> Mapping[str, Any]:
     """Return the ``rope_parameters`` of a kind of layer; empty if a config has none."""
     rope: Mapping[str, Any] = config.get("rope_parameters") or {}
-    return rope.get(kind) or {} if _is_by_kind(rope) else rope
+    return rope.get(kind) or {} if is_by_kind(rope) else rope
 
 
-def _is_by_kind(rope: Mapping[str, Any]) -> bool:
+def is_by_kind(rope: Mapping[str, Any]) -> bool:
+    """True if ``rope_parameters`` are those of kinds of layers."""
     return any(is_mapping(value) for value in rope.values())
 
 
@@ -59,7 +60,7 @@ def _rope_fields(config: Mapping[str, Any]) -> Config:
         fields["rope_theta"] = full["rope_theta"]
     if "partial_rotary_factor" in full:
         fields["partial_rotary_factor"] = full["partial_rotary_factor"]
-    if _is_by_kind(config.get("rope_parameters") or {}) and "rope_theta" in local:
+    if is_by_kind(config.get("rope_parameters") or {}) and "rope_theta" in local:
         fields["rope_local_base_freq"] = local["rope_theta"]
     scaling = config.get("rope_scaling")
     if full and full.get("rope_type", "default") != "default":

@@ -15,6 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.known_differences import known_differences
+from mlx_parallm.models.checkpoints.overrides import folder_with
 from mlx_parallm.models.checkpoints.rope_fields import readable_config
 from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
@@ -186,8 +187,8 @@ def load_parameters(
     Raises:
         ModelLoadError: the architecture is unknown, or weights are missing.
     """
-    with load_failures(path):
-        model, _ = _read(config, path, ranks)
+    with load_failures(path), folder_with(path, config.hf_overrides) as folder:
+        model, _ = _read(config, folder, ranks)
         model, _ = cast_model(model, config.dtype, CastRule(is_cast=is_cast))
     return parameters_of(model)
 

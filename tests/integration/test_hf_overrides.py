@@ -1,0 +1,167 @@
+"""``--hf-overrides`` changes fields of config.json before anything reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm import LLM, SamplingParams
+from mlx_parallm.cli.configure import SourcedValue, build_config
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.model_files import model_folder
+from mlx_parallm.models.checkpoints.overrides import overridden
+from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.weights.model_weights import ModelWeights
+from mlx_parallm.worker.weights.revision import folder_revision
+from tests.decoder_folders import write_decoder_of, write_words
+from tests.encoder_folders import read_golden, write_golden
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+OLDER = {"model_type": "llama", "rope_theta": 1e4, "hidden_size": 32}
+NEWER = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+IDS = [5, 9, 14, 20, 8, 7, 30]
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return write_decoder_of(folder, "llama_chosen")
+
+
+def config_of(folder: Path, **overrides: Any) -> ModelConfig:
+    return ModelConfig(path=str(folder), dtype="float32", hf_overrides=overrides)
+
+
+def fetched(config: ModelConfig) -> Path:
+    return model_folder(config, lambda _text, _share: None)
+
+
+def logits(config: ModelConfig) -> mx.array:
+    return load_model(config, fetched(config)).model(mx.array([IDS]))
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (OLDER, {"rope_theta": 5e5}, {**OLDER, "rope_theta": 5e5}),
+        (OLDER, {"rope_scaling": YARN}, {**OLDER, "rope_scaling": YARN}),
+        (OLDER, {"hidden_size": 32}, OLDER),
+        (
+            NEWER,
+            {"rope_theta": 5e5},
+            NEWER
+            | {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+        (
+            NEWER,
+            {"rope_scaling": YARN},
+            NEWER | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4, **YARN}},
+        ),
+        (
+            {"text_config": {"a": 1, "b": {"c": 2}}},
+            {"text_config": {"b": {"d": 3}}},
+            {"text_config": {"a": 1, "b": {"d": 3}}},
+        ),
+    ],
+)
+def test_fields_are_replaced(
+    config: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert overridden(config, overrides) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 2},
+        {"head_dim": 4},
+        {"text_config": {"hidden_size": 8}},
+        {"architectures": ["FancyNet"]},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": []},
+    ],
+)
+def test_shapes_and_unknown_classes_are_refused(overrides: dict[str, Any]) -> None:
+    config = {"num_attention_heads": 4, "text_config": {"hidden_size": 4}}
+    with pytest.raises(ConfigError, match="hf-overrides"):
+        overridden(config, overrides)
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="fancy"):
+        logits(config_of(write(tmp_path), model_type="fancy"))
+
+
+def test_weights_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"q_proj\.bias"):
+        logits(config_of(write(tmp_path), model_type="qwen2"))
+
+
+def test_all_readers_find_them(tmp_path: Path) -> None:
+    plain, changed = write(tmp_path / "plain"), write(tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0}))
+    overrides = config_of(plain, rope_theta=77.0)
+    expected = logits(config_of(changed))
+    assert mx.array_equal(logits(overrides), expected)
+    assert not mx.allclose(logits(config_of(plain)), expected, atol=1e-3)
+    assert folder_revision(fetched(overrides)) != folder_revision(plain)
+    assert json.loads((plain / "config.json").read_text()) == config
+
+
+def test_updates_from_a_folder_have_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    config = config_of(folder, tie_word_embeddings=False, rope_theta=77.0)
+    weights = ModelWeights(load_model(config, fetched(config)))
+    assert weights.read_folder(folder)
+    missing = json.loads((folder / "config.json").read_text()) | {"model_type": "fancy"}
+    (folder / "config.json").write_text(json.dumps(missing))
+    refused = config_of(folder, model_type="llama")
+    assert ModelWeights(load_model(refused, fetched(refused))).read_folder(folder)
+
+
+def test_encoders_have_them(tmp_path: Path) -> None:
+    folder = write_golden(tmp_path / "bert", read_golden("bert"))
+    config = config_of(folder, hidden_act="relu")
+    assert load_encoder(fetched(config)).config["hidden_act"] == "relu"
+
+
+def test_an_llm_takes_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model")
+    write_words(folder, 99)
+    with (
+        LLM(str(folder), hf_overrides={"max_position_embeddings": 17}) as llm,
+        pytest.raises(InvalidRequestError, match="17"),
+    ):
+        llm.generate(["w5 " * 30], SamplingParams(max_tokens=1))
+    with pytest.raises(ConfigError, match="hf-overrides"):
+        LLM(str(folder), hf_overrides={"num_attention_heads": 1})
+
+
+def parsed(value: Any, *models: str) -> list[Any]:
+    sourced = {"hf-overrides": SourcedValue(value, "--hf-overrides")}
+    if models:
+        sourced["model"] = SourcedValue(list(models), "--model")
+    return [model.hf_overrides for model in build_config(sourced)[0].models]
+
+
+def test_settings_are_json_for_all_models_or_for_one() -> None:
+    both = '{"a": [1, 2], "b": "x=y"}'
+    value = {"a": [1, 2], "b": "x=y"}
+    assert parsed(both) == [value]
+    assert parsed(value) == [value]
+    assert parsed(both, "org/one", "org/two") == [value, value]
+    assert parsed([f"org/one={both}"], "org/one", "org/two") == [value, {}]
+    assert parsed({"org/two": value}, "org/one", "org/two") == [{}, value]
+    for wrong in ("[]", "{", "5", f"other={both}"):
+        with pytest.raises(ConfigError):
+            parsed(wrong, "org/one")
