@@ -7,7 +7,7 @@ batches in the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -117,7 +117,7 @@ def _micro_batch(
     rows = tuple(sorted({row for part in parts for row in part}))
     at = {row: index for index, row in enumerate(rows)}
     own = tuple(
-        Segment(segments[place].direction, segments[place].sign, tuple(at[row] for row in part))
+        replace(segments[place], rows=tuple(at[row] for row in part))
         for place, part in zip(places, parts, strict=True)
     )
     return MicroBatch(rows, own, tuple(places), max(lengths[row] for row in rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from mlx_parallm.types.training import Step
 
@@ -37,7 +38,7 @@ class StepLog:
     def rounded(self, step: Step) -> Step:
         """Return the step as the log has it: with coefficients of float32."""
         _, *coefficients = self._format.unpack(self.record(step))
-        return Step(step.seed, coefficients, step.keep)
+        return replace(step, coefficients=coefficients)
 
     def steps(self, content: bytes) -> Sequence[Step]:
         """Return the steps of a log; a record that was cut off at the end is ignored."""
