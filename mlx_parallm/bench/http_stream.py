@@ -33,7 +33,7 @@ class Target:
 
     @classmethod
     def from_url(cls, url: str) -> Target:
-        """Parse ``http[s]://host[:port][/prefix]``.
+        """Parse ``http[s]://host[:port][/prefix][/v1]``.
 
         Raises:
             ValueError: the address has another scheme or no host.
@@ -43,7 +43,8 @@ class Target:
             raise ValueError(f"{url!r} is not an http address")
         tls = parts.scheme == "https"
         port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, parts.path.rstrip("/"), tls)
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port, prefix.rstrip("/"), tls)
 
 
 @dataclass(frozen=True, slots=True)

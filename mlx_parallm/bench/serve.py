@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_target_arguments(group: FlagGroup) -> None:
-    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    group.add_argument(
+        "--base-url",
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="of the server, with or without /v1 (default: %(default)s)",
+    )
     group.add_argument("--model", help="default: the first in GET /v1/models")
     group.add_argument("--api-key", help="sent as a bearer token")
     group.add_argument(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.types.errors import ConfigError
@@ -79,7 +83,7 @@ def answer_file(
     engine = open_engine(engine_config, server_config)
     engine.start()
     try:
-        with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
+        with progress(total) as on_answer:
             return asyncio.run(
                 run_batch_file(
                     create_app(
@@ -89,7 +93,7 @@ def answer_file(
                     target,
                     api_key=next(iter(server_config.api_keys), None),
                     concurrency=concurrency,
-                    on_answer=lambda: _advance(bar),
+                    on_answer=on_answer,
                 )
             )
     finally:
@@ -104,5 +108,16 @@ def _check_output(source: Path, target: Path) -> None:
         pass
 
 
-def _advance(bar: tqdm[Any]) -> None:
-    bar.update()
+@contextlib.contextmanager
+def progress(total: int | None) -> Generator[Callable[[], None]]:
+    """Give what is called for each answer: a bar on a terminal, and a few lines elsewhere."""
+    bar: tqdm[Any]
+    with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
+        show, count = progress_shown(), itertools.count(1)
+
+        def advance() -> None:
+            bar.update()
+            if bar.disable and total:
+                show(f"{total} lines", next(count) / total)
+
+        yield advance

@@ -165,6 +165,7 @@ def test_an_address_without_scheme_or_host_is_refused(url):
 def test_an_address_may_have_a_prefix_and_the_schemes_have_their_ports():
     assert Target.from_url("https://host/api/") == Target("host", 443, "/api", True)
     assert Target.from_url("http://host").port == 80
+    assert Target.from_url("https://host/api/v1/") == Target("host", 443, "/api", True)
 
 
 def test_header_names_do_not_depend_on_case():

@@ -69,3 +69,15 @@ def test_lines_are_counted_where_they_can_be_read_again(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     assert batch.count_lines(pipe) is None
     assert batch.count_lines(Path(os.devnull)) is None
+
+
+@pytest.mark.parametrize("total", [8, None])
+def test_progress_is_shown_where_there_is_no_terminal(
+    total: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with batch.progress(total) as on_answer:
+        for _ in range(8):
+            on_answer()
+    shares = ["12%", "38%", "62%", "88%", "100%"] if total else []
+    lines = capsys.readouterr().err.split("\n")[:-1]
+    assert [line.split()[-1] for line in lines] == shares
