@@ -573,6 +573,39 @@ seeingTest("a drawing is answered by the model that takes pictures, which is cho
   await lastAnswer(page).getByText("bottom", { exact: true }).waitFor();
 });
 
+seeingTest("other examples are answered after a drawing, and Clear undoes them", async (page) => {
+  const model = setting(page, "Model");
+  const clear = page.getByRole("button", { name: "Clear" }).first();
+  const drawing = page.getByRole("button", { name: "Look at a drawing" });
+  await setting(page, "Temperature").fill("0");
+  await drawing.click();
+  await page.getByRole("button", { name: "Send" }).click();
+  await answered(page);
+  await clear.click();
+  assert.equal(await model.inputValue(), "mlx-parallm-demo");
+  for (const name of ["Call a tool", "Answer in JSON", "Think in steps"]) {
+    await drawing.click();
+    assert.equal(await model.inputValue(), "demo:see");
+    await page.getByRole("button", { name }).click();
+    assert.equal(await model.inputValue(), "mlx-parallm-demo");
+    assert.equal(await page.locator(".thumbnail").count(), 0);
+    await page.getByRole("button", { name: "Send" }).click();
+    await answered(page);
+    assert.doesNotMatch(await lastAnswer(page).textContent(), /400/);
+    await clear.click();
+    assert.equal(await setting(page, "Temperature").inputValue(), "0");
+    const { format, tools } = await page.locator("form[data-part=settings]").first().evaluate(
+      (form) => Object.fromEntries(new FormData(form)),
+    );
+    assert.deepEqual([format, tools], ["text", ""]);
+  }
+  await drawing.click();
+  await model.selectOption("mlx-parallm-demo");
+  await clear.click();
+  assert.equal(await page.locator(".thumbnail").count(), 0);
+  assert.equal(await page.locator("[data-part=prompt]").inputValue(), "");
+});
+
 seeingTest("pictures are added by button, drop and paste, removed, sent and shown", async (page) => {
   const sent = [];
   await page.route("**/v1/chat/completions", (route) => {

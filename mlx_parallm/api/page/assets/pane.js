@@ -104,12 +104,14 @@ export class Pane {
 
   /** What there is to keep of it. */
   kept() {
-    return { settings: this.settings.values, turns: this.conversation.kept(performance.now()) };
+    const { values: settings, tried } = this.settings;
+    return { settings, tried, turns: this.conversation.kept(performance.now()) };
   }
 
   /** Show what was kept of it. */
-  restore({ settings, turns }) {
+  restore({ settings, tried, turns }) {
     this.settings.set(settings);
+    this.settings.tried = tried ?? [];
     this.showSettings();
     for (const turn of turns) {
       if (!turn.role) this.#end(this.#show(Answer.from(turn)));
@@ -137,6 +139,8 @@ export class Pane {
     this.#cutFrom(0);
     this.conversation = new Conversation();
     this.#showNumbers(null);
+    this.settings.undo();
+    this.showSettings();
     this.onChange();
   }
 

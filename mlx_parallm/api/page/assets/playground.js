@@ -54,6 +54,12 @@ export class Playground {
       this.#send();
     });
     this.stopButton.addEventListener("click", () => this.panes.forEach((pane) => pane.stop()));
+    for (const pane of this.all) {
+      part(pane.root, "clear").addEventListener("click", () => {
+        // An example that was not sent goes with its settings.
+        if (this.taken && this.field.value === this.taken) this.#write("", []);
+      });
+    }
     this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
@@ -131,14 +137,23 @@ export class Playground {
     return true;
   }
 
+  /** Write an example into the field; the model before a drawing's comes back for another one. */
   #take({ prompt, settings, isDrawn }) {
+    const [seeing] = this.seeing;
     for (const pane of this.panes) {
-      pane.settings.set(settings);
+      pane.settings.undo();
+      const isBlind = isDrawn && !this.seeing.has(pane.settings.model);
+      pane.settings.try({ ...settings, ...(isBlind ? { model: seeing } : {}) });
       pane.showSettings();
     }
-    if (isDrawn && this.#chooseSeeing()) this.pictures.set([drawing()]);
-    this.field.value = prompt;
+    this.#write(prompt, isDrawn ? [drawing()] : []);
+    this.taken = prompt;
     this.field.focus();
+  }
+
+  #write(text, pictures) {
+    this.field.value = text;
+    this.pictures.set(pictures);
   }
 
   #compare(isOn) {

@@ -15,6 +15,8 @@ export class Settings {
   constructor(form) {
     this.form = form;
     this.fields = form.elements;
+    // What an example has set: names, values before and values tried.
+    this.tried = [];
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("input", (event) => event.target.setCustomValidity?.(""));
     form.addEventListener("change", () => this.#showFields());
@@ -94,6 +96,7 @@ export class Settings {
       if (field.type === "checkbox") own.checked = field.checked;
       else own.value = field.value;
     }
+    this.tried = other.tried;
     this.#showFields();
   }
 
@@ -107,6 +110,22 @@ export class Settings {
       else field.value = value;
     }
     this.#showFields();
+  }
+
+  /** Set fields for an example; `undo` takes back those that still have its values. */
+  try(values) {
+    this.undo();
+    const before = this.values;
+    this.tried = Object.keys(values).map((name) => [name, before[name], values[name]]);
+    this.set(values);
+  }
+
+  /** Set the fields of the last example to what they were before it. */
+  undo() {
+    const now = this.values;
+    const unchanged = this.tried.filter(([name, , tried]) => now[name] === tried);
+    this.tried = [];
+    this.set(Object.fromEntries(unchanged));
   }
 
   #format() {
