@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from mlx_parallm import __version__
 from mlx_parallm.api.control.art.policies import Policies
+from mlx_parallm.api.control.server.load_log import LoadLog
 from mlx_parallm.api.files.batches.service import make_batch_service
 from mlx_parallm.api.http import openapi
 from mlx_parallm.api.http.auth import KeyRing
@@ -136,6 +137,7 @@ def create_app(
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
+    app.state.load_log = LoadLog(engine)
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
@@ -168,9 +170,11 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
         service.start()
     if training is not None:
         training.start()
+    app.state.load_log.start()
     try:
         yield
     finally:
+        await app.state.load_log.stop()
         if service is not None:
             await service.stop()
         if training is not None:
