@@ -58,6 +58,21 @@ FALCON_H1: dict[str, Any] = {
     "ssm_multipliers": [0.5, 0.25, 0.75, 0.5, 1.25],
     "tie_word_embeddings": False,
 }
+GPTJ: dict[str, Any] = {**GPT2, "rotary_dim": 4, "tie_word_embeddings": False}
+LFM2_MOE: dict[str, Any] = {
+    **QWEN3,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "full_attention"],
+    "num_dense_layers": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "use_expert_bias": False,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +115,12 @@ CASES = [
         "OPTForCausalLM",
         OPT,
         targets("q_proj", "k_proj", "v_proj", "out_proj", "fc1"),
+    ),
+    AdapterCase(
+        "gptj", "gptj", "GPTJForCausalLM", GPTJ, targets("q_proj", "v_proj", "out_proj", "fc_in")
+    ),
+    AdapterCase(
+        "lfm2_moe", "lfm2_moe", "Lfm2MoeForCausalLM", LFM2_MOE, targets("q_proj", "w1", "w2", "w3")
     ),
     AdapterCase("qwen3", *QWEN3_CLASS, UNTIED, targets(*ATTENTION, *MLP)),
     AdapterCase("qwen3_embedding", *QWEN3_CLASS, TIED, targets("embed_tokens", "q_proj")),

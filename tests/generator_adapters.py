@@ -70,7 +70,9 @@ class AdaptedGenerator:
             block_size=4,
             dtype="float32",
         ).path
-        self.layers = AdaptedLayers(model, mx.float32, self.path.adapters)
+        self.layers = AdaptedLayers(
+            model, mx.float32, self.path.adapters, config=self.loaded.config
+        )
         self.store = AdapterStore(self.layers)
 
     def place(self, adapter: AdapterWeights) -> None:

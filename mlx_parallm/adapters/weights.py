@@ -60,6 +60,8 @@ class AdapterWeights:
             PEFT writes the tables that it changes.
         of_checkpoint: True if the changes are of the checkpoint's weights, as transformers holds
             them (PEFT); False if of the weights as the model holds them here (mlx-lm, sessions).
+        is_transposed: True if transformers keeps the changed weights transposed, as GPT-2's; it
+            concerns only what is written.
     """
 
     modules: Mapping[str, LowRank]
@@ -67,6 +69,7 @@ class AdapterWeights:
     task_type: str | None = None
     copies: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
     of_checkpoint: bool = False
+    is_transposed: bool = False
 
     @property
     def rank(self) -> int:
@@ -88,7 +91,8 @@ class AdapterWeights:
             parts += on_threads(_saved_digest, sorted(self.saved.items()))
             parts.append(str(self.task_type).encode())
         parts += on_threads(_copy_digest, sorted(self.copies.items()))
-        parts.append(str(self.of_checkpoint).encode())
+        if self.of_checkpoint:
+            parts.append(b"of the checkpoint")
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 

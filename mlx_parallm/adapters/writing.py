@@ -34,7 +34,8 @@ def adapter_archive(adapter: AdapterWeights, form: Format) -> bytes:
 def adapter_files(adapter: AdapterWeights, form: Format) -> Mapping[str, bytes]:
     """Return the files of a LoRA of linear layers, perhaps with a head, by name.
 
-    All modules have the same rank and scale.
+    All modules have the same rank and scale. PEFT's format takes changes of the checkpoint's
+    weights, mlx-lm's those of the model's.
 
     Raises:
         InvalidRequestError: the format has no place for a head.
@@ -43,6 +44,7 @@ def adapter_files(adapter: AdapterWeights, form: Format) -> Mapping[str, bytes]:
         raise InvalidRequestError(
             "mlx-lm's format has no place for the head of this adapter; PEFT's has.", param="format"
         )
+    assert adapter.of_checkpoint is (form == "peft"), "the changes are of other weights"
     scales = {module.scale for module in adapter.modules.values()}
     assert len(scales) == 1, "one session has one scale"
     (scale,) = scales
@@ -69,6 +71,7 @@ def _peft(adapter: AdapterWeights, scale: float) -> tuple[dict[str, Any], dict[s
         "lora_alpha": scale * adapter.rank,
         "target_modules": sorted(adapter.modules),
         "lora_dropout": 0.0,
+        "fan_in_fan_out": adapter.is_transposed,
         "bias": "none",
         "task_type": adapter.task_type,
     }

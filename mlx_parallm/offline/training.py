@@ -197,7 +197,8 @@ class OfflineSession:
 
     def save(self, folder: str | Path, *, format: Format = "peft", step: int | None = None) -> Path:  # noqa: A002 - the name in the route's query
         """Write the adapter as PEFT or mlx-lm reads it; return its folder."""
-        weights = self._do(lambda: self._session.weights(step))
+        of_checkpoint = format == "peft"
+        weights = self._do(lambda: self._session.weights(step, of_checkpoint=of_checkpoint))
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         for name, content in adapter_files(weights, format).items():

@@ -405,9 +405,11 @@ class TrainingService:
         if name not in session.state.published:
             session.save(published=(*session.state.published, name))
 
-    async def weights(self, session_id: str, step: int | None) -> AdapterWeights:
+    async def weights(
+        self, session_id: str, step: int | None, *, of_checkpoint: bool = False
+    ) -> AdapterWeights:
         """Return a session's adapter; see ``Session.weights``."""
-        return await self.get(session_id).weights(step)
+        return await self.get(session_id).weights(step, of_checkpoint=of_checkpoint)
 
     def _idle(self, session_id: str) -> Session:
         """Return a session that is ready; raise ConflictError if it is not."""

@@ -375,11 +375,16 @@ class Session:
                 results += forwards.rows([(await self._ask(op))[0] for op in ops])
             return scores(results, [example.label for example in examples])
 
-    async def weights(self, step: int | None = None) -> AdapterWeights:
+    async def weights(
+        self, step: int | None = None, *, of_checkpoint: bool = False
+    ) -> AdapterWeights:
         """Return the adapter as it is, or as it was after so many steps.
 
+        ``of_checkpoint``: as changes of the weights that transformers holds, to be written.
+
         Raises:
-            InvalidRequestError: it has not made so many steps.
+            InvalidRequestError: it has not made so many steps; or transformers has no linear layer
+                in some place.
         """
         if step is not None and not 0 <= step <= self.num_steps:
             raise InvalidRequestError(
@@ -387,7 +392,12 @@ class Session:
             )
         async with self._turn:
             steps = None if step is None else self.files.steps(step)
-            op = Materialise(model=self.config.model, session=self.config.id, steps=steps)
+            op = Materialise(
+                model=self.config.model,
+                session=self.config.id,
+                steps=steps,
+                of_checkpoint=of_checkpoint,
+            )
             return (await self._ask(op))[0]
 
     async def close(self) -> None:

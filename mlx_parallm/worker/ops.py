@@ -385,12 +385,15 @@ class Materialise(Op[AdapterWeights]):
         session: the session.
         steps: the adapter after these steps from its beginning; None: as it is.
         perturbation: of its parameters; None: they are not perturbed.
+        of_checkpoint: True: as changes of the weights that transformers holds, by its paths, which
+            the model need not have.
     """
 
     model: str
     session: str
     steps: Sequence[TrainingStep] | None = None
     perturbation: Perturbation | None = None
+    of_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

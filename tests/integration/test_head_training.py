@@ -229,7 +229,8 @@ def test_files_of_peft_hold_the_head(tmp_path: Path, name: str) -> None:
     step = Step(1, [0.05])
     worker.execute(ApplySteps(model=MODEL, session=SESSION, steps=[step]))
     adapter = adapter_of(worker)
-    files = adapter_files(adapter, "peft")
+    op = Materialise(model=MODEL, session=SESSION, of_checkpoint=True)
+    files = adapter_files(worker.execute(op), "peft")
     config, content = files["adapter_config.json"], files["adapter_model.safetensors"]
     read = read_adapter(json.loads(config), read_safetensors(content, param="file"), param="file")
     assert set(read.saved) == set(adapter.saved) != set()

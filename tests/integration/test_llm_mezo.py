@@ -86,7 +86,7 @@ def test_the_adapter_is_saved_for_others(
     saved = read_adapter_folder(folder, param="folder")
     info = session.publish("film")
     if form == "peft":
-        assert saved.digest == info.digest
+        assert replace(saved, of_checkpoint=False).digest == info.digest
     llm.load_adapter("saved", folder)
     prompts = ["a joyful film It was [MASK]."]
     scores = [

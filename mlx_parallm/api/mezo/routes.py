@@ -273,7 +273,7 @@ async def download_adapter(
     step: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """Return the adapter as a zip archive of the two files that PEFT or mlx-lm reads."""
-    weights = await training.weights(session_id, step)
+    weights = await training.weights(session_id, step, of_checkpoint=format == "peft")
     headers = {"content-disposition": f'attachment; filename="{session_id}.zip"'}
     archive = adapter_archive(weights, format)
     return Response(archive, media_type="application/zip", headers=headers)

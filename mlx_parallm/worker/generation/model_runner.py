@@ -146,7 +146,9 @@ class ModelRunner:
             samples_by_kernel=kernels is not None,
             adapts_by_kernel=change_kernels is not None,
         )
-        layers = AdaptedLayers(loaded.model, products, self._path.adapters, loaded.sharding)
+        layers = AdaptedLayers(
+            loaded.model, products, self._path.adapters, loaded.sharding, config=loaded.config
+        )
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
         #: The model as training sessions run it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -64,6 +65,8 @@ class AdaptedLayers:
         dtype: mx.Dtype,
         context: AdapterContext,
         sharding: Sharding | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin without adapters.
 
@@ -72,9 +75,10 @@ class AdaptedLayers:
             dtype: the dtype of adapters' products, see ``product_dtype``.
             context: the context of the path that runs the model's forwards.
             sharding: how the model was cut, if it is one rank's part; adapters are given whole.
+            config: the checkpoint's config.json, which names transformers' class; None: unknown.
         """
         self._sharding = sharding
-        self._changes = CheckpointChanges(model)
+        self._changes = CheckpointChanges(model, config or {})
         self._context = context
         self._dtype = dtype
         self._modules = dict(model.named_modules())
@@ -151,30 +155,69 @@ class AdaptedLayers:
         """
         if not adapter.of_checkpoint:
             return adapter
+        paths = {path: self._own_path(path, param) for path in adapter.modules}
+        if len(set(paths.values())) < len(paths):
+            raise unfit_error("two of its modules change the same module of this model", param)
         modules = {
-            path: self._of_model(path, change, param) for path, change in adapter.modules.items()
+            paths[path]: self._of_model(paths[path], change, param)
+            for path, change in adapter.modules.items()
         }
         for path, copy in adapter.copies.items():
-            if not agreed(self._ranks, self._holds(path, copy, param)):
+            if not agreed(self._ranks, self._holds(paths[path], copy)):
                 raise unfit_error(f"{path[:120]} had another weight when it was trained", param)
         return replace(adapter, modules=modules, copies={}, of_checkpoint=False)
 
-    def _of_model(self, path: str, change: LowRank, param: str) -> LowRank:
-        own = find_module(self._modules, path, param=param)
-        if (reason := self._changes.why_none(own)) is not None:
-            raise unfit_error(reason, param)
-        return self._changes.of_model(own, change, self._whole_shape(own)[0])
+    def _own_path(self, path: str, param: str) -> str:
+        """Return the path here of a module that transformers' class calls ``path``."""
+        own = self._own_paths.get(path)
+        return find_module(self._modules, path, param=param) if own is None else own
 
-    def _holds(self, path: str, copy: HostTensor, param: str) -> bool:
+    @functools.cached_property
+    def _own_paths(self) -> Mapping[str, str]:
+        """The paths of linear layers here by those in transformers."""
+        linear = (
+            path
+            for path, module in self._modules.items()
+            if kind_of(module) == "linear" and not path.startswith(f"{TOWER}.")
+        )
+        return {self._changes.transformers_path(path) or path: path for path in linear}
+
+    def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
+        """Return changes of the model's linear layers as those of transformers' class.
+
+        Raises:
+            InvalidRequestError: transformers has no such linear layer.
+        """
+        modules: dict[str, LowRank] = {}
+        for path, change in adapter.modules.items():
+            name = self._changes.transformers_path(path)
+            if name is None:
+                raise InvalidRequestError(
+                    f"PEFT cannot change {path}: transformers has no linear layer there, or PEFT "
+                    "refuses it. mlx-lm's format has it.",
+                    param="format",
+                )
+            modules[name] = self._changes.of_checkpoint(path, change, self._whole_shape(path)[0])
+        return replace(
+            adapter,
+            modules=modules,
+            of_checkpoint=True,
+            is_transposed=all(map(self._changes.is_transposed, adapter.modules)),
+        )
+
+    def _of_model(self, path: str, change: LowRank, param: str) -> LowRank:
+        if (reason := self._changes.why_none(path)) is not None:
+            raise unfit_error(reason, param)
+        return self._changes.of_model(path, change, self._whole_shape(path)[0])
+
+    def _holds(self, path: str, copy: HostTensor) -> bool:
         """True if a module has this weight of a checkpoint, after rounding to either's dtype."""
-        own = find_module(self._modules, path, param=param)
-        module: Any = self._modules[own]
-        if copy.shape != self._whole_shape(own):
+        if copy.shape != self._whole_shape(path):
             return False
-        weight = self._changes.weight(own, to_mlx(copy))
+        weight = self._changes.weight(path, to_mlx(copy))
         if self._sharding is not None:
-            weight = self._sharding.part(f"{own}.weight", weight)
-        return holds(module, weight)
+            weight = self._sharding.part(f"{path}.weight", weight)
+        return holds(self._modules[path], weight)
 
     @property
     def _ranks(self) -> Ranks | None:

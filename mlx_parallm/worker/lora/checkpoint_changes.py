@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mlx_parallm.adapters.arrays import to_host, to_mlx
 from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.models.checkpoints.transformers_names import is_transposed, transformers_path
 
 #: ``SCALED``: model types whose class multiplies rows of weights, if the weights have the form of
 #: transformers, which the shape of this one shows: ``[channels, 1, width]``.
@@ -34,7 +35,9 @@ NORMALISED: Mapping[str, tuple[str, str | None]] = {
 class CheckpointChanges:
     """Converts changes of one model's weights."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """``config`` is the checkpoint's config.json."""
+        self._config = config
         self._model: Any = model
         # Classes of mlx_lm keep their config under either name.
         self._args: Any = getattr(model, "args", getattr(model, "config", None))
@@ -58,6 +61,14 @@ class CheckpointChanges:
         """Return the change of the checkpoint's weight that a change of a module's is."""
         scales = self._row_scales(path, num_rows)
         return _multiplied(change, None if scales is None else np.reciprocal(scales))
+
+    def transformers_path(self, path: str) -> str | None:
+        """Return a module's path in transformers; None if it is no linear layer there."""
+        return None if self.why_none(path) else transformers_path(self._config, path)
+
+    def is_transposed(self, path: str) -> bool:
+        """True if transformers keeps a module's weight transposed."""
+        return is_transposed(self._config, path)
 
     def weight(self, path: str, weight: mx.array) -> mx.array:
         """Return a checkpoint's weight ``[out, ...]`` as the model holds it."""

@@ -49,6 +49,7 @@ class DecoderRunner:
             tasks=plan.tasks,
             dtype=loaded.dtype,
             shapes=self._shapes,
+            config=loaded.config,
         )
         self._info = self._facts(loaded, plan, spec, longest)
 

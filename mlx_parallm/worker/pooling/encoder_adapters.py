@@ -95,6 +95,7 @@ class EncoderAdapters:
         tasks: Sequence[Task],
         dtype: str,
         shapes: ForwardShapes,
+        config: Mapping[str, Any],
     ) -> None:
         """Wrap the layers of a model, so that they take adapters.
 
@@ -106,6 +107,7 @@ class EncoderAdapters:
             tasks: the model's tasks without an adapter.
             dtype: the model's dtype.
             shapes: the shapes that forwards may have.
+            config: the checkpoint's config.json.
         """
         self._model = model
         self._shapes = shapes
@@ -116,7 +118,7 @@ class EncoderAdapters:
         self._tasks = tasks
         self._stages = LayerStages(model)
         self._context = AdapterContext()
-        self._layers = AdaptedLayers(model, product_dtype(dtype), self._context)
+        self._layers = AdaptedLayers(model, product_dtype(dtype), self._context, config=config)
         # The heads that adapters bring, by slot.
         self._own: dict[int, _Own] = {}
         # Slots of adapters that change results shared by all rows of a forward.
@@ -130,6 +132,10 @@ class EncoderAdapters:
     def of_model(self, adapter: AdapterWeights, *, param: str) -> AdapterWeights:
         """See ``SlotTarget``."""
         return self._layers.of_model(adapter, param=param)
+
+    def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
+        """See ``TrainedModel``."""
+        return self._layers.of_checkpoint(adapter)
 
     def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
         """See ``SlotTarget``."""

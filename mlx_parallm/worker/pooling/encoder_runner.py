@@ -39,6 +39,7 @@ class EncoderRunner:
             tasks=tasks,
             dtype=loaded.dtype,
             shapes=self._shapes,
+            config=loaded.config,
         )
         self._info = PoolingInfo(
             architecture=str(loaded.config["model_type"]),

@@ -207,8 +207,7 @@ class TrainingSessions:
                 session = self._session(op.session)
                 trainable = session.trainable
                 begin = trainable.theta if op.steps is None else trainable.start
-                end = partial(session.weights, perturbation=op.perturbation)
-                return _Replay(session, begin, op.steps or (), end)
+                return _Replay(session, begin, op.steps or (), partial(self._weights, session, op))
             case CloseTraining():
                 self._sessions.pop(op.session, None)
                 if not self._sessions:
@@ -225,6 +224,10 @@ class TrainingSessions:
             pool.max_bytes = op.cache_bytes
         session = self._sessions[op.session] = _Session(self._model, op, pool)
         return session.info(len(self._model.layers), base)
+
+    def _weights(self, session: _Session, op: Materialise, theta: mx.array) -> AdapterWeights:
+        weights = session.weights(theta, op.perturbation)
+        return self._model.of_checkpoint(weights) if op.of_checkpoint else weights
 
     def _directions(self, op: MeasureInputs) -> InputDirections:
         layers = trained_layers(self._model, op.spec)

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
@@ -72,6 +73,10 @@ class TrainedDecoder:
     def layers(self) -> Sequence[nn.Module]:
         """See ``TrainedModel``."""
         return self._stages.layers
+
+    def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
+        """See ``TrainedModel``."""
+        return self._adapted.of_checkpoint(adapter)
 
     @property
     def shared(self) -> Collection[str]:

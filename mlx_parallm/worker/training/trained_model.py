@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.training import TrainedText, TrainingInput
 from mlx_parallm.worker.lora.stack import AdapterStack
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
@@ -45,6 +46,14 @@ class TrainedModel(Protocol):
     @property
     def shares_prompts(self) -> bool:
         """Return True if the choices of a ``ChoiceInput`` can share their prompt."""
+        ...
+
+    def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
+        """Return changes of the model's linear layers as those of transformers' class.
+
+        Raises:
+            InvalidRequestError: transformers has no such linear layer.
+        """
         ...
 
     def texts(self, item: TrainingInput) -> Sequence[TrainedText]:

@@ -93,9 +93,9 @@ def moves(name: str) -> bool:
 
 
 def test_every_class_that_multiplies_weights_is_known() -> None:
-    found = {name for name in SOURCES if multiplies(name)}
+    multiplying = {name for name in SOURCES if multiplies(name)}
     # Muse Spark multiplies gates, norms and scales of experts; the rest is in ``MOVED``.
-    assert found == {*SCALED, *NORMALISED, *UNPACKED, "muse_spark"}
+    assert multiplying == {*SCALED, *NORMALISED, *UNPACKED, "muse_spark"}
 
 
 def test_every_class_that_moves_rows_is_known() -> None:
