@@ -131,6 +131,7 @@ class ReasoningFormat:
         end: the marker that ends it.
         detect: True for the text of a chat template and the vocabulary of this family.
         silent: further markers, outside reasoning; they are dropped from the text.
+        also_begins: a marker that begins it too, as some models shorten ``start``.
         answer_start: the marker that begins the answer; None: it follows ``end``.
         more_markers: further texts that must not be hidden from the parser.
         is_harmony: True for OpenAI's Harmony, whose channels may come anywhere.
@@ -144,6 +145,7 @@ class ReasoningFormat:
     detect: Detect
     silent: tuple[str, ...] = ()
     answer_start: str | None = None
+    also_begins: str | None = None
     more_markers: tuple[str, ...] = ()
     is_harmony: bool = False
     read_turn: Callable[[ReadContext], Steps[None]] | None = None

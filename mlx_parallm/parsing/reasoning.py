@@ -25,7 +25,8 @@ def read_reasoning(
     reader, writer = context.reader, context.writer
     writer.is_reasoning = context.is_open
     yield from reader.skip_space()
-    if (yield from reader.accept(form.start)):
+    starts = (form.start, form.also_begins) if form.also_begins else (form.start,)
+    if (yield from reader.accept(*starts)):
         writer.is_reasoning = True
     elif not context.is_open:
         reader.rewind()
@@ -80,11 +81,12 @@ def _format(
     *,
     sign: str = "",
     silent: tuple[str, ...] = (),
+    also_begins: str | None = None,
 ) -> ReasoningFormat:
     def detect(template: str, tokens: Container[str]) -> bool:
         return (end in template or (start in tokens and end in tokens)) and sign in template
 
-    return ReasoningFormat(name, start, end, detect, silent)
+    return ReasoningFormat(name, start, end, detect, silent, also_begins=also_begins)
 
 
 THINK = _format("deepseek_r1", "<think>", "</think>")
@@ -95,7 +97,7 @@ _KIMI_SECTION = "<|tool_calls_section_begin|>"
 REASONING_FORMATS = (
     HARMONY_REASONING,
     MUSE_REASONING,
-    _format("gemma4", "<|channel>thought", "<channel|>"),
+    _format("gemma4", "<|channel>thought", "<channel|>", also_begins="<|channel>"),
     ReasoningFormat(
         "kimi_k3",
         "<|open|>think<|sep|>",
