@@ -271,6 +271,9 @@ class FakeEngine:
     def readiness(self) -> Sequence[Readiness]:
         return self.states
 
+    def steps_s(self) -> Sequence[float]:
+        return [0.0] * len(self.states)
+
     def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError("The engine thread died.")

@@ -27,6 +27,7 @@ from mlx_parallm.engine.interface import (
     Event,
     KindTraits,
     ModelMemory,
+    Readiness,
     Request,
     ServedModel,
     StartedModel,
@@ -216,7 +217,10 @@ class FakeLife:
             self.live.policies.weights_of(request.adapter)
         self.requests[request.request_id] = request
 
-    def give_up_load(self) -> None:
+    def readiness(self) -> Sequence[Readiness]:
+        return [Readiness.READY]
+
+    def stop_within(self, timeout_s: float) -> None:
         pass
 
     def end(self) -> None:

@@ -24,8 +24,17 @@ def make_request(request_id: str = "a", model: str = "m", **params: Any) -> Gene
     )
 
 
-def remote_engine(script: str = "hello", config: EngineConfig | None = None) -> AsyncEngine:
-    """Return an engine in a process of its own, in which ``scripted_process`` runs ``script``."""
-    config = config or EngineConfig()
+def remote_life(
+    script: str = "hello", config: EngineConfig | None = None, **options: Any
+) -> RemoteLife:
+    """Return a life in a process of its own, in which ``scripted_process`` runs ``script``."""
     command = [sys.executable, "-m", "tests.scripted_process", script]
-    return AsyncEngine(config, life=RemoteLife(config, command, ignore_progress))
+    return RemoteLife(config or EngineConfig(), command, ignore_progress, **options)
+
+
+def remote_engine(
+    script: str = "hello", config: EngineConfig | None = None, **options: Any
+) -> AsyncEngine:
+    """Return an engine with a ``remote_life``."""
+    config = config or EngineConfig()
+    return AsyncEngine(config, life=remote_life(script, config, **options))

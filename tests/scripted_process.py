@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 
 from mlx_parallm.channel import Channel
@@ -71,6 +72,11 @@ def something_unreadable(host: EngineLoop) -> Unreadable:
 def die(host: EngineLoop) -> None:
     """End the engine."""
     raise Death
+
+
+def never_return(host: EngineLoop) -> None:
+    """Hang, as a device may."""
+    threading.Event().wait()
 
 
 class Death(BaseException):

@@ -26,6 +26,7 @@ from mlx_parallm.api.http.hosts import is_loopback
 from mlx_parallm.api.http.listener import bind, inherit
 from mlx_parallm.cli.api_servers.connections import (
     FLUSH_TIMEOUT_S,
+    FORCE_TIMEOUT_S,
     ConnectionServer,
     UvicornServer,
     uvicorn_config,
@@ -36,7 +37,9 @@ from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging, take_over_handlers
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, wait_for_launcher, with_ranks
+from mlx_parallm.cli.watchdog import end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.life import END_TIMEOUT_S
 from mlx_parallm.engine.remote.life import ignore_signals
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -57,6 +60,8 @@ HANGUP = signal.SIGHUP
 NOTICE_S = 1.0
 # STOP_TIMEOUT_S: time that HTTP processes get to end: connections may be flushed until then.
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
+# KILL_TIMEOUT_S: time that a killed engine gets to be gone.
+KILL_TIMEOUT_S = 2.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -174,6 +179,8 @@ class EngineServer:
         self._has_launcher = has_launcher
         self._config = config
         self._ending: asyncio.Task[None] | None = None
+        # Set by a second signal.
+        self._is_forced = asyncio.Event()
         app = create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
         self._http = (
             _SharedHttp(app, engine, config, max_waiting, bound_to)
@@ -183,6 +190,10 @@ class EngineServer:
 
     async def run(self, listener: socket.socket) -> int:
         """Serve until a signal, and return 0, or until the engine's death, and return 1."""
+        with watching(asyncio.get_running_loop(), self._engine.steps_s):
+            return await self._serve(listener)
+
+    async def _serve(self, listener: socket.socket) -> int:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
@@ -196,8 +207,28 @@ class EngineServer:
             await asyncio.wait([self._ending])
         has_died = self._engine.ended.is_set()
         # Even after its death, the engine's thread may still be ending.
-        self._engine.stop()
+        await self._stop_engine()
         return int(has_died)
+
+    async def _stop_engine(self) -> None:
+        """Stop the engine; end this process without it if it hangs on a thread of this one.
+
+        The loop turns meanwhile, so that a second signal can make it short.
+        """
+        stopping = asyncio.ensure_future(asyncio.to_thread(self._engine.stop))
+        forced = asyncio.ensure_future(self._is_forced.wait())
+        await asyncio.wait(
+            {stopping, forced},
+            timeout=END_TIMEOUT_S + KILL_TIMEOUT_S,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if forced.done():
+            self._engine.stop_within(FORCE_TIMEOUT_S)
+            await asyncio.wait({stopping}, timeout=FORCE_TIMEOUT_S + KILL_TIMEOUT_S)
+        forced.cancel()
+        if not stopping.done():
+            logger.critical("the engine hangs; the server ends without it")
+            end_at_once()
 
     def _on_signal(self) -> None:
         if self._ending is None:
@@ -208,6 +239,7 @@ class EngineServer:
             self._ending = asyncio.get_running_loop().create_task(self._drain())
         else:
             self._ending.cancel()
+            self._is_forced.set()
             self._http.uvicorn.should_exit = self._http.uvicorn.force_exit = True
 
     async def _drain(self) -> None:

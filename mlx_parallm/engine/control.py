@@ -23,7 +23,7 @@ from mlx_parallm.engine.host_commands import (
     SleepModels,
     WakeModels,
 )
-from mlx_parallm.engine.interface import ModelMemory
+from mlx_parallm.engine.interface import EngineReport, ModelMemory
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
@@ -91,9 +91,10 @@ class EngineControl(AdapterControl):
         """True if no step begins until ``resume``."""
         return self._pause is not None
 
-    def report(self, memory: Mapping[str, ModelMemory]) -> None:
+    def report(self, memory: Mapping[str, ModelMemory], engines: Sequence[EngineReport]) -> None:
         """Bring the metrics up to date; ``memory`` is by model."""
         self._metrics.on_memory(memory)
+        self._metrics.on_engines(engines)
         names = [status.names[0] for status in self._thread.statuses() if status.can_change]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from mlx_parallm.engine.interface import ModelMemory
+from mlx_parallm.engine.interface import EngineReport, ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.types.weights import WeightsVersion
 
@@ -43,6 +43,18 @@ class ControlMetrics:
             ("model_name", "kind"),
             registry=registry,
         )
+        self._ready = Gauge(
+            "mlx_parallm:engine_ready",
+            "1 for an engine that gets requests and answers.",
+            ("engine",),
+            registry=registry,
+        )
+        self._steps = Gauge(
+            "mlx_parallm:engine_step_seconds",
+            "Time that the step in flight of each engine has run.",
+            ("engine",),
+            registry=registry,
+        )
         self._updates = Histogram(
             "mlx_parallm:update_duration_seconds",
             "Time from a parsed update to its serving.",
@@ -70,6 +82,12 @@ class ControlMetrics:
         for name, used in memory.items():
             for kind, num_bytes in asdict(used).items():
                 self._memory.labels(name, kind).set(num_bytes)
+
+    def on_engines(self, reports: Iterable[EngineReport]) -> None:
+        """Set which engines are ready, and how long their steps have run."""
+        for report in reports:
+            self._ready.labels(str(report.rank)).set(report.is_ready)
+            self._steps.labels(str(report.rank)).set(report.step_s)
 
     def on_state(self, *, is_paused: bool, sleep_level: int) -> None:
         """Set what changes with a pause or with sleep."""

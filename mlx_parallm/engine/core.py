@@ -41,7 +41,7 @@ from mlx_parallm.engine.interface import (
     Request,
     StartedModel,
 )
-from mlx_parallm.engine.life import EngineLife
+from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.open_streams import OpenStreams
@@ -134,28 +134,44 @@ class EngineCore:
         self._loaded.wait()
 
     def stop(self) -> None:
-        """End the thread after the step in flight and free the models."""
+        """End the thread after the step in flight and free the models.
+
+        An engine in another process is killed if it does not end; see ``stop_within``.
+        """
         self._is_stopping = True
-        self._life.give_up_load()
+        self.stop_within(END_TIMEOUT_S)
         self.mailbox.stop_pacing()
         self.mailbox.send(Stop())
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
+    def stop_within(self, timeout_s: float) -> None:
+        """See ``EngineLife.stop_within``; ``stop`` must be called too."""
+        self._life.stop_within(timeout_s)
+
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
         self._draining = True
+        error = RequestAbortedError("The server is shutting down.")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._finish()
+        except TimeoutError:
+            # An engine that hangs replies to nobody.
+            self.mailbox.fail(error)
+        for request_id in self._streams.ids():
+            self.mailbox.send(Abort(request_id=request_id))
+        self._streams.end_all(error)
+
+    async def _finish(self) -> None:
+        """Return once all requests have ended, or none can."""
         if self.control.is_paused:
             # An engine that is dead or asleep ends no requests, so there is nothing to wait for.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
                 await self.control.resume()
         if self._is_busy and not self.control.is_paused:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-        for request_id in self._streams.ids():
-            self.mailbox.send(Abort(request_id=request_id))
-        self._streams.end_all(RequestAbortedError("The server is shutting down."))
+            await self._idle.wait()
 
     def statuses(self) -> Sequence[ModelStatus]:
         """Return all models that requests may name, and those that are being loaded.
@@ -429,18 +445,27 @@ class EngineCore:
 
     async def engines(self) -> Sequence[EngineReport]:
         """Return how busy each engine is, and whether it gets requests."""
-        readiness = self.readiness()
-        unknown: Sequence[QueueLoad | None] = [None] * len(readiness)
+        unknown: Sequence[QueueLoad | None] = [None] * len(self.readiness())
         loads = await self._query(ReadLoads(), unknown)
+        rows = zip(self.readiness(), self.steps_s(), loads, strict=True)
         return [
-            EngineReport(rank=rank, readiness=each, load=load or QueueLoad())
-            for rank, (each, load) in enumerate(zip(readiness, loads, strict=True))
+            EngineReport(
+                rank=rank,
+                readiness=Readiness.SILENT if each is Readiness.READY and load is None else each,
+                load=load or QueueLoad(),
+                step_s=step_s,
+            )
+            for rank, (each, step_s, load) in enumerate(rows)
         ]
 
     def readiness(self) -> Sequence[Readiness]:
         """Return whether each engine gets requests."""
         known = self._life.readiness()
         return [Readiness.STARTING] * len(known) if self.died.is_set() else known
+
+    def steps_s(self) -> Sequence[float]:
+        """Return for how long the step in flight of each engine has run; see ``EngineLife``."""
+        return self._life.steps_s()
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""
@@ -476,8 +501,11 @@ class EngineCore:
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""
-        engines = await self._query(ReadMetrics(), b"")
-        self.control.report(await self.memory())
+        # One engine that hangs delays all three by the same seconds.
+        engines, memory, reports = await asyncio.gather(
+            self._query(ReadMetrics(), b""), self.memory(), self.engines()
+        )
+        self.control.report(memory, reports)
         return engines + generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     async def _query(self, ask: StateQuery[T], otherwise: T) -> T:

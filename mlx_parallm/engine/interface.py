@@ -413,11 +413,13 @@ class Readiness(StrEnum):
 
     starting: it has died, or it loads.
     catching up: it has loaded, and carries out the changes that the others had before.
+    silent: its process says nothing; it is killed if that goes on.
     """
 
     READY = "ready"
     CATCHING_UP = "catching_up"
     STARTING = "starting"
+    SILENT = "silent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,11 +430,13 @@ class EngineReport:
         rank: its number, from 0.
         readiness: whether it gets requests.
         load: over all of its models; empty while it does not answer.
+        step_s: for how long the step in flight has run, in seconds.
     """
 
     rank: int
     readiness: Readiness
     load: QueueLoad = QueueLoad()
+    step_s: float = 0.0
 
     @property
     def is_ready(self) -> bool:

@@ -13,6 +13,11 @@ from mlx_parallm.engine.state import EngineState, StateQuery
 
 T = TypeVar("T")
 
+# QUERY_TIMEOUT_S: most seconds that a query waits for an engine, which hangs if it takes longer.
+QUERY_TIMEOUT_S = 5.0
+# END_TIMEOUT_S: seconds that engines get to end after a stop was requested.
+END_TIMEOUT_S = 15.0
+
 Deliver = Callable[[Sequence[Event]], None]
 OnLoaded = Callable[[Sequence[StartedModel]], None]
 
@@ -39,6 +44,7 @@ class EngineLife(Protocol):
 
         Raises:
             EngineDeadError: no engines are there.
+            EngineSilentError: none has answered within ``QUERY_TIMEOUT_S``.
             ParallmError: what ``ask`` raises.
         """
         ...
@@ -55,8 +61,19 @@ class EngineLife(Protocol):
         """Return whether each engine gets requests; any thread may ask."""
         ...
 
-    def give_up_load(self) -> None:
-        """Let ``run`` fail if it is loading, and that can be interrupted."""
+    def steps_s(self) -> Sequence[float]:
+        """Return for how long the step in flight of each engine has run, in seconds.
+
+        It is 0.0 for an engine without one. Any thread may ask.
+        """
+        ...
+
+    def stop_within(self, timeout_s: float) -> None:
+        """End what ``Stop`` does not: let ``run`` fail if it loads, and kill an engine that hangs.
+
+        Only processes can be killed. They are if they have not ended within the timeout; the
+        shortest counts if this is called several times. Any thread may call it.
+        """
         ...
 
     def end(self) -> None:

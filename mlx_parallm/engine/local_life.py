@@ -23,6 +23,7 @@ from mlx_parallm.engine.life import Deliver, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.host_scheduling import compute_in_batches
@@ -66,6 +67,7 @@ class LocalLife:
         self._build = build
         self._beside = beside
         self._families = MetricFamilies()
+        self._clock = StepClock()
         self._state: EngineState | None = None
 
     def run(
@@ -103,6 +105,7 @@ class LocalLife:
             worker=worker,
             beside=self._beside(worker, self._families),
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
+            clock=self._clock,
         ).run()
 
     async def query(self, ask: StateQuery[T]) -> T:
@@ -129,8 +132,12 @@ class LocalLife:
         """See ``EngineLife.readiness``."""
         return [Readiness.STARTING if self._state is None else Readiness.READY]
 
-    def give_up_load(self) -> None:
-        """See ``EngineLife.give_up_load``; nothing interrupts this thread."""
+    def steps_s(self) -> Sequence[float]:
+        """See ``EngineLife.steps_s``."""
+        return [self._clock.running_s()]
+
+    def stop_within(self, timeout_s: float) -> None:
+        """See ``EngineLife.stop_within``; nothing interrupts this thread."""
 
     def end(self) -> None:
         """See ``EngineLife.end``."""

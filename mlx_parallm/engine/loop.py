@@ -17,6 +17,7 @@ from mlx_parallm.engine.interface import (
     WorkBeside,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.engine.turns import Turns
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
 
@@ -49,6 +50,7 @@ class EngineLoop:
         worker: Worker,
         beside: Sequence[WorkBeside] = (),
         max_stall_s: float | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         """Prepare.
 
@@ -61,6 +63,7 @@ class EngineLoop:
             beside: see the class.
             max_stall_s: how long a decode step and a batch may take together, in seconds, if that
                 is bounded.
+            clock: is kept at how long the step in flight has run; None makes one.
         """
         self.engines = engines
         self.policies = {name: engine.policies for name, engine in engines.items()}
@@ -72,15 +75,19 @@ class EngineLoop:
         self._deliver = deliver
         self._readers: dict[str, EventReader] = {}
         self._inbox = inbox
+        self._clock = clock or StepClock()
         self._turns = Turns(self.deliver, max_stall_s)
 
     def run(self) -> None:
         """Serve until ``Stop``."""
         wait_s: float | None = 0.0
-        while self._take_commands(wait_s):
-            wait_s = self._turns.take(self.takers())
-            if wait_s is None and self._prepare():
-                wait_s = 0.0
+        try:
+            while self._take_commands(wait_s):
+                wait_s = self._turns.take(self.takers())
+                if wait_s is None and self._prepare():
+                    wait_s = 0.0
+        finally:
+            self._clock.end()
 
     def takers(self) -> Sequence[ServedEngine | WorkBeside]:
         """Return all that takes turns."""
@@ -119,10 +126,13 @@ class EngineLoop:
         """Apply what has arrived, waiting up to ``wait_s`` for the first; False after ``Stop``."""
         timeout: float | None = wait_s
         while True:
+            self._clock.end()
             try:
                 command = self._inbox.get(block=timeout != 0.0, timeout=timeout or None)
             except queue.Empty:
                 return True
+            finally:
+                self._clock.begin()
             if isinstance(command, Stop):
                 return False
             self._apply(command)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.types.errors import EngineDeadError
+from mlx_parallm.types.errors import ParallmError
 
 # MAX_BEHIND: steps whose events the loop has not handled. Running further ahead of it only adds
 # latency.
@@ -88,7 +88,7 @@ class Mailbox:
         while not self.inbox.empty():
             self.inbox.get()
 
-    def fail(self, error: EngineDeadError) -> None:
+    def fail(self, error: ParallmError) -> None:
         """Give every waiting caller this error."""
         for answer in self._answers:
             _settle(answer, error)

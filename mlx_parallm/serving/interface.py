@@ -220,6 +220,10 @@ class EngineClient(RequestClient, Protocol):
         """Return whether each engine gets requests."""
         ...
 
+    def steps_s(self) -> Sequence[float]:
+        """Return for how long the step in flight of each engine has run, in seconds."""
+        ...
+
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""
         ...

@@ -51,6 +51,7 @@ def parallel_life(
             on_progress if rank == 0 else _ignore,
             {VISIBLE: devices[rank]} if devices else thread_share(os.environ, count),
             ask=ask,
+            rank=rank,
         )
         for rank in range(count)
     ]

@@ -192,6 +192,10 @@ class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
 
 
+class EngineSilentError(EngineDeadError):
+    """An engine does not answer a query: its process hangs, and may be killed soon."""
+
+
 class RankLostError(EngineDeadError):
     """Another process of a model that several compute is gone, or does not go on.
 

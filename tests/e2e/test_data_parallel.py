@@ -153,7 +153,7 @@ def test_a_client_may_choose_the_engine(server: ServerProcess) -> None:
 
 def test_the_state_of_each_engine_is_reported(server: ServerProcess) -> None:
     with httpx2.Client(base_url=server.url) as http:
-        assert http.get("/ready").json() == {"ready": 2, "engines": 2}
+        assert http.get("/ready").json()["ready"] == 2
         assert http.get("/get_world_size").json() == {"world_size": 2}
         info = http.get("/get_server_info").json()
         assert info["dp_size"] == 2
@@ -236,7 +236,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
         for killed in before:
             os.kill(killed, signal.SIGKILL)
             assert http.get("/health").status_code == 200
-            while http.get("/ready").json() != {"ready": 1, "engines": 2}:
+            while http.get("/ready").json()["ready"] != 1:
                 pass
             # The other engine answers requests and compiles grammars in the meantime.
             assert texts(client, "p", 8) == expected
@@ -249,7 +249,7 @@ def test_an_engine_that_was_killed_comes_back_with_its_adapters(
                 assert http.get("/v1/adapters").status_code == 200
             while server.log.count("is ready") < len(before) + before.index(killed) + 1:
                 assert http.get("/health").status_code == 200
-            while http.get("/ready").json() != {"ready": 2, "engines": 2}:
+            while http.get("/ready").json()["ready"] != 2:
                 pass
         assert not set(before) & set(engines_of(server.process.pid))
         assert texts(client, "p", 8) == expected

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import openai
 import pytest
 
 from tests.adapter_files import CONFIG, upload
+from tests.processes import are_gone, engines_of
 from tests.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
@@ -38,13 +39,8 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 def engine_of(server: ServerProcess) -> int:
     """Return the id of the process that a server has started."""
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
-    pids = [int(pid) for pid, parent, what in rows if int(parent) == server.process.pid and what]
-    assert len(pids) == 1, listed.stdout
-    return pids[0]
+    (engine,) = engines_of(server.process.pid)
+    return engine
 
 
 def test_answers_are_those_of_one_process(
@@ -130,6 +126,30 @@ def test_a_signal_to_both_lets_a_running_request_finish() -> None:
     assert server.stop() == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
+
+
+@pytest.mark.parametrize("flags", [("--engine-process",), ("--data-parallel-size", "2")])
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_signals_end_a_server_whose_engine_hangs(flags: tuple[str, ...], num_signals: int) -> None:
+    timeout = "0" if num_signals == 1 else "3600"
+    server = ServerProcess(*flags, "--shutdown-timeout", timeout)
+    server.wait_until_ready()
+    engines = engines_of(server.process.pid)
+    for engine in engines:
+        os.kill(engine, signal.SIGSTOP)
+    body = {"model": MODEL, "prompt": "go", "max_tokens": 4}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(httpx2.post, f"{server.url}/v1/completions", json=body)
+        # Whichever engine has it, none answers.
+        while server.metric("mlx_parallm:engine_ready") > 0:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        if num_signals == 2:
+            while "shutting down" not in server.log:
+                pass
+        assert server.stop() == 0
+        waiting.exception()
+    assert are_gone(engines)
 
 
 def test_the_server_ends_with_its_engine() -> None:

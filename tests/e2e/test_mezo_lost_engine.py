@@ -62,7 +62,7 @@ def test_runs_go_on_after_an_engine_was_killed_in_a_step(server: ServerProcess, 
             HeldJudge.may_judge.set()
             steps = [step["step"] for step in events(client, path, after=2 * number)]
             assert steps == [2 * number + 1, 2 * number + 2], client.get(path).text
-            while client.get("/ready").json() != {"ready": 2, "engines": 2}:
+            while client.get("/ready").json()["ready"] != 2:
                 pass
         assert client.get(path).json()["status"] == "ready"
         assert client.get("/v1/adapters").json()["data"] == []

@@ -23,7 +23,7 @@ from mlx_parallm.engine.commands import (
 )
 from mlx_parallm.engine.host_commands import EnsureAdapter
 from mlx_parallm.engine.interface import Event, Readiness, StartedModel
-from mlx_parallm.engine.life import Deliver, EngineLife
+from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
@@ -67,8 +67,9 @@ class _Member:
         """Return whether it gets requests that it begins at once."""
         if not self.has_loaded:
             return Readiness.STARTING
-        has_all = self.is_serving and not self.num_missed
-        return Readiness.READY if has_all else Readiness.CATCHING_UP
+        if not self.is_serving or self.num_missed:
+            return Readiness.CATCHING_UP
+        return self.life.readiness()[0]
 
 
 class Fleet:
@@ -196,7 +197,7 @@ class Fleet:
         """End every engine, and wait for that."""
         self._is_stopping.set()
         for member in self._members:
-            member.life.give_up_load()
+            member.life.stop_within(END_TIMEOUT_S)
             member.inbox.put(Stop())
         for thread in self._threads:
             thread.join()

@@ -112,10 +112,14 @@ class ParallelLife:
         fleet = self._fleet
         return [Readiness.STARTING] * len(self._lives) if fleet is None else fleet.readiness()
 
-    def give_up_load(self) -> None:
-        """See ``EngineLife.give_up_load``."""
+    def steps_s(self) -> Sequence[float]:
+        """See ``EngineLife.steps_s``."""
+        return [step_s for life in self._lives for step_s in life.steps_s()]
+
+    def stop_within(self, timeout_s: float) -> None:
+        """See ``EngineLife.stop_within``."""
         for life in self._lives:
-            life.give_up_load()
+            life.stop_within(timeout_s)
 
     def end(self) -> None:
         """See ``EngineLife.end``: each engine's thread does that itself."""

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 from mlx_parallm.channel import Channel, UnreadableError
-from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.interface import Event, MakeBeside, StartedModel
 from mlx_parallm.engine.local_life import (
@@ -55,23 +54,25 @@ def serve_engines(
     start, _ = channel.receive()
     assert isinstance(start, Start)
     find_remote_code(start.config)
-    return _Host(channel, start.config, build, beside, open_worker).run()
+    return _Host(channel, start, build, beside, open_worker).run()
 
 
 class _Host:
     def __init__(
         self,
         channel: Channel,
-        config: EngineConfig,
+        start: Start,
         build: Build,
         beside: MakeBeside = nothing_beside,
         open_worker: OpenWorker = own_worker,
     ) -> None:
         self._channel = channel
-        self._ranks = config.ranks
+        self._silence_timeout_s = start.silence_timeout_s
+        # While it joins a group of ranks, MLX keeps the GIL, and so no thread could beat.
+        self._joins_ranks = start.config.ranks.size > 1
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
-            config,
+            start.config,
             lambda text, share: channel.send(Progress(text, share)),
             build,
             beside,
@@ -82,6 +83,8 @@ class _Host:
 
     def run(self) -> int:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
+        if not self._joins_ranks:
+            self._begin_beats()
         try:
             self._life.run(self._inbox, self._deliver, self._on_loaded)
         except ParallmError as refusal:
@@ -102,12 +105,18 @@ class _Host:
                 (started.config, started.model.packed(), started.is_loaded) for started in loaded
             ]
             self._channel.send(Ready(models))
-            if self._ranks.size > 1:
-                beat(self._ranks.timeout_s, lambda: self._channel.send(Beat()))
+            if self._joins_ranks:
+                self._begin_beats()
         except ControlError as cause:
             raise ConfigError(
                 f"--engine-process: a tokenizer cannot be handed to another process: {cause}"
             ) from cause
+
+    def _begin_beats(self) -> None:
+        beat(
+            self._silence_timeout_s,
+            lambda: self._channel.send(Beat(sum(self._life.steps_s()))),
+        )
 
     def _deliver(self, events: Sequence[Event]) -> None:
         self._channel.send(Events(pack_events(events)))

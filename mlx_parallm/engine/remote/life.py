@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import queue
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
@@ -22,7 +24,7 @@ from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.interface import Ask, Readiness, StartedModel, TellProgress
-from mlx_parallm.engine.life import Deliver, OnLoaded
+from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, OnLoaded
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.engine.remote.messages import (
@@ -35,11 +37,11 @@ from mlx_parallm.engine.remote.messages import (
     Start,
 )
 from mlx_parallm.engine.remote.remote_code import find_remote_code
-from mlx_parallm.engine.remote.silence import Silence, watched
+from mlx_parallm.engine.remote.silence import CHECKS, Silence, watched
 from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
-from mlx_parallm.types.errors import ConfigError, EngineDeadError
+from mlx_parallm.types.errors import ConfigError, EngineDeadError, EngineSilentError
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,10 @@ T = TypeVar("T")
 #: ``IGNORED_SIGNALS``: a signal to the whole process group is meant for the server, which drains
 #: before it stops its engines. SIGHUP comes from a terminal that is gone, or an ssh connection.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# END_TIMEOUT_S and DEATH_TIMEOUT_S: grace period before SIGKILL, after a requested stop and after a
-# crash.
-END_TIMEOUT_S, DEATH_TIMEOUT_S = 30.0, 1.0
+# DEATH_TIMEOUT_S: grace period before SIGKILL after a crash.
+DEATH_TIMEOUT_S = 1.0
+# SILENCE_TIMEOUT_S: a process that says nothing for this long, not even that it runs, is killed.
+SILENCE_TIMEOUT_S = 60.0
 
 
 class RemoteLife:
@@ -64,6 +67,9 @@ class RemoteLife:
         environment: Mapping[str, str] | None = None,
         *,
         ask: Ask | None = None,
+        rank: int = 0,
+        silence_timeout_s: float = SILENCE_TIMEOUT_S,
+        query_timeout_s: float = QUERY_TIMEOUT_S,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -75,6 +81,10 @@ class RemoteLife:
             environment: variables of the process, besides this one's.
             ask: asks any of several engines of the same models, for its models; None asks this
                 one.
+            rank: the engine's number among several, for messages.
+            silence_timeout_s: see ``SILENCE_TIMEOUT_S``; a world of ranks has a timeout of its
+                own.
+            query_timeout_s: see ``QUERY_TIMEOUT_S``.
         """
         self._config = config
         self._command = command
@@ -86,6 +96,13 @@ class RemoteLife:
         self._outbox: queue.SimpleQueue[Any] | None = None
         # The channel to a process that loads.
         self._loading: Channel | None = None
+        self._rank = rank
+        ranks = config.ranks
+        self._silence_timeout_s = ranks.timeout_s if ranks.size > 1 else silence_timeout_s
+        self._query_timeout_s = query_timeout_s
+        self._pulse = _Pulse()
+        # The process while there is one, and what kills it unless it ends before.
+        self._deadline: _Deadline | None = None
         find_remote_code(config)
 
     def run(
@@ -96,32 +113,50 @@ class RemoteLife:
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
-        with _spawned(self._command, self._environment) as (process, channel):
-            link, silence = Link(channel), Silence()
+        with (
+            _spawned(self._command, self._environment) as (process, channel),
+            self._guarded(process) as deadline,
+        ):
+            link, has_loaded = Link(channel), False
             try:
                 loaded = self._load(channel)
+                has_loaded = True
                 spare_garbage_collection()
-                with self._sending(inbox, link, channel), self._watched(silence, process):
+                with self._sending(inbox, link, channel):
                     on_loaded(loaded)
-                    _receive(channel, link, silence, deliver)
+                    _receive(channel, link, self._pulse, deliver)
             except (EOFError, OSError):
-                if not link.is_ending:
+                if not (link.is_ending or (has_loaded and deadline.is_set)):
                     raise EngineDeadError(_last_words(process)) from None
 
     async def query(self, ask: StateQuery[T]) -> T:
         """See ``EngineLife.query``."""
-        return await asyncio.wrap_future(self.ask(ask))
+        answer = asyncio.wrap_future(self.ask(ask))
+        try:
+            return await asyncio.wait_for(answer, self._query_timeout_s)
+        except TimeoutError:
+            message = f"Engine {self._rank} has not answered within {self._query_timeout_s:g} s."
+            self._pulse.report_silence(message)
+            raise EngineSilentError(message) from None
 
     def readiness(self) -> Sequence[Readiness]:
         """See ``EngineLife.readiness``."""
         with self._lock:
-            return [Readiness.STARTING if self._outbox is None else Readiness.READY]
+            if self._outbox is None:
+                return [Readiness.STARTING]
+        return [Readiness.SILENT if self._pulse.is_weak else Readiness.READY]
 
-    def give_up_load(self) -> None:
-        """See ``EngineLife.give_up_load``."""
+    def steps_s(self) -> Sequence[float]:
+        """See ``EngineLife.steps_s``, by the latest beat."""
+        return [self._pulse.step_s]
+
+    def stop_within(self, timeout_s: float) -> None:
+        """See ``EngineLife.stop_within``."""
         with self._lock:
             if self._loading is not None:
                 self._loading.hang_up()
+            if self._deadline is not None:
+                self._deadline.set(timeout_s)
 
     def end(self) -> None:
         """See ``EngineLife.end``."""
@@ -147,9 +182,9 @@ class RemoteLife:
         with self._lock:
             self._loading = channel
         try:
-            channel.send(Start(self._config))
+            channel.send(Start(self._config, self._silence_timeout_s))
             while True:
-                match channel.receive()[0]:
+                match self._pulse.receive(channel)[0]:
                     case Progress(text, fraction):
                         self._on_progress(text, fraction)
                     case Failed(error):
@@ -167,19 +202,28 @@ class RemoteLife:
             with self._lock:
                 self._loading = None
 
-    def _watched(
-        self, silence: Silence, process: subprocess.Popen[bytes]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Kill a process that computes with other ranks, if it says nothing for their timeout."""
-        ranks = self._config.ranks
-        if ranks.size == 1:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _guarded(self, process: subprocess.Popen[bytes]) -> Generator[_Deadline]:
+        """Kill a process that is silent for too long, or does not end in time."""
+        timeout_s = self._silence_timeout_s
 
-        def kill() -> None:
-            logger.critical("the engine's process has been silent for %g s", ranks.timeout_s)
+        def kill(why: str) -> None:
+            logger.critical("engine %d %s; process %d is killed", self._rank, why, process.pid)
             process.kill()
 
-        return watched(silence, ranks.timeout_s, kill)
+        pulse = _Pulse()
+        deadline = _Deadline(lambda: kill("does not end"))
+        with self._lock:
+            self._pulse, self._deadline = pulse, deadline
+        try:
+            with watched(
+                pulse.silence, timeout_s, lambda: kill(f"has been silent for {timeout_s:g} s")
+            ):
+                yield deadline
+        finally:
+            with self._lock:
+                self._pulse, self._deadline = _Pulse(), None
+            deadline.cancel()
 
     @contextlib.contextmanager
     def _sending(
@@ -201,6 +245,77 @@ class RemoteLife:
                 inbox.put(None)
             sender.join()
             link.fail()
+
+
+class _Pulse:
+    """The signs of life of a process: its beats, and when nothing came.
+
+    Attributes:
+        silence: knows for how long nothing has come. It counts from the first beat on, because a
+            process cannot beat before it has imported its modules.
+        step_s: for how long the step in flight has run by the latest beat, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.silence = Silence()
+        self.step_s = 0.0
+        self._beats = False
+        self._is_reported = False
+
+    @property
+    def is_weak(self) -> bool:
+        """True if nothing came for half of the timeout."""
+        return self.silence.num_checks >= CHECKS // 2
+
+    def report_silence(self, message: str) -> None:
+        """Log a message once until the process says something again."""
+        if not self._is_reported:
+            logger.warning("%s", message)
+        self._is_reported = True
+
+    def receive(self, channel: Channel) -> tuple[Any, int]:
+        """Return the next message that is no beat, and its number; see ``Channel.receive``."""
+        while True:
+            if self._beats:
+                self.silence.begin()
+            try:
+                message, number = channel.receive()
+            finally:
+                self.silence.end()
+            self._is_reported = False
+            if not isinstance(message, Beat):
+                return message, number
+            self._beats, self.step_s = True, message.step_s
+
+
+class _Deadline:
+    """Calls ``on_over`` on a thread of its own once a timeout is over, unless it is cancelled.
+
+    Attributes:
+        is_set: True once there is a timeout.
+    """
+
+    def __init__(self, on_over: Callable[[], None]) -> None:
+        self._on_over = on_over
+        self._timer: threading.Timer | None = None
+        self._over_s = math.inf
+        self.is_set = False
+
+    def set(self, timeout_s: float) -> None:
+        """Begin a timeout, if it is over earlier than the one that has begun."""
+        over_s = time.monotonic() + timeout_s
+        if over_s >= self._over_s:
+            return
+        self.cancel()
+        self._over_s, self.is_set = over_s, True
+        self._timer = threading.Timer(timeout_s, self._on_over)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Call nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @contextlib.contextmanager
@@ -285,20 +400,16 @@ def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> Non
             channel.hang_up()
 
 
-def _receive(channel: Channel, link: Link, silence: Silence, deliver: Deliver) -> None:
+def _receive(channel: Channel, link: Link, pulse: _Pulse, deliver: Deliver) -> None:
     """Pass on what the engines send, until they are gone (EOFError) or send why they died."""
     while True:
-        silence.begin()
         try:
-            message, number = channel.receive()
+            message, number = pulse.receive(channel)
         except UnreadableError as problem:
             logger.exception("a reply cannot be read")
             link.settle(problem.number, problem)
             continue
-        silence.end()
         match message:
-            case Beat():
-                pass
             case Events(packed):
                 deliver(unpack_events(packed))
             case Reply(value):

@@ -18,9 +18,16 @@ from mlx_parallm.types.errors import ParallmError
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To the engines, first: what to load."""
+    """To the engines, first.
+
+    Attributes:
+        config: what to load.
+        silence_timeout_s: seconds without a message, beats included, after which they count as
+            dead.
+    """
 
     config: EngineConfig
+    silence_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,12 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """From the engines of a world of ranks: their process runs; see ``silence``."""
+    """From the engines: their process runs; see ``silence``.
+
+    ``step_s``: for how long the step in flight has run, in seconds.
+    """
+
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Notices a process that lives and says nothing: it was stopped, or its machine hangs.
+"""Notices a process or an event loop that lives and says nothing: it was stopped, or it hangs.
 
 A process that is stopped keeps its end of a channel, and its own threads cannot end it. So it sends
 beats while it runs, and the other end counts what comes.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 # CHECKS, BEATS: how often within a timeout it is asked whether something came, and beats are sent.
 CHECKS, BEATS = 4, 8
@@ -18,13 +18,16 @@ class Silence:
     """Knows for how many checks in a row nothing came.
 
     Checks are counted instead of seconds: while this process is stopped itself, it hears nothing.
+
+    Attributes:
+        num_checks: the checks in a row until the latest one before which nothing came.
     """
 
     def __init__(self) -> None:
+        self.num_checks = 0
         self._is_listening = False
         self._num_heard = 0
         self._num_known = 0
-        self._num_silent = 0
 
     def begin(self) -> None:
         """Note that the next message is waited for."""
@@ -35,12 +38,12 @@ class Silence:
         self._is_listening = False
         self._num_heard += 1
 
-    def check(self) -> bool:
-        """True if nothing came since as many checks as a timeout has; call it so often."""
+    def check(self) -> int:
+        """Return ``num_checks``, this one included; call it at equal intervals."""
         is_silent = self._is_listening and self._num_heard == self._num_known
         self._num_known = self._num_heard
-        self._num_silent = self._num_silent + 1 if is_silent else 0
-        return self._num_silent >= CHECKS
+        self.num_checks = self.num_checks + 1 if is_silent else 0
+        return self.num_checks
 
 
 @contextmanager
@@ -50,7 +53,7 @@ def watched(silence: Silence, timeout_s: float, on_silent: Callable[[], None]) -
 
     def watch() -> None:
         while not is_over.wait(timeout_s / CHECKS):
-            if silence.check():
+            if silence.check() >= CHECKS:
                 on_silent()
                 return
 
@@ -64,15 +67,14 @@ def watched(silence: Silence, timeout_s: float, on_silent: Callable[[], None]) -
 
 
 def beat(timeout_s: float, send: Callable[[], None]) -> None:
-    """Send a beat ``BEATS`` times in each timeout, on a thread that ends with this process."""
+    """Send a beat now, and ``BEATS`` in each timeout, on a thread that ends with this process."""
     never = threading.Event()
 
     def run() -> None:
-        while not never.wait(timeout_s / BEATS):
-            try:
+        # The other end is gone if this fails; who reads from it ends this process.
+        with suppress(OSError):
+            send()
+            while not never.wait(timeout_s / BEATS):
                 send()
-            except OSError:
-                # The other end is gone; who reads from it ends this process.
-                return
 
     threading.Thread(target=run, name="beats", daemon=True).start()

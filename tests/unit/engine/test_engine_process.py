@@ -30,11 +30,20 @@ from mlx_parallm.config import (
     ServerConfig,
 )
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.host import ORPHANED, _Host
-from mlx_parallm.engine.remote.life import RemoteLife, _spawned
-from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.remote.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
+from mlx_parallm.engine.remote.messages import (
+    Beat,
+    Failed,
+    Progress,
+    Query,
+    Ready,
+    Start,
+    Withdraw,
+)
+from mlx_parallm.engine.state import EngineState, ReadMetrics
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
@@ -43,8 +52,10 @@ from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
     EngineDeadError,
+    EngineSilentError,
     ModelLoadError,
     OverloadedError,
+    RequestAbortedError,
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
@@ -52,6 +63,7 @@ from tests.scripted_engine import make_request, remote_engine
 from tests.scripted_process import (
     Unreadable,
     die,
+    never_return,
     pid_of,
     something_local,
     something_unreadable,
@@ -165,10 +177,17 @@ async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
         os.kill(pid, 0)
 
 
-async def test_a_stopped_process_of_ranks_counts_as_dead_after_the_deadline() -> None:
-    deadline_s = 3.0
-    config = EngineConfig(ranks=RanksConfig(size=2, timeout_s=deadline_s))  # time limit: of beats
-    engine = remote_engine(config=config)
+# DEADLINE_S: after which a silent process counts as dead.
+DEADLINE_S = 3.0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_stopped_process_counts_as_dead_after_the_deadline(num_ranks: int) -> None:
+    config = EngineConfig()
+    if num_ranks > 1:
+        ranks = RanksConfig(size=num_ranks, timeout_s=DEADLINE_S)  # time limit: of beats
+        config = EngineConfig(ranks=ranks)
+    engine = remote_engine(config=config, silence_timeout_s=DEADLINE_S)  # time limit: likewise
     await asyncio.to_thread(engine.start)
     assert await text_of(engine, make_request("a")) == "hello"
     await engine.control.pause(PauseMode.KEEP)
@@ -182,6 +201,49 @@ async def test_a_stopped_process_of_ranks_counts_as_dead_after_the_deadline() ->
     await asyncio.to_thread(engine.stop)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_a_process_that_hangs_is_told_and_ended() -> None:
+    """No query waits for it, and it ends without answering the stop."""
+    engine = remote_engine(query_timeout_s=0.2)  # time limit: of queries
+    await asyncio.to_thread(engine.start)
+    pid = await engine.call(pid_of)
+    os.kill(pid, signal.SIGSTOP)
+    # Its threads stop one by one.
+    while (await engine.engines())[0].readiness is not Readiness.SILENT:
+        pass
+    assert set(await engine.memory()) == {"m"}
+    text, _ = await engine.render_metrics()
+    assert b'mlx_parallm:engine_ready{engine="0"} 0.0' in text
+    with pytest.raises(EngineSilentError, match="Engine 0 has not answered"):
+        await engine._life.query(ReadMetrics())
+    waiting = asyncio.ensure_future(engine.submit(make_request("a")))
+    await asyncio.sleep(0)
+    await engine.drain(0)
+    with pytest.raises(RequestAbortedError):
+        await waiting
+    stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop))
+    engine.stop_within(0)
+    await stopping
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_step_in_flight_is_timed_by_beats() -> None:
+    """The process of a device that hangs still beats."""
+    engine = remote_engine(silence_timeout_s=1.0)  # time limit: of beats
+    await asyncio.to_thread(engine.start)
+    assert engine.steps_s() == [0.0]
+    sleeping = asyncio.ensure_future(engine.call(never_return))
+    while engine.steps_s() == [0.0]:  # noqa: ASYNC110 - there is no event to wait for
+        await asyncio.sleep(0.01)
+    (report,) = await engine.engines()
+    assert report.is_ready
+    assert report.step_s > 0
+    stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop))
+    engine.stop_within(0)
+    await stopping
+    sleeping.cancel()
 
 
 async def test_a_process_that_was_killed_is_started_anew() -> None:
@@ -229,6 +291,13 @@ async def test_a_stop_on_the_loop_waits_for_no_events() -> None:
     assert engine._thread is None
 
 
+def next_message(channel: Channel) -> Any:
+    """Return the next message that is no beat."""
+    while isinstance(message := channel.receive()[0], Beat):
+        pass
+    return message
+
+
 @contextmanager
 def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
     """Yield the engines' process, and the channel of a server that has it."""
@@ -237,8 +306,8 @@ def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
         command = [sys.executable, "-m", "tests.scripted_process", script, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     with closing(Channel(ours)) as channel:
-        channel.send(Start(EngineConfig()))
-        assert isinstance(channel.receive()[0], Progress)
+        channel.send(Start(EngineConfig(), SILENCE_TIMEOUT_S))
+        assert isinstance(next_message(channel), Progress)
         yield process, channel
 
 
@@ -246,7 +315,7 @@ def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
 def test_a_process_whose_server_is_gone_ends(num_queries: int) -> None:
     """Also where it is about to answer."""
     with server_of("hello") as (process, channel):
-        assert isinstance(channel.receive()[0], Ready)
+        assert isinstance(next_message(channel), Ready)
         for number in range(num_queries):
             channel.send(Query(methodcaller("metrics")), number + 1)
     assert process.wait() == ORPHANED
@@ -276,8 +345,9 @@ def test_no_signal_ends_it_however_early() -> None:
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGHUP)
-        channel.send(Start(replace(config, models=(ModelConfig(path="no such model"),))))
-        message, _ = channel.receive()
+        named = replace(config, models=(ModelConfig(path="no such model"),))
+        channel.send(Start(named, SILENCE_TIMEOUT_S))
+        message = next_message(channel)
         process.send_signal(signal.SIGTERM)
         assert isinstance(message, Failed)
         assert process.wait() == 1
@@ -293,7 +363,7 @@ def test_its_answers_can_be_withdrawn() -> None:
 
     ours, theirs = (Channel(end) for end in socket.socketpair())
     grammars = Grammars()
-    host = _Host(theirs, EngineConfig(), lambda *_: [])
+    host = _Host(theirs, Start(EngineConfig(), SILENCE_TIMEOUT_S), lambda *_: [])
     host._life._state = EngineState(
         MetricFamilies(), {"m": cast("Any", SimpleNamespace(grammars=grammars))}
     )

@@ -17,7 +17,8 @@ class Load(BaseModel):
     dp_rank: int = Field(description="The engine's number, from 0.")
     state: Readiness = Field(
         description="ready; catching_up: loaded, and applying earlier changes of weights and "
-        "adapters; starting: dead or loading, and its other values are 0."
+        "adapters; starting: dead or loading, and its other values are 0; silent: its process "
+        "does not answer, and is killed if that goes on."
     )
     num_running_reqs: int = Field(description="Sequences in the batch.")
     num_waiting_reqs: int = Field(description="Sequences that wait for a place in it.")

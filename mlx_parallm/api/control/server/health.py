@@ -49,7 +49,8 @@ async def ready(engine: EngineDep) -> ReadyResponse:
     num_ready = sum(each is Readiness.READY for each in readiness)
     if not num_ready:
         raise EngineDeadError(f"No engine is ready: 0 of {len(readiness)}.")
-    return ReadyResponse(ready=num_ready, engines=len(readiness))
+    steps_s = [round(step_s, 3) for step_s in engine.steps_s()]
+    return ReadyResponse(ready=num_ready, engines=len(readiness), steps_s=steps_s)
 
 
 @routes.get("/load", is_polled=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Literal
@@ -41,7 +42,8 @@ async def server_info(
     first = engine.first_model()
     is_admin = has_admin_key(request) and not is_foreign(request.headers)
     hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
-    engines = await _engines(engine)
+    # An engine that hangs delays both by the same seconds.
+    engines, models = await asyncio.gather(_engines(engine), _models(engine))
     known = settings(engine.config, config, hidden)
     known |= vllm_groups(first, engine.config, len(engines))
     return ServerInfo(
@@ -60,7 +62,7 @@ async def server_info(
         max_running_requests=sum(each.max_running_requests for each in engines),
         max_total_num_tokens=sum(each.max_total_num_tokens for each in engines),
         engines=engines,
-        models=await _models(engine),
+        models=models,
     )
 
 

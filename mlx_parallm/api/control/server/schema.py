@@ -25,13 +25,16 @@ class ReadyResponse(BaseModel):
 
     ready: int = Field(description="Engines that get requests.")
     engines: int = Field(description="All engines, those that are started anew included.")
+    steps_s: list[float] = Field(
+        description="Seconds that the step in flight of each engine has run; 0 without one."
+    )
 
 
 class EngineInfo(BaseModel):
     """One engine and its limits."""
 
     dp_rank: int = Field(description="Its number, from 0.")
-    state: Readiness = Field(description="ready, catching_up or starting, as in /v1/loads.")
+    state: Readiness = Field(description="ready, catching_up, starting or silent, as in /v1/loads.")
     max_running_requests: int = Field(description="Most running sequences of a model.")
     max_total_num_tokens: int = Field(description="Tokens in its KV pools; 0 if it is starting.")
 

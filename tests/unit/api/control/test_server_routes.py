@@ -93,7 +93,10 @@ async def test_ready_counts_the_engines_that_serve_without_a_key() -> None:
     engine = FakeEngine()
     engine.states = [Readiness.STARTING, Readiness.READY, Readiness.CATCHING_UP]
     answer = await call(engine, KEYS, "GET", "/ready")
-    assert (answer.status_code, answer.json()) == (200, {"ready": 1, "engines": 3})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"ready": 1, "engines": 3, "steps_s": [0.0] * 3},
+    )
     engine.states = [Readiness.STARTING, Readiness.CATCHING_UP]
     answer = await call(engine, KEYS, "GET", "/ready")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

@@ -153,7 +153,7 @@ async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
 async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As macOS does: it keeps the bytes that the descriptor came with."""
+    """The bytes that the descriptor came with are kept, as on macOS."""
     recv_fds = socket.recv_fds
     refusals = [OSError(errno.EMSGSIZE, "Message too long")]
 

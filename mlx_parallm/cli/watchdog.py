@@ -1,0 +1,106 @@
+"""Notices what hangs: the event loop of the server's first process, or a step of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+
+from mlx_parallm.engine.remote.silence import CHECKS, Silence
+
+logger = logging.getLogger(__name__)
+
+# STACK_S, CHECK_S: seconds after which the stack of a loop that does not turn is logged, and those
+# between two checks.
+STACK_S = 30.0
+CHECK_S = STACK_S / CHECKS
+# END_CHECKS: checks after which the process ends, 120 s: nothing else could end it any more.
+END_CHECKS = 4 * CHECKS
+# LONG_STEP_S: a step that runs for longer is logged, and again whenever the time has doubled.
+LONG_STEP_S = 60.0
+
+
+class Watchdog:
+    """Checks from a thread of its own whether an event loop turns, and how long steps run.
+
+    The loop's checks are counted, as ``Silence`` does: no time passes for a process that is
+    stopped.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        steps_s: Callable[[], Sequence[float]],
+        end: Callable[[], None],
+    ) -> None:
+        """Prepare, on the thread of the loop.
+
+        Args:
+            loop: the event loop.
+            steps_s: returns for how long the step in flight of each engine has run, in seconds.
+            end: ends the process, whose loop hangs.
+        """
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._steps_s = steps_s
+        self._end = end
+        self._silence = Silence()
+        self._silence.begin()
+        # The length at which a long step was logged last, by the number of its engine.
+        self._logged_s: dict[int, float] = {}
+
+    def check(self) -> None:
+        """Check both; call it every ``CHECK_S``."""
+        num_checks = self._silence.check()
+        if num_checks == CHECKS:
+            frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented
+            stack = "".join(traceback.format_stack(frames.get(self._thread_id)))
+            logger.error("the event loop has not turned for %g s; it is at\n%s", STACK_S, stack)
+        elif num_checks >= END_CHECKS:
+            logger.critical("the event loop hangs; the server ends")
+            self._end()
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._note_turn)
+        for rank, step_s in enumerate(self._steps_s()):
+            self._check_step(rank, step_s)
+
+    def _note_turn(self) -> None:
+        self._silence.end()
+        self._silence.begin()
+
+    def _check_step(self, rank: int, step_s: float) -> None:
+        if step_s < LONG_STEP_S:
+            self._logged_s.pop(rank, None)
+        elif step_s >= 2 * self._logged_s.get(rank, 0.0):
+            self._logged_s[rank] = step_s
+            logger.warning("engine %d: the step in flight has run for %.0f s", rank, step_s)
+
+
+@contextmanager
+def watching(
+    loop: asyncio.AbstractEventLoop, steps_s: Callable[[], Sequence[float]]
+) -> Generator[None]:
+    """Watch the loop, on whose thread this is called, while the block runs."""
+    watchdog = Watchdog(loop, steps_s, end_at_once)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(CHECK_S):
+            watchdog.check()
+
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def end_at_once() -> None:
+    """End this process without its threads and its loop, which hang; its children end then too."""
+    logging.shutdown()
+    os._exit(1)
