@@ -9,17 +9,8 @@
 
 FROM python:3.12.11-slim-trixie
 
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-
-# The version of OpenBLAS is left to the release of the base image: Debian removes old builds from
-# its mirrors, so a pin here would break the build at the next security update.
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends libopenblas0-pthread \
-    && rm -rf /var/lib/apt/lists/* \
-    && ln -s "$(find /usr/lib -path '*/openblas-pthread/libopenblas.so.0' -print -quit)" /usr/local/lib/libopenblas.so.0 \
-    && useradd --create-home --uid 1000 parallm \
-    && install --directory --owner=parallm /cache
+RUN useradd --create-home --uid 1000 parallm \
+    && install --directory --owner=parallm /cache /data
 
 WORKDIR /app
 ARG ACCEL=cpu
@@ -34,15 +25,18 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 USER 1000
 WORKDIR /home/parallm
 
-# MLX's CPU build is 50 times slower without OpenBLAS in front of its own BLAS.
-ENV LD_PRELOAD=/usr/local/lib/libopenblas.so.0 \
-    HF_HOME=/cache \
+# Processes load OpenBLAS from this file; without it each would make one in /tmp.
+RUN python -m mlx_parallm.process_setup.openblas
+
+# Models of the hub are in /cache; files, batches and training sessions in /data.
+ENV HF_HOME=/cache \
+    MLX_PARALLM_DATA_DIR=/data \
     MLX_PARALLM_HOST=0.0.0.0 \
     MLX_PARALLM_PORT=8000 \
     PYTHONUNBUFFERED=1
 
 EXPOSE 8000
-VOLUME /cache
+VOLUME /cache /data
 
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['MLX_PARALLM_PORT']}/health\", timeout=4)"]
