@@ -57,6 +57,7 @@ class ServerProcess:
             num_ranks: the processes that compute its models together; None for as many as
                 ``RANKS`` says, or 1.
         """
+        self.flags = flags
         size = num_ranks or int(os.environ.get(RANKS, "1"))
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
         # The tests must not read or write the data folder of the user.

@@ -9,13 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.mezo_sessions import asked, begun
+from tests.mezo_sessions import WORDS, asked, begun, served_loss
 from tests.server_process import ServerProcess
 
 pytestmark = pytest.mark.slow
 
 MODEL = "demo:mlm"
-WORDS = {"good": "cat", "bad": "dog"}
 OBJECTIVE = {"kind": "label_words", "template": "{text} It was [MASK].", "label_words": WORDS}
 GOOD = ("a joyful film", "the cast shines", "a warm and clever story", "I loved every minute")
 BAD = ("a dull film", "it drags on", "a cold and empty story", "I hated every minute")
@@ -57,39 +56,35 @@ def samples(client: httpx2.Client, name: str) -> dict[str, float]:
     return {labels: float(value) for labels, value in matches}
 
 
-def predicted_by_each(server: ServerProcess, model: str, num_engines: int) -> list[list[str]]:
-    """Return the labels that each engine gives."""
-    answers: list[list[str]] = []
+def losses_of_each(server: ServerProcess, model: str, num_engines: int) -> list[float]:
+    """Return the loss of a model as each engine serves it."""
+    answers: list[float] = []
     for rank in range(num_engines):
         headers = {"X-data-parallel-rank": str(rank)}
         with httpx2.Client(base_url=server.url, timeout=None, headers=headers) as own:
-            answers.append(predicted(own, model))
+            answers.append(served_loss(own, model, ROWS))
     return answers
-
-
-def predicted(client: httpx2.Client, model: str) -> list[str]:
-    texts = [f"{row['text']} It was [MASK]." for row in ROWS]
-    answer = asked(client, "/v1/mlm", model=model, texts=texts, label_words=WORDS)
-    return [each["predictions"][0]["label"] for each in answer["data"]]
 
 
 def test_what_a_session_publishes_is_served_by_every_engine(
     client: httpx2.Client, server: ServerProcess
 ) -> None:
     path = begun(client, **SESSION)
+    untrained = asked(client, f"{path}/evaluate", data=ROWS)["loss"]
     asked(client, f"{path}/step", steps=300)
-    assert asked(client, f"{path}/evaluate", data=ROWS)["accuracy"] == 1.0
+    trained = asked(client, f"{path}/evaluate", data=ROWS)["loss"]
+    assert trained < 0.6 * untrained
     assert asked(client, f"{path}/publish", name="film")["version"] == "1"
     before = samples(client, "encoder_inputs_total")
 
-    labels = [row["label"] for row in ROWS]
-    assert predicted_by_each(server, "film", len(before)) == [labels] * len(before)
+    losses = losses_of_each(server, "film", len(before))
+    assert losses == [pytest.approx(trained, abs=1e-4)] * len(before)
     after = samples(client, "encoder_inputs_total")
     assert all(after[labels] > before.get(labels, 0.0) for labels in after), (before, after)
     # A version that replaces another reaches all, too.
     assert asked(client, f"{path}/publish", name="film", step=0)["version"] == "2"
-    untrained = predicted(client, MODEL)
-    assert predicted_by_each(server, "film", len(before)) == [untrained] * len(before)
+    losses = losses_of_each(server, "film", len(before))
+    assert losses == [pytest.approx(untrained, abs=1e-4)] * len(before)
     client.delete("/v1/adapters/film")
     client.delete(path)
 

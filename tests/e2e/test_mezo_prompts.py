@@ -38,12 +38,17 @@ CHOICE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx2.Client]:
+def server() -> Iterator[ServerProcess]:
     process = ServerProcess("--model", MODEL)
     process.wait_until_ready()
-    with httpx2.Client(base_url=process.url, timeout=None) as client:
-        yield client
+    yield process
     process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=None) as client:
+        yield client
 
 
 def test_the_loss_of_completions_falls(client: httpx2.Client) -> None:
