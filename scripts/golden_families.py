@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 
 from scripts.golden_encoders import lines, numbers
 from scripts.golden_family_cases import BASES, FAMILIES, SIZES, FamilyCase
-from tests.golden_weights import golden_weight
+from tests.golden_weights import golden_weight, weighted_sum
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "families"
 # Longer than the window of attention.
@@ -71,7 +71,8 @@ def golden_values(case: FamilyCase) -> dict[str, Any]:
         if any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             raise ValueError(f"transformers read {case.name} with {report}")
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {"config": written, "weights": shapes, **_results(model.eval())}
+    memory = _in_memory(model, shapes)
+    return {"config": written, "weights": shapes, **memory, **_results(model.eval())}
 
 
 def _config(case: FamilyCase) -> Any:
@@ -99,6 +100,18 @@ def _omit(file: Path, names: tuple[str, ...]) -> None:
 def _shapes(folder: Path) -> dict[str, list[int]]:
     with safe_open(folder / "model.safetensors", "np") as file:
         return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+
+
+def _in_memory(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """Return parameters that have other names in memory than in a folder: shapes and sums."""
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    others = {
+        name: [list(array.shape), weighted_sum(array.detach().numpy())]
+        for name, array in named.items()
+        if name in model.state_dict() and name not in shapes
+    }
+    saved = sorted(shapes.keys() - named.keys())
+    return {"memory": others, "only_saved": saved} if others else {}
 
 
 def _results(model: Any) -> dict[str, Any]:

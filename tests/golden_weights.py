@@ -42,3 +42,9 @@ def golden_weight(name: str, shape: Sequence[int]) -> np.ndarray:
     if ("norm" in name.lower() or "_ln." in name) and name.endswith("weight"):
         return (1 + 0.1 * noise).astype(np.float32)
     return (0.1 * noise).astype(np.float32)
+
+
+def weighted_sum(array: np.ndarray) -> float:
+    """Return a number by which an array is known, and which the order of its numbers changes."""
+    flat = array.astype(np.float64).reshape(-1)
+    return float(f"{np.cos(np.arange(len(flat))) @ flat:.5g}")

@@ -15,7 +15,7 @@ import mlx.core as mx
 Weights = dict[str, mx.array]
 
 # FUSED: experts of a layer in one array; the first group is the name of the mixture.
-FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)$")
+FUSED = re.compile(r"(.*)\.experts\.(gate_up_proj|up_proj|down_proj)$")
 # SPLIT: names of an expert's gate, up and down projections.
 SPLIT = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_SPLIT = ("w1", "w3", "w2")
@@ -31,34 +31,41 @@ def _renamed(weights: Weights, *, names: Mapping[str, str]) -> Weights:
     return renamed
 
 
-def _split_experts(
-    weights: Weights, *, parts: tuple[str, str, str] = SPLIT, mixture: str = "mlp"
-) -> Weights:
+def _split_experts(weights: Weights, *, parts: tuple[str, str, str] = SPLIT) -> Weights:
     """Return weights with an array for each expert, where one array has those of all.
 
     Args:
         weights: ``experts.gate_up_proj`` is ``[experts, 2 * inner, size]``, gates before the rest;
-            ``experts.down_proj`` is ``[experts, size, inner]``.
-        parts: how the projections of an expert are called.
-        mixture: how the mixture is called, "mlp" in memory.
+            ``experts.down_proj`` is ``[experts, size, inner]``, ``experts.up_proj`` its transpose.
+        parts: how the gate, up and down projections of an expert are called.
     """
     split: Weights = {}
     for name, array in weights.items():
         match = FUSED.match(name)
-        if mixture != "mlp":
-            name = name.replace(".mlp.", f".{mixture}.")
         if match is None:
             split[name] = array
             continue
-        prefix = f"{match[1].removesuffix('.mlp')}.{mixture}.experts"
         gate, up, down = parts
-        if match[2] == "down_proj":
-            arrays = {down: array}
-        else:
+        if match[2] == "gate_up_proj":
             arrays = dict(zip((gate, up), mx.split(array, 2, axis=1), strict=True))
+        else:
+            arrays = {down if match[2] == "down_proj" else up: array}
         for part, each in arrays.items():
             for number in range(each.shape[0]):
-                split[f"{prefix}.{number}.{part}.weight"] = each[number]
+                split[f"{match[1]}.experts.{number}.{part}.weight"] = each[number]
+    return split
+
+
+def _split_convolutions(weights: Weights) -> Weights:
+    """Return weights with one convolution each for queries, keys and values."""
+    split: Weights = {}
+    for name, array in weights.items():
+        prefix = name.removesuffix(".conv1d.weight")
+        if prefix == name:
+            split[name] = array
+            continue
+        for part, each in zip("qkv", mx.split(array, 3), strict=True):
+            split[f"{prefix}.{part}_conv1d.weight"] = each
     return split
 
 
@@ -108,13 +115,19 @@ def _gpt_oss(weights: Weights) -> Weights:
 
 def _bailing_hybrid(weights: Weights) -> Weights:
     """Return weights with the outputs of linear attention under their own name."""
+    weights = _split_convolutions(_renamed(_split_experts(weights), names=BAILING_HYBRID))
     linear = {name.removesuffix("A_log") for name in weights if name.endswith("attention.A_log")}
-    names = {f"{prefix}dense.": f"{prefix}o_proj." for prefix in linear}
-    return _renamed(_split_experts(weights), names=names)
+    others = {name.rpartition("o_proj.")[0] for name in weights if "attention.o_proj." in name}
+    return _renamed(
+        weights,
+        names={f"{prefix}dense.": f"{prefix}o_proj." for prefix in linear}
+        | {f"{prefix}o_proj.": f"{prefix}dense." for prefix in others - linear},
+    )
 
 
 def _longcat_flash(weights: Weights) -> Weights:
     """Return weights without those of experts that return their input: they have no output."""
+    weights = _split_experts(weights)
     names = [name for name in weights if ".experts." in name]
     unused = {
         name
@@ -130,10 +143,43 @@ def _number(name: str) -> str:
 
 
 def _kimi_linear(weights: Weights) -> Weights:
-    names = {f"block_sparse_moe.{part}.": f"mlp.{part}." for part in SPLIT}
-    return _renamed(weights, names=names)
+    weights = _split_experts(_renamed(weights, names=KIMI_LINEAR), parts=MIXTRAL_SPLIT)
+    # The names of layers without experts, in folders that transformers 5 saves.
+    dense = {f"block_sparse_moe.{part}.": f"mlp.{part}." for part in SPLIT}
+    return _renamed(_split_convolutions(weights), names=dense)
 
 
+def _with(
+    names: Mapping[str, str], parts: tuple[str, str, str] = SPLIT
+) -> Callable[[Weights], Weights]:
+    """Return a function that renames weights and splits their experts."""
+    return lambda weights: _split_experts(_renamed(weights, names=names), parts=parts)
+
+
+BAILING_HYBRID = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.": ".attention.",
+    ".forget_gate.": ".",
+    ".gate.e_score_correction_bias": ".gate.expert_bias",
+}
+GRANITE_MOE = {
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}
+KIMI_LINEAR = {
+    ".forget_gate.": ".",
+    **{f".mlp.{part}": f".block_sparse_moe.{part}" for part in ("experts.", "gate.", "shared_")},
+}
+LAGUNA = {
+    ".gate.e_score_correction_bias": ".experts.e_score_correction_bias",
+    ".shared_experts.": ".shared_expert.",
+}
+MIXTRAL = {
+    ".mlp.router.": ".block_sparse_moe.gate.",
+    **{f".mlp.{part}": f".block_sparse_moe.{part}" for part in ("experts.", "gate.", "e_score")},
+}
+NEMOTRON_H = {"model.": "backbone."}
 NANOCHAT = {
     "model.embed_tokens.": "transformer.wte.",
     "model.layers.": "transformer.h.",
@@ -148,25 +194,39 @@ OLMO_HYBRID = {
     "feedforward_layer_norm.": "post_attention_layernorm.",
     "attention_layer_norm.": "input_layernorm.",
 }
-_mixtral = partial(_split_experts, parts=MIXTRAL_SPLIT, mixture="block_sparse_moe")
+
+
+def _olmo_hybrid(weights: Weights) -> Weights:
+    return _renamed(_split_convolutions(weights), names=OLMO_HYBRID)
+
+
 #: ``FAMILY_WEIGHTS``: functions that return a family's weights by older names, by ``model_type``.
 FAMILY_WEIGHTS: Mapping[str, Callable[[Weights], Weights]] = {
     "bailing_hybrid": _bailing_hybrid,
+    "ernie4_5_moe": _with({".gate.moe_statics.": ".moe_statics."}),
+    "exaone_moe": _with({".gate.e_score_correction_bias": ".e_score_correction_bias"}),
+    "gpt_neox": partial(_renamed, names={"lm_head.": "embed_out."}),
     "gpt_oss": _gpt_oss,
+    "granitemoe": partial(_renamed, names=GRANITE_MOE),
+    "granitemoehybrid": partial(_renamed, names=GRANITE_MOE),
     "kimi_linear": _kimi_linear,
+    "laguna": _with(LAGUNA),
+    "lfm2_moe": partial(_split_experts, parts=MIXTRAL_SPLIT),
     "longcat_flash": _longcat_flash,
-    "minimax_m2": _mixtral,
-    "mixtral": _mixtral,
+    "mimo_v2_flash": _with({".sinks": ".attention_sink_bias"}),
+    "minimax_m2": _with(MIXTRAL, MIXTRAL_SPLIT),
+    "mixtral": _with(MIXTRAL, MIXTRAL_SPLIT),
     "nanochat": partial(_renamed, names=NANOCHAT),
-    "olmo_hybrid": partial(_renamed, names=OLMO_HYBRID),
-    "phimoe": _mixtral,
+    "nemotron_h": _with(NEMOTRON_H),
+    "olmo_hybrid": _olmo_hybrid,
+    "phimoe": _with(MIXTRAL, MIXTRAL_SPLIT),
     "qwen3_5_moe": _joined_experts,
     "qwen3_5_moe_text": _joined_experts,
     **dict.fromkeys(
         (
-            *("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
-            *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "laguna", "mellum"),
-            *("mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"),
+            *("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe"),
+            *("glm4_moe_lite", "glm_moe_dsa", "jamba", "mellum", "olmoe", "qwen2_moe"),
+            *("qwen3_moe", "qwen3_next", "solar_open"),
         ),
         _split_experts,
     ),

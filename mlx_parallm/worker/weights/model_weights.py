@@ -181,10 +181,14 @@ class ModelWeights:
         return sums
 
     def _renamed(self, arrays: dict[str, mx.array], current: Arrays) -> dict[str, mx.array]:
-        """Return weights by the names and in the form that mlx_lm gives them at load."""
-        if arrays.keys() <= current.keys():
-            return arrays
+        """Return weights by the names and in the form that mlx_lm gives them at load.
+
+        Names that the checkpoint and the model share are those of the checkpoint, whose numbers and
+        axes may be others.
+        """
         shapes = self._checkpoint_shapes()
+        if arrays.keys() <= current.keys() and not arrays.keys() <= shapes.keys():
+            return arrays
         try:
             if arrays.keys() < shapes.keys():
                 return renamed_as_in(shapes, arrays, self._rename)
