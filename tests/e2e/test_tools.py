@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,6 +169,52 @@ def test_a_custom_tool_is_called_with_a_text(client: openai.OpenAI) -> None:
     assert call.type == "custom"
     assert call.custom.name == "note"
     assert isinstance(call.custom.input, str)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [
+        ("regex", r"(add|sub) \d{1,3} \"[a-c]{1,4}\"\n"),
+        (
+            "lark",
+            'start: OP SP INT SP "\\"" LETTER~1..4 "\\"" LF\nOP: "add" | "sub"\nSP: " "\n'
+            "INT: /[0-9]{1,3}/\nLETTER: /[a-c]/\n%import common.LF",
+        ),
+    ],
+)
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_the_text_of_a_custom_tool_matches_its_grammar(
+    client: openai.OpenAI, api: str, syntax: str, definition: str
+) -> None:
+    grammar: Any = {"syntax": syntax, "definition": definition}
+    tool: Any = {"type": "custom", "name": "calc", "format": {"type": "grammar", **grammar}}
+    for seed in range(3):
+        more: Any = {"temperature": 1.5, "extra_body": {"seed": seed}}
+        if api == "chat":
+            format_ = {"type": "grammar", "grammar": grammar}
+            custom: Any = {"type": "custom", "custom": {"name": "calc", "format": format_}}
+            choice: Any = client.chat.completions.create(
+                model=MODEL,
+                messages=HI,
+                tools=[custom],
+                tool_choice="required",
+                max_tokens=200,
+                parallel_tool_calls=False,
+                **more,
+            ).choices[0]
+            text = choice.message.tool_calls[0].custom.input
+        else:
+            answer = client.responses.create(
+                model=MODEL,
+                input="Hello!",
+                tools=[tool],
+                tool_choice="required",
+                max_output_tokens=200,
+                parallel_tool_calls=False,
+                **more,
+            )
+            (text,) = [item.input for item in answer.output if item.type == "custom_tool_call"]
+        assert re.fullmatch(r"(add|sub) [0-9]{1,3} \"[a-c]{1,4}\"\n", text), text
 
 
 def test_reasoning_before_a_forced_call_or_an_answer(client: openai.OpenAI) -> None:

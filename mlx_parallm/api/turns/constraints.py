@@ -146,7 +146,7 @@ def _calls(turn: TurnRequest, model: GenerationModel) -> ForcedCalls:
 def _for_grammar(turn: TurnRequest) -> list[dict[str, Any]]:
     """Return the tools as ``parsing`` takes them."""
     return [
-        {"name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
+        {"name": tool.name, "parameters": tool.enforced(), "strict": tool.strict}
         for tool in turn.callable_tools
     ]
 

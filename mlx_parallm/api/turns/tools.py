@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.grammar.lark_regex import lark_regex
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_mapping
 
@@ -32,6 +33,7 @@ class Tool:
         parameters: JSON schema of the arguments, which are an object.
         strict: whether the caller wants arguments that match ``parameters`` exactly.
         is_custom: it takes a text, not arguments: the argument ``CUSTOM_INPUT`` is that text.
+        pattern: of a custom tool: an expression that the whole text must match; None for any text.
     """
 
     name: str
@@ -39,6 +41,14 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
     strict: bool = False
     is_custom: bool = False
+    pattern: str | None = None
+
+    def enforced(self) -> Mapping[str, Any]:
+        """Return the schema of the arguments, with what the model is told in words."""
+        if self.pattern is None:
+            return self.parameters
+        text = {"type": "string", "pattern": f"^(?:{self.pattern})$"}
+        return {**self.parameters, "properties": {CUSTOM_INPUT: text}}
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates take it: OpenAI's function tool."""
@@ -95,27 +105,26 @@ def function_tool(tool: BodyValue, *, schema_field: str = "parameters") -> Tool:
 def custom_tool(tool: BodyValue) -> Tool:
     """Return the custom tool, which takes a text, that an object describes.
 
-    A grammar in its format is told to the model as part of the description.
+    A grammar in its format is told to the model as part of the description, and enforced.
 
     Raises:
         InvalidRequestError: it is malformed; names the field.
     """
     description = tool["description"].optional_text()
-    syntax, grammar = _grammar(tool["format"])
-    # The whole input must match, as with every regular expression here.
-    pattern = {"pattern": f"^(?:{grammar})$"} if syntax == "regex" else {}
+    grammar, pattern = _grammar(tool["format"])
     words = [description, grammar and f"The input must match this grammar:\n{grammar}"]
     return Tool(
         name=tool_name(tool["name"]),
         description="\n\n".join(filter(None, words)) or None,
         parameters={
             "type": "object",
-            "properties": {CUSTOM_INPUT: {"type": "string"} | pattern},
+            "properties": {CUSTOM_INPUT: {"type": "string"}},
             "required": [CUSTOM_INPUT],
             "additionalProperties": False,
         },
-        strict=bool(pattern),
+        strict=pattern is not None,
         is_custom=True,
+        pattern=pattern,
     )
 
 
@@ -215,13 +224,21 @@ def _object_schema(parameters: BodyValue) -> dict[str, Any]:
     return {"type": "object"} | dict(schema)
 
 
-def _grammar(format_: BodyValue) -> tuple[str, str]:
-    """Return the syntax and the definition of a format's grammar; empty texts if it has none."""
+def _grammar(format_: BodyValue) -> tuple[str, str | None]:
+    """Return the definition of a format's grammar, and its expression; "" and None without one."""
     if format_.value is None or format_.object().type == "text":
-        return "", ""
+        return "", None
     # The Responses API has both in the format itself.
     grammar = format_ if format_["grammar"].value is None else format_["grammar"].object()
     syntax = grammar["syntax"]
     if syntax.value not in ("lark", "regex"):
         raise syntax.refusal('must be "lark" or "regex"')
-    return syntax.value, grammar["definition"].filled_text()
+    definition = grammar["definition"]
+    text = definition.filled_text()
+    if syntax.value == "regex":
+        return text, text
+    try:
+        return text, lark_regex(text)
+    except InvalidRequestError as refusal:
+        refusal.param = definition.where
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -32,10 +33,17 @@ def custom(format_: Any) -> dict[str, Any]:
 def test_a_custom_tool_of_a_regular_expression_takes_a_text_that_matches_it() -> None:
     grammar = {"syntax": "regex", "definition": "a+|b"}
     (tool,) = chat_tools([custom({"type": "grammar", "grammar": grammar})])
-    assert tool.parameters["properties"] == {"input": {"type": "string", "pattern": "^(?:a+|b)$"}}
+    assert tool.enforced()["properties"]["input"]["pattern"] == "^(?:a+|b)$"
     assert tool.strict
+    # The model is told in words.
+    assert "pattern" not in json.dumps(tool.for_template()["function"]["parameters"])
+    assert "a+|b" in (tool.description or "")
     (text,) = chat_tools([custom({"type": "text"})])
     assert not text.strict
+    assert text.enforced() == text.parameters
+    lark = {"syntax": "lark", "definition": 'start: "a" /b+/'}
+    (tool,) = chat_tools([custom({"type": "grammar", **lark})])
+    assert tool.pattern == "a(?:b+)"
 
 
 def test_a_function_is_rendered_as_it_came() -> None:
@@ -56,14 +64,14 @@ def test_a_function_without_parameters_takes_an_empty_object() -> None:
 
 
 def test_a_custom_tool_is_a_function_of_one_text() -> None:
-    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"'}}
     custom = {"name": "patch", "description": "Patches.", "format": grammar}
     (tool,) = chat_tools([{"type": "custom", "custom": custom}])
     assert tool.is_custom
     assert list(tool.parameters["properties"]) == ["input"]
     assert tool.description is not None
     assert tool.description.startswith("Patches.")
-    assert "start: X" in tool.description
+    assert 'start: "x"' in tool.description
 
 
 @pytest.mark.parametrize(
@@ -87,6 +95,10 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ([{"type": "custom", "custom": {}}], "tools[0].custom.name"),
         ([{"type": "custom", "custom": {"name": "a", "format": 1}}], "tools[0].custom.format"),
         ([custom({"type": "grammar"})], "tools[0].custom.format.syntax"),
+        (
+            [custom({"type": "grammar", "syntax": "lark", "definition": "start: x"})],
+            "tools[0].custom.format.definition",
+        ),
         ([custom({"type": "grammar", "grammar": 1})], "tools[0].custom.format.grammar"),
         (
             [custom({"type": "grammar", "grammar": {"syntax": "regex"}})],
