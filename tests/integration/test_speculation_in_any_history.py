@@ -59,7 +59,7 @@ RUNS = (
     ("qwen2_5_vl", CompiledAttention, DRAFT),
 )
 #: TARGETS of adapters in the text model.
-TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj", "lm_head")
 
 
 class Segment(NamedTuple):
