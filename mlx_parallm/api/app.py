@@ -36,6 +36,7 @@ from mlx_parallm.api.http.middleware import (
     refuse_origins,
 )
 from mlx_parallm.api.http.origins import ANY
+from mlx_parallm.api.http.request_counts import CountingMiddleware, RequestCounts
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.responses.service import ResponseService
@@ -138,6 +139,7 @@ def create_app(
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
     app.state.load_log = LoadLog(engine)
+    app.state.counts = RequestCounts()
     if app.state.batches is not None:
         app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
@@ -206,6 +208,7 @@ def create_request_app(
     app.state.max_waiting = max_waiting
     app.state.pictures = Pictures(config.media, separates_clients=config.separates_keys)
     app.state.policies = policies
+    app.state.counts = RequestCounts()
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
@@ -261,4 +264,5 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(CountingMiddleware, counts=app.state.counts)
     app.add_middleware(RouteMiddleware, routes=declared_routes(app))

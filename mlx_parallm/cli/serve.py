@@ -305,6 +305,7 @@ class _SharedHttp(_OwnHttp):
             module_command(HTTP, config),
             shared=app.state.policies,
             adopt=self._adopt,
+            count=app.state.counts.add,
         )
         answers = answers_in_any_process()
         self._connections = ConnectionServer(

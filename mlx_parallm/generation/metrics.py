@@ -38,6 +38,8 @@ FIRST_TOKEN_S = (
 )
 TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+#: ``COMPUTED``, ``CACHED``: vLLM's names of where KV of prompt tokens comes from.
+COMPUTED, CACHED = "local_compute", "local_cache_hit"
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -64,6 +66,9 @@ class GenerationFamilies:
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found cached.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or reused.")
+        self.prompt_tokens_by_source = self._counter(
+            "prompt_tokens_by_source", "Prompt tokens, computed or found cached.", "source"
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
         self.drafts = self._counter("spec_decode_num_drafts", "Runs of proposals verified.")
@@ -206,11 +211,18 @@ class EngineMetrics:
                     generated += len(event.token_ids)
                     self._on_tokens(event, times, now)
                 case PromptEvent():
-                    self._families.prompt_tokens.labels(*self._labels).inc(times.prompt_len)
+                    self._on_prompt(times.prompt_len, event.num_cached_tokens)
                 case ErrorEvent():
                     self._families.success.labels(*self._labels, "error").inc()
                     del self._times[event.request_id]
         self._generated.inc(generated)
+
+    def _on_prompt(self, num_tokens: int, num_cached: int) -> None:
+        families, labels = self._families, self._labels
+        families.prompt_tokens.labels(*labels).inc(num_tokens)
+        by_source = families.prompt_tokens_by_source
+        by_source.labels(*labels, COMPUTED).inc(num_tokens - num_cached)
+        by_source.labels(*labels, CACHED).inc(num_cached)
 
     def on_queue(self, stats: SchedulerStats) -> None:
         """Note that the queues changed."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,6 +67,26 @@ def is_running(pid: int) -> bool:
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return bool(state) and not state.startswith("Z")
+
+
+def test_answers_of_all_processes_are_counted(server: ServerProcess) -> None:
+    sample = re.compile(r'http_requests_total\{handler="/v1/completions",.*status="200"\} (\S+)')
+
+    def counted() -> float:
+        text = httpx2.get(f"{server.url}/metrics").text
+        return sum(map(float, sample.findall(text)))
+
+    before = counted()
+    texts(server, MODEL, 8)
+    # Processes report from time to time.
+    while counted() < before + 8:
+        pass
+    assert counted() == before + 8
+    usage = re.findall(
+        r'process_open_fds\{pid="\d+",process="(\w+)"\}', httpx2.get(f"{server.url}/metrics").text
+    )
+    if sys.platform == "linux":
+        assert sorted(set(usage)) == ["engine", "http", "server"]
 
 
 @on_linux

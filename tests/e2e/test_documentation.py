@@ -114,5 +114,27 @@ def test_the_schema_lists_the_routes(demo_server: ServerProcess) -> None:
     assert "temperature" in schema["components"]["schemas"]["ChatRequest"]["properties"]
 
 
+def test_the_dashboard_shows_metrics_that_there_are(demo_server: ServerProcess) -> None:
+    body = {"model": MODELS[0], "prompt": "a", "max_tokens": 2}
+    httpx2.post(f"{demo_server.url}/v1/completions", json=body).raise_for_status()
+    embeddings = {"model": "demo:embed", "input": "a"}
+    httpx2.post(f"{demo_server.url}/v1/embeddings", json=embeddings).raise_for_status()
+    text = httpx2.get(f"{demo_server.url}/metrics").text
+    samples = re.findall(r"^([a-z_:]+)\{(.*)\} \S+$", text, re.MULTILINE)
+    labels = {name: set(re.findall(r'(\w+)="', fields)) for name, fields in samples}
+    dashboard = json.loads((ROOT / "examples/monitoring/grafana.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) >= 18
+    for query in queries:
+        names = re.findall(r"(?:vllm|mlx_parallm):\w+|http_requests_total", query)
+        grouped = {
+            label for part in re.findall(r"by \((.*?)\)", query) for label in part.split(", ")
+        }
+        assert names
+        for name in names:
+            assert grouped <= labels[name], query
+
+
 def _answers(schema: dict[str, Any], path: str, method: str = "post") -> dict[str, Any]:
     return schema["paths"][path][method]["responses"]["200"]["content"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import uvloop
+from fastapi import FastAPI
 
 from mlx_parallm.api.app import answers_in_any_process, create_request_app
 from mlx_parallm.api.control.art.policies import Policies
@@ -19,11 +20,13 @@ from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.serving.remote.client import RemoteEngine
-from mlx_parallm.serving.remote.messages import Catalog, Closed, Ready, Start, Stop
+from mlx_parallm.serving.remote.messages import Catalog, Closed, Counted, Ready, Start, Stop
 from mlx_parallm.serving.remote.wire import Wire
 
 # ORPHANED: exit code of a process whose server is gone.
 ORPHANED = 3
+# COUNT_INTERVAL_S: seconds between two reports of what was answered; scrapes are no more frequent.
+COUNT_INTERVAL_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +46,7 @@ class HttpProcess:
         self._pipe_end = pipe_end
         self._wire = Wire(self._take, on_lost=_end_at_once)
         self._engine: RemoteEngine | None = None
+        self._app: FastAPI | None = None
         self._connections: ConnectionServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
@@ -75,7 +79,7 @@ class HttpProcess:
         )
         policies = Policies()
         self._engine = RemoteEngine(start, self._wire, policies.replace)
-        app = create_request_app(
+        app = self._app = create_request_app(
             self._engine,
             start.server_config,
             max_waiting=start.max_waiting,
@@ -96,7 +100,18 @@ class HttpProcess:
         await self._connections.uvicorn.is_up.wait()
         spare_garbage_collection()
         self._wire.send(Ready())
+        counting = asyncio.get_running_loop().create_task(self._count())
         await serving
+        counting.cancel()
+
+    async def _count(self) -> None:
+        """Report what was answered, from time to time."""
+        assert self._app is not None, "it is set up"
+        while True:
+            await asyncio.sleep(COUNT_INTERVAL_S)
+            counts = self._app.state.counts.take()
+            if counts:
+                self._wire.send(Counted(counts))
 
     def _note_closed(self) -> None:
         self._wire.send(Closed())

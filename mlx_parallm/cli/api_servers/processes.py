@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from mlx_parallm.api.http.handover import ConnectionPipe, Handover
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.remote.life import start_process
 from mlx_parallm.serving.remote.host import EngineHost, Shared
-from mlx_parallm.serving.remote.messages import Closed, Ready, Start, Stop
+from mlx_parallm.serving.remote.messages import Closed, Counted, Ready, Start, Stop
 from mlx_parallm.serving.remote.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class HttpProcesses:
         *,
         shared: Shared,
         adopt: Handover,
+        count: Callable[[Mapping[Any, int]], None] = lambda counts: None,
         restart_delay_s: Callable[[int], float] | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
@@ -81,6 +82,7 @@ class HttpProcesses:
             command: starts one; its last two arguments are descriptors.
             shared: what applications share.
             adopt: serves a connection in this process.
+            count: takes what the processes have answered.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
         """
         self._restart_delay_s = restart_delay_s or _restart_delay_s
@@ -89,6 +91,7 @@ class HttpProcesses:
         self._command = command
         self._shared = shared
         self._adopt = adopt
+        self._count = count
         self._processes: list[_Process] = []
         self._lives: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -224,6 +227,8 @@ class HttpProcesses:
                 process.ready.set()
             case Closed():
                 process.num_connections -= 1
+            case Counted():
+                self._count(message.counts)
             case _:
                 known = process.host.take(message, number)
                 assert known, message

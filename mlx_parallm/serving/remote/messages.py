@@ -84,6 +84,13 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """From the HTTP process: what it has answered since the last time, by labels of the metric."""
+
+    counts: Mapping[Any, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """From the HTTP process: admit a request; the answer is None or the refusal.
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 
 from mlx_parallm import __version__
+from mlx_parallm.api.control.server.process_usage import usage_families
 from mlx_parallm.api.control.server.schema import LoadResponse, ReadyResponse
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.request_counts import RequestCounts
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.training.service import TrainingService
@@ -74,7 +80,27 @@ async def version() -> dict[str, str]:
 async def metrics(engine: EngineDep, request: Request) -> Response:
     """Return Prometheus metrics under vLLM's names."""
     body, content_type = await engine.render_metrics()
+    counts: RequestCounts = request.app.state.counts
+    body += _rendered([counts.family(), *usage_families()])
     training: TrainingService | None = request.app.state.training
     if training is not None:
         body += training.metrics()
     return Response(body, headers={"content-type": content_type})
+
+
+class _Collected:
+    """Metrics as ``CollectorRegistry`` takes them."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Sequence[Metric]:
+        """Return them."""
+        return self._families
+
+
+def _rendered(families: Sequence[Metric]) -> bytes:
+    """Return metrics in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Collected(families))  # pyright: ignore[reportArgumentType]
+    return generate_latest(registry)

@@ -158,6 +158,25 @@ async def test_a_line_has_the_code_of_the_error(log: pytest.LogCaptureFixture) -
     assert not fine.keys() & (GENERATED | {"error"})
 
 
+async def test_answers_are_counted_by_route_and_status() -> None:
+    config = ServerConfig(access_log=False)
+    async with client_of(make_app(FakeEngine(), config)) as client:
+        for path in ("/v1/models", "/v1/models/none", "/v1/models/other", "/secret/path"):
+            await client.get(path)
+        await client.head("/health")
+        await client.request("MADEUP", "/v1/models")
+        metrics = (await client.get("/metrics")).text
+    counted = dict(re.findall(r"^http_requests_total\{(.*)\} (\S+)$", metrics, re.MULTILINE))
+    assert counted == {
+        'handler="/v1/models",method="GET",status="200"': "1.0",
+        'handler="/v1/models/{model_id}",method="GET",status="404"': "2.0",
+        'handler="other",method="GET",status="404"': "1.0",
+        'handler="/health",method="HEAD",status="200"': "1.0",
+        'handler="/v1/models",method="other",status="405"': "1.0",
+    }
+    assert 'mlx_parallm:process_cpu_seconds_total{pid="' in metrics
+
+
 async def test_a_refused_key_and_a_bug_are_logged_too(log: pytest.LogCaptureFixture) -> None:
     app = app_of(ServerConfig(api_keys=("key",)))
 
@@ -202,6 +221,9 @@ async def test_head_is_get_without_a_body(log: pytest.LogCaptureFixture, path: s
     assert head.status_code == get.status_code
     assert head.content == b""
     own = {"x-request-id": ""}
+    if path == "/metrics":
+        # The second answer counts the first.
+        own["content-length"] = ""
     assert dict(head.headers) | own == dict(get.headers) | own
     assert vars(logged(log)[-1])["method"] == "HEAD"
 
