@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_parallm.parsing.forced import arguments_schema, forced_calls
 from mlx_parallm.parsing.formats import ToolFormat, tools_of
-from mlx_parallm.parsing.parts import Part, ToolCallArguments, ToolCallBegin
+from mlx_parallm.parsing.parts import ContentText, Part, ToolCallArguments, ToolCallBegin
 from mlx_parallm.parsing.registry import tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.parsing.writer import merge
@@ -160,3 +160,26 @@ def test_unnamed_properties_are_left_out_unless_the_schema_says_otherwise() -> N
     assert schema({"properties": {}, "additionalProperties": True})["additionalProperties"] is True
     assert "additionalProperties" not in schema({"type": "object"})
     assert "additionalProperties" not in schema({"properties": {}, "allOf": []})
+
+
+FORCED = [name for name in tool_format_names() if tool_format(name).forced is not None]
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_arguments_may_hold_any_marker_of_their_format(name: str) -> None:
+    form = tool_format(name)
+    assert form.forced is not None
+    call = form.forced
+    markers = {*form.markers, *form.silent, call.begin, call.end, call.separator or "", "<think>"}
+    for marker in markers:
+        arguments = json.dumps({"text": f"x {marker} y"}, ensure_ascii=False)
+        one = call.call.replace("$name", "say-it").replace("$arguments", arguments)
+        text = f"{call.begin}{one}{call.end}"
+        for size in (1, len(text)):
+            parser = turn_parser(tool_format=form, reasoning_format=None, tools=TOOLS)
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            parts = [part for piece in pieces for part in parser.add(piece)] + parser.flush()
+            written = [part.text for part in parts if isinstance(part, ToolCallArguments)]
+            assert json.loads("".join(written)) == json.loads(arguments), marker
+            assert len([part for part in parts if isinstance(part, ToolCallBegin)]) == 1
+            assert not any(isinstance(part, ContentText) for part in parts)
