@@ -14,6 +14,7 @@ from mlx_parallm.types.json_values import is_list, is_mapping
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+Tools = Sequence[Mapping[str, Any]]
 #: ``WriteCalls``: returns tool calls, each a name and its arguments, as text.
 WriteCalls = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 
@@ -190,6 +191,41 @@ def joined_users(messages: Messages) -> list[Message]:
 def joined_assistants(messages: Messages) -> list[Message]:
     """Join assistants' turns that follow each other."""
     return _joined_turns(messages, "assistant")
+
+
+def described_tools(tools: Tools) -> list[dict[str, Any]]:
+    """Give tools without a description an empty one."""
+    return [_with_function(tool, _described) for tool in tools]
+
+
+def described_parameters(tools: Tools) -> list[dict[str, Any]]:
+    """Give tools and their parameters without a description an empty one."""
+    return [_with_function(tool, lambda each: _filled(_described(each))) for tool in tools]
+
+
+def _with_function(
+    tool: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    function = tool.get("function")
+    return {**tool, "function": change(function)} if is_mapping(function) else dict(tool)
+
+
+def _described(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "description" in function:
+        return function
+    return {"name": function.get("name"), "description": "", **function}
+
+
+def _filled(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = function.get("parameters")
+    properties = schema.get("properties") if is_mapping(schema) else None
+    if not is_mapping(schema) or not is_mapping(properties):
+        return function
+    filled = {
+        name: {**each, "description": each.get("description", "")} if is_mapping(each) else each
+        for name, each in properties.items()
+    }
+    return {**function, "parameters": {**schema, "properties": filled}}
 
 
 def _joined_turns(messages: Messages, role: str) -> list[Message]:

@@ -13,11 +13,13 @@ from functools import partial
 from typing import Any
 
 from mlx_parallm.tokenizer import rewrites
-from mlx_parallm.tokenizer.rewrites import Message, Messages, WriteCalls
+from mlx_parallm.tokenizer.rewrites import Message, Messages, Tools, WriteCalls
 from mlx_parallm.types.errors import InvalidRequestError
 
 Rewrite = Callable[[Messages], list[Message]]
+ToolRewrite = Callable[[Tools], list[dict[str, Any]]]
 Render = Callable[[list[dict[str, Any]]], str]
+RenderTools = Callable[[list[dict[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,16 @@ class TemplateForm:
     Attributes:
         rewrites: are applied in order.
         losses: what the template leaves out or refuses all the same; in words.
+        tools: is applied to the tools; None: they are left as they are.
     """
 
     rewrites: tuple[Rewrite, ...] = ()
     losses: tuple[str, ...] = ()
+    tools: ToolRewrite | None = None
+
+    def fit_tools(self, tools: Tools) -> list[dict[str, Any]]:
+        """Return tools as the template takes them."""
+        return [dict(tool) for tool in (tools if self.tools is None else self.tools(tools))]
 
     def fit(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages as the template takes them."""
@@ -82,16 +90,32 @@ def probed_form(render: Render, write_calls: WriteCalls | None = None) -> Templa
     return form
 
 
+def probed_tools(render: RenderTools) -> ToolRewrite | None:
+    """Return what is applied to tools; None if the template takes them as they are.
+
+    Args:
+        render: writes a question with tools; raises InvalidRequestError if they are refused.
+    """
+    for rewrite in (None, rewrites.described_tools, rewrites.described_parameters):
+        try:
+            text = render(TemplateForm(tools=rewrite).fit_tools(_TOOLS))
+        except InvalidRequestError:
+            continue
+        if _TOOL_NAME in text:
+            return rewrite
+    return None
+
+
 def _extended(form: TemplateForm, probe: _Probe, render: Render) -> TemplateForm:
     """Return a form that also has the rewrite which lets the template write a probe."""
     if _writes(render, form, probe.messages):
         return form
     for rewrite in probe.rewrites:
         before, after = ((rewrite,), ()) if probe.comes_first else ((), (rewrite,))
-        longer = TemplateForm((*before, *form.rewrites, *after), form.losses)
+        longer = replace(form, rewrites=(*before, *form.rewrites, *after))
         if _writes(render, longer, probe.messages) and _writes(render, longer, probe.checked):
             return longer
-    return TemplateForm(form.rewrites, (*form.losses, probe.what))
+    return replace(form, losses=(*form.losses, probe.what))
 
 
 def _writes(render: Render, form: TemplateForm, messages: Messages) -> bool:
@@ -139,6 +163,17 @@ def _call_id(word: str) -> str:
 
 
 _ONE_CALL = (_said("user", "uaq"), _called("caq"), _result("caq", "raq"))
+_TOOL_NAME = "tbq"
+#: ``_TOOLS``: a tool without a description, as OpenAI's API takes it.
+_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL_NAME,
+            "parameters": {"type": "object", "properties": {"value": {"type": "string"}}},
+        },
+    },
+)
 _QUESTION = (_said("user", "uaq"),)
 _TEXT_AND_CALL = (_said("user", "uaq"), _called("caq", text="taq"), _result("caq", "raq"))
 _CALLS = _Probe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.tokenizer.chat_template import template_refusals
@@ -16,7 +17,7 @@ from mlx_parallm.tokenizer.loaded import (
 )
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.rewrites import WriteCalls
-from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
+from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probed_tools
 from mlx_parallm.tokenizer.thinking import ThinkingVariables, probed_thinking
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 from mlx_parallm.types.errors import InvalidRequestError
@@ -120,8 +121,8 @@ class ParallmTokenizer:
     def _thinking(self) -> ThinkingVariables:
         if not self._has_chat_template:
             return ThinkingVariables()
-        options = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
         question = {"role": "user", "content": _PROBE_TEXT}
+        options = _options(None, add_generation_prompt=True)
         return probed_thinking(
             lambda variables: self._written([dict(question)], {**variables, **options}),
             self.chat_template,
@@ -132,11 +133,15 @@ class ParallmTokenizer:
         """The form without tools and with tools, for which a model may have another template."""
         if not self._has_chat_template:
             return {False: TemplateForm(), True: TemplateForm()}
-        return {False: self._probed(None), True: self._probed([_PROBE_TOOL])}
+        question = {"role": "user", "content": _PROBE_TEXT}
+        tools = probed_tools(lambda tools: self._written([dict(question)], _options(tools)))
+        with_tools = replace(self._probed([_PROBE_TOOL]), tools=tools)
+        return {False: self._probed(None), True: with_tools}
 
     def _probed(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateForm:
-        options = {"tools": tools, "add_generation_prompt": False, "continue_final_message": False}
-        return probed_form(lambda messages: self._written(messages, options), self._write_calls)
+        return probed_form(
+            lambda messages: self._written(messages, _options(tools)), self._write_calls
+        )
 
     def _written(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Return what the template writes for messages that it takes."""
@@ -152,9 +157,10 @@ class ParallmTokenizer:
 
     def _writes(self, message: dict[str, Any]) -> bool:
         """True if the template writes the content of a message."""
-        options = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
         try:
-            return _PROBE_TEXT in self._render([message], options)
+            return _PROBE_TEXT in self._render(
+                [message], _options(None, add_generation_prompt=True)
+            )
         except InvalidRequestError:
             return False
 
@@ -229,16 +235,16 @@ class ParallmTokenizer:
                 "This model has no chat template: use /v1/completions, or give a chat_template.",
                 param="messages",
             )
-        options: dict[str, Any] = dict(template_kwargs or {})
-        options |= {
-            "tools": [dict(tool) for tool in tools] if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        if chat_template is not None:
-            options["chat_template"] = chat_template
-            return self._render([dict(message) for message in messages], options)
-        return self._written(self.template_form(has_tools=bool(tools)).fit(messages), options)
+        own = chat_template is None
+        form = self.template_form(has_tools=bool(tools)) if own else TemplateForm()
+        options = dict(template_kwargs or {}) | _options(
+            form.fit_tools(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        if own:
+            return self._written(form.fit(messages), options)
+        return self._render(form.fit(messages), options | {"chat_template": chat_template})
 
     def encode_chat(
         self,
@@ -285,6 +291,20 @@ class ParallmTokenizer:
     def _shared(self) -> Lanes[TextRenderer]:
         assert self._lanes is not None, "this tokenizer is called without locks"
         return self._lanes
+
+
+def _options(
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+) -> dict[str, Any]:
+    """Return the arguments of a template that no variable can replace."""
+    return {
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

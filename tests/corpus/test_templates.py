@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.tokenizer.rewrites import developers_as_systems
@@ -166,6 +167,49 @@ def test_a_template_that_takes_all_is_left_alone(name: str, tokenizer: ParallmTo
     owns = [is_whole(raw(tokenizer, messages, [TOOL]), words) for messages, words in conversations]
     if all(owns):
         assert tokenizer.template_form(has_tools=True).rewrites in ((), (developers_as_systems,))
+
+
+#: Tools as OpenAI's API takes them.
+TOOLS: dict[str, dict[str, Any]] = {
+    "no parameters": {"name": "look"},
+    "no description": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+    "no type": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+            "required": ["place"],
+        },
+    },
+    "reference": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"$ref": "#/$defs/Place"}},
+            "$defs": {"Place": {"enum": ["here", 1, None]}},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_tools_of_every_kind_are_written(
+    name: str, tokenizer: ParallmTokenizer, kind: str, record_property: Callable[[str, str], None]
+) -> None:
+    record_property("case", f"tool: {kind}")
+    if name.partition("/")[2] in UNUSABLE or not tokenizer.takes_tools:
+        record_property("outcome", "refused")
+        pytest.skip("takes no tools")
+    (tool,) = chat_tools([{"type": "function", "function": TOOLS[kind]}])
+    tools = [tool.for_template()]
+    text = tokenizer.render_chat(ASKED, tools=tools, template_kwargs=VARIABLES)
+    own = raw(tokenizer, ASKED, tools)
+    record_property("outcome", "as it is" if text == own else "adapted")
+    assert "look" in text
 
 
 def test_tools_are_written(

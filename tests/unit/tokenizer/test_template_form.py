@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
 from mlx_parallm.tokenizer.rewrites import ACKNOWLEDGED, systems_into_users
-from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form
+from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probed_tools
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.strict_templates import NO_SYSTEM, TEMPLATES
 
@@ -173,6 +173,45 @@ def test_calls_that_a_template_leaves_out_are_text() -> None:
     talks = "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     form = probed_form(lambda messages: render(talks, messages), write)
     assert render(talks, form.fit(messages)) == turns + "<user>result-a<user>result-b"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"v": {"type": "string"}, "w": True}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "described"),
+    [
+        ("{{ tools | tojson }}", None),
+        ("{% for t in tools %}{{ t.function.name + t.function.description }}{% endfor %}", ""),
+        (
+            "{% for t in tools %}{{ t.function.name }}"
+            "{% for p in t.function.parameters.properties.values() if p is mapping %}"
+            "{{ '' + p.description }}{% endfor %}{% endfor %}",
+            "",
+        ),
+        ("no tools", None),
+    ],
+)
+def test_tools_get_the_descriptions_that_a_template_reads(
+    template: str, described: str | None
+) -> None:
+    def write(tools: list[dict[str, Any]]) -> str:
+        try:
+            return JinjaChat(template, {}).render([said("user", "u")], tools=tools)
+        except Exception as problem:
+            raise InvalidRequestError(str(problem), param="messages") from problem
+
+    form = TemplateForm(tools=probed_tools(write))
+    (tool,) = form.fit_tools([TOOL])
+    assert tool["function"].get("description") == described
+    assert (tool == TOOL) == (described is None)
+    write([tool])
 
 
 @st.composite
