@@ -103,8 +103,8 @@ Sizes on which shapes depend, and classes that are not known, are refused.
 
 These fields have an effect here, although mlx_lm's classes lack them:
 
-- `sliding_window` of mistral, ministral3, mixtral, phi3, phimoe and starcoder2;
-- `attention_factor` of YaRN;
+- `sliding_window` of gemma2, mistral, ministral3, mixtral, phi3, phimoe and starcoder2;
+- `attention_factor` of YaRN, and `truncate` in gpt_oss;
 - `partial_rotary_factor` of glm.
 
 These models are refused, because mlx_lm has no class for them:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import glm, gpt2, idefics3, internvl, llava_next, opt
+from mlx_parallm.models import gemma2, glm, gpt2, gpt_oss, idefics3, internvl, llava_next, opt
 from mlx_parallm.models.readable_decoders import readable_decoder
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
@@ -21,8 +21,13 @@ OWN_DECODERS: dict[str, ModuleType] = {
     "opt": opt,
     "smolvlm": idefics3,
 }
-#: ``EXTENDED_DECODERS``: the modules for architectures of which mlx_lm reads some checkpoints only.
-EXTENDED_DECODERS: dict[str, ModuleType] = {"glm": glm, "gpt2": gpt2}
+#: ``EXTENDED_DECODERS``: modules that extend those of mlx_lm.
+EXTENDED_DECODERS: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "glm": glm,
+    "gpt2": gpt2,
+    "gpt_oss": gpt_oss,
+}
 
 
 def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:

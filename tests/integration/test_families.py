@@ -37,8 +37,6 @@ REFUSED = {
 #: ``DIFFERENT``: the fields in which mlx_lm differs; a warning names each.
 DIFFERENT = {
     "ernie4_5_moe": "moe_num_experts",
-    "gemma2_window": "sliding_window",
-    "gpt_oss": "rope_scaling",
     "jamba": "num_experts",
     "olmo3_bases": "rope_parameters",
     "phi3_longrope": "rope_scaling",
@@ -96,6 +94,20 @@ def test_a_warning_names_the_field_that_differs(
     assert f"differs from transformers in {DIFFERENT[name]}: " in caplog.text
     # Once mlx_lm computes the same, the warning can go.
     assert difference(model, golden) > TOLERANCE
+
+
+def test_a_context_within_the_original_one_has_its_factors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    golden = read_family("phi3_longrope")
+    original = golden["config"]["rope_parameters"]["original_max_position_embeddings"]
+    folder = write_golden(tmp_path, golden)
+    for length, is_short in ((original, True), (original + 1, False)):
+        config = ModelConfig(dtype="float32", max_model_len=length)
+        caplog.clear()
+        model = load_model(config, folder).model
+        assert (difference(model, golden) <= TOLERANCE) is is_short
+        assert ("differs from transformers" in caplog.text) is not is_short
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.models.checkpoints.rope_fields import rope_of
+from mlx_parallm.models.checkpoints.rope_fields import LONG_ROPE, rope_of
 
 Test = Callable[[Mapping[str, Any]], bool]
 
@@ -25,13 +25,8 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _has_long_rope(config: Mapping[str, Any]) -> bool:
     scaling = _scaling(config)
-    kind = scaling.get("type", scaling.get("rope_type"))
-    is_long = kind in ("longrope", "su")
+    is_long = scaling.get("type", scaling.get("rope_type")) in LONG_ROPE
     return is_long and scaling.get("short_factor") != scaling.get("long_factor")
-
-
-def _is_not_truncated(config: Mapping[str, Any]) -> bool:
-    return _scaling(config).get("truncate") is False
 
 
 def _has_two_ropes(config: Mapping[str, Any]) -> bool:
@@ -49,24 +44,25 @@ def _ties_scaled_head(config: Mapping[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings")) and is_scaled
 
 
-# LONG_ROPE: of several families.
-LONG_ROPE = ("rope_scaling", "long_factor is used for short texts too", _has_long_rope)
+LONG_FACTOR = (
+    "rope_scaling",
+    "long_factor is used for short texts too, unless --max-model-len is in the original one",
+    _has_long_rope,
+)
 UNUSED_WINDOW = ("sliding_window", "attention reaches all tokens", _uses_window)
 #: ``DIFFERENCES``: field, what mlx_lm does, and when, by ``model_type``.
 DIFFERENCES: Mapping[str, tuple[tuple[str, str, Test], ...]] = {
     "ernie4_5_moe": (
         ("moe_num_experts", "experts are chosen without e_score_correction_bias", _has_experts),
     ),
-    "gemma2": (("sliding_window", "attention reaches all tokens", _has_window),),
-    "gpt_oss": (("rope_scaling", "YaRN's range is truncated", _is_not_truncated),),
     "jamba": (("num_experts", "the weights of chosen experts add up to 1", _has_experts),),
     "minicpm3": (
-        LONG_ROPE,
+        LONG_FACTOR,
         ("tie_word_embeddings", "logits of a tied head are not scaled", _ties_scaled_head),
     ),
     "olmo3": (("rope_parameters", "all layers turn by one base", _has_two_ropes),),
-    "phi3": (LONG_ROPE,),
-    "phimoe": (LONG_ROPE,),
+    "phi3": (LONG_FACTOR,),
+    "phimoe": (LONG_FACTOR,),
     "qwen2": (UNUSED_WINDOW,),
     "qwen2_moe": (UNUSED_WINDOW,),
     "qwen3": (UNUSED_WINDOW,),

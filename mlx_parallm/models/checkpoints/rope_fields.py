@@ -20,13 +20,21 @@ Config = dict[str, Any]
 TEXT_CONFIGS = ("text_config", "llm_config")
 #: ``TWINS``: fields that mean the same; transformers 5 writes the second.
 TWINS = {"num_experts": "num_local_experts"}
+#: ``LONG_ROPE``: the types of LongRoPE.
+LONG_ROPE = ("longrope", "su")
 #: ``MSCALE_STEP``: how much YaRN's factor of queries and keys grows with the logarithm of lengths.
 MSCALE_STEP = 0.1
 
 
-def readable_config(config: Mapping[str, Any]) -> Config:
-    """Return a config with the fields that mlx_lm's models read, those of its text models too."""
+def readable_config(config: Mapping[str, Any], *, max_model_len: int | None = None) -> Config:
+    """Return a config with the fields that mlx_lm's models read, those of its text models too.
+
+    Args:
+        config: of either generation.
+        max_model_len: the longest context that is served, in tokens; None if it is the model's.
+    """
     read = {**config, **_rope_fields(config)}
+    read |= _long_rope(read, max_model_len)
     model_type = str(config.get("model_type"))
     missing = {**_derived_fields(read), **DEFAULTS.get(model_type, {})}
     read |= {name: value for name, value in missing.items() if name not in read}
@@ -34,7 +42,7 @@ def readable_config(config: Mapping[str, Any]) -> Config:
         read |= FAMILY_FIELDS[model_type](read)
     for name in TEXT_CONFIGS:
         if is_mapping(config.get(name)):
-            read[name] = readable_config(config[name])
+            read[name] = readable_config(config[name], max_model_len=max_model_len)
     return read
 
 
@@ -88,6 +96,26 @@ def _yarn(scaling: Mapping[str, Any]) -> Config:
         return dict(scaling)
     wanted = 1.0 + growth if factor is None else float(factor)
     return {**scaling, "mscale": (wanted * (1.0 + growth * whole) - 1.0) / growth}
+
+
+def _long_rope(config: Mapping[str, Any], max_model_len: int | None) -> Config:
+    """Return LongRoPE's settings for contexts of a length.
+
+    mlx_lm always takes the factors of long contexts. transformers takes others within the original
+    context; a server, whose KV has the factors that it was computed with, cannot change them
+    between two tokens, so they change with the longest context that it serves.
+    """
+    scaling = config.get("rope_scaling")
+    if not is_mapping(scaling) or scaling.get("type", scaling.get("rope_type")) not in LONG_ROPE:
+        return {}
+    own = config.get("original_max_position_embeddings")
+    original = own or scaling.get("original_max_position_embeddings")
+    if original is None:
+        return {}
+    fields: Config = {"original_max_position_embeddings": original}
+    if max_model_len is not None and max_model_len <= original and "short_factor" in scaling:
+        fields["rope_scaling"] = {**scaling, "long_factor": scaling["short_factor"]}
+    return fields
 
 
 def _derived_fields(config: Mapping[str, Any]) -> Config:

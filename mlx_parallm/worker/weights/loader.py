@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -204,7 +205,10 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
         model, model_config = mlx_lm_utils.load_model(
             folder,
             lazy=True,
-            get_model_classes=_readable_classes if ranks is None else _text_classes,
+            get_model_classes=partial(
+                _readable_classes if ranks is None else _text_classes,
+                max_model_len=config.max_model_len,
+            ),
             trust_remote_code=config.trust_remote_code,
         )
     if ranks is not None:
@@ -216,16 +220,16 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
     return model, model_config
 
 
-def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
+def _readable_classes(config: dict[str, Any], max_model_len: int | None) -> tuple[type, type]:
     """Return the classes of a config, which gets the fields that these would miss."""
-    config |= readable_config(config)
+    config |= readable_config(config, max_model_len=max_model_len)
     return decoder_classes(config)
 
 
-def _text_classes(config: dict[str, Any]) -> tuple[type, type]:
+def _text_classes(config: dict[str, Any], max_model_len: int | None) -> tuple[type, type]:
     """Return the classes of a config without its tower, which ranks cannot compute together."""
     kept = {name: value for name, value in config.items() if name != "vision_config"}
-    model, args = _readable_classes(kept)
+    model, args = _readable_classes(kept, max_model_len)
     config |= kept
     return model, args
 
