@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 
 from mlx_parallm.grammar.lark import (
     LarkBuilder,
+    inner_tokens,
     json_schema_grammar,
     lark_of_either,
     lark_of_gbnf,
@@ -68,7 +69,9 @@ class GrammarCompiler:
             return known
         # Without a vocabulary the special tokens are unknown.
         self.vocabulary.check()
-        text = json.dumps(self._grammar(spec), ensure_ascii=False)
+        grammar = self._grammar(spec)
+        self._check_ends(grammar)
+        text = json.dumps(grammar, ensure_ascii=False)
         matcher = self.vocabulary.matcher(text)
         # The first mask builds what is lazy, which the first token of every sample needs.
         matcher.compute_bitmask()
@@ -112,6 +115,16 @@ class GrammarCompiler:
         either = " | ".join(map(builder.literal, beginnings))
         start = f"({either}) {builder.text_until('')}"
         return self.matcher(json.dumps(builder.grammar(start), ensure_ascii=False))
+
+    def _check_ends(self, grammar: Mapping[str, Any]) -> None:
+        """Refuse a grammar that goes on after a token that ends the answer."""
+        eos_ids = self.vocabulary.eos_ids
+        named = {text for text, token in self.vocabulary.specials.items() if token in eos_ids}
+        ends = named | set(map(str, eos_ids))
+        for part in grammar["grammars"]:
+            for token in inner_tokens(part.get("lark_grammar") or ""):
+                if token in ends:
+                    raise InvalidRequestError(f"The grammar goes on after {token}, an end token.")
 
     def _grammar(self, spec: GrammarSpec) -> dict[str, Any]:
         builder = LarkBuilder()

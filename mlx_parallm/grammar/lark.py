@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,20 @@ def _converted(text: str, convert: Callable[[str], str]) -> str:
     except Exception as error:
         # The converter raises classes of its own, all of which mean that the text is wrong.
         raise InvalidRequestError(f"The grammar cannot be read: {error}") from error
+
+
+# Texts, expressions and comments of a grammar, in which nothing names a token.
+_NO_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
+# A token by its text or its numbers, and the beginning of what follows it in its rule.
+_TOKEN_AND_MORE = re.compile(r"<(?:\[([\d,\- ]+)\]|([^<>\s\[\]]+))>[)\]?+* \t]*(?=([^\s|)\]]|$)?)")
+
+
+def inner_tokens(grammar: str) -> Iterator[str]:
+    """Yield the special tokens, by text or id, after which a rule of a Lark grammar goes on."""
+    plain = _NO_TOKENS.sub(lambda match: '""' if match[0][0] in '"/' else "", grammar)
+    for match in _TOKEN_AND_MORE.finditer(plain):
+        if match[3]:
+            yield from [f"<{match[2]}>"] if match[2] else re.findall(r"\d+", match[1])
 
 
 def literal(text: str, specials: SpecialTokens) -> str:

@@ -254,3 +254,27 @@ def test_a_cache_forgets_what_was_not_used() -> None:
     cache.put("d", 6, 1)
     cache.put("f", 7, 99)
     assert (cache.get("d"), cache.get("f")) == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_refused"),
+    [
+        ('"a" <|end|> "b"', True),
+        ('"a" (<|end|>)? b', True),
+        (f'<[{END}]> "b"', True),
+        (f"<[1,{END}]> <call>", True),
+        ('"a" <|end|>', False),
+        ('("a" <|end|>)', False),
+        ('<|end|> | "b"', False),
+        ('"<|end|> b" "c"', False),
+        ('/<.end.> b/ "c" // <|end|> b', False),
+        ('<call> "b"', False),
+    ],
+)
+def test_a_grammar_that_goes_on_after_an_end_token_is_refused(rule: str, is_refused: bool) -> None:
+    spec = specs.context_free(f'%llguidance {{}}\nstart: {rule}\nb: "b"')
+    if not is_refused:
+        small_compiler().compile(spec)
+        return
+    with pytest.raises(InvalidRequestError, match="goes on after"):
+        small_compiler().compile(spec)

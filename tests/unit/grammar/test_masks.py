@@ -228,7 +228,7 @@ def test_neither_a_start_nor_a_text_of_the_grammar_fails() -> None:
 
 def test_an_end_token_in_a_grammar_ends_it_only_at_its_end() -> None:
     last, inside = (
-        Grammar(text=COMPILER.compile(specs.context_free(f'start: "a" <[{END}]>{more}')))
+        Grammar(text=COMPILER.compile(specs.context_free(f'start: a{more}\na: "a" <[{END}]>')))
         for more in ("", ' "b"')
     )
     assert mask(ids_of("a"), last) == {END}
