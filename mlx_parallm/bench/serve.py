@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_parallm.bench.arguments import (
@@ -24,7 +24,6 @@ from mlx_parallm.bench.arguments import (
 )
 from mlx_parallm.bench.client import LoadClient
 from mlx_parallm.bench.engine_shares import (
-    Counts,
     EngineShare,
     engine_shares,
     format_shares,
@@ -33,6 +32,13 @@ from mlx_parallm.bench.engine_shares import (
 from mlx_parallm.bench.http_stream import ResponseError, Target
 from mlx_parallm.bench.load import closed_loop
 from mlx_parallm.bench.pictures import DEFAULT_SIZE
+from mlx_parallm.bench.process_usage import (
+    ProcessCost,
+    client_cost,
+    format_costs,
+    process_costs,
+    read_usage,
+)
 from mlx_parallm.bench.processes import Load, send_by_processes
 from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.report import (
@@ -166,19 +172,22 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a flag's value is invalid, or the server cannot be reached.
     """
     try:
-        records, shares = _measure(_load(args), args)
+        outcome = _measure(_load(args), args)
     except (OSError, ValueError, ResponseError) as error:
         raise ConfigError(f"cannot measure {args.base_url}: {error}") from error
+    records = outcome.records
     summary = summarise(records)
     print(format_table(summary))
-    if shares:
-        print("\n" + format_shares(shares))
+    print("\n" + format_costs(outcome.costs))
+    if outcome.shares:
+        print("\n" + format_shares(outcome.shares))
     if note := format_short_outputs(records, ignores_eos=args.ignore_eos):
         print(note, file=sys.stderr)
     if args.output:
-        outcome = to_json(_settings(args), summary, records)
-        outcome["engines"] = [asdict(share) for share in shares]
-        args.output.write_text(json.dumps(outcome, indent=1) + "\n")
+        content = to_json(_settings(args), summary, records)
+        content["engines"] = [asdict(share) for share in outcome.shares]
+        content["processes"] = [asdict(cost) for cost in outcome.costs]
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
     if args.plot:
         _plot(records, args)
     if summary.num_failed:
@@ -186,24 +195,45 @@ def run(args: argparse.Namespace) -> int:
     return 1 if summary.num_failed else 0
 
 
-def _measure(load: Load, args: argparse.Namespace) -> tuple[list[RequestRecord], list[EngineShare]]:
-    """Return a record of each request, and what each of several engines did."""
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a run has measured.
+
+    Attributes:
+        records: of each request.
+        shares: what each of several engines did; empty if there are not several.
+        costs: what the processes of the server, if it tells that, and the load client used.
+    """
+
+    records: list[RequestRecord]
+    shares: list[EngineShare]
+    costs: list[ProcessCost]
+
+
+def _measure(load: Load, args: argparse.Namespace) -> _Outcome:
     load, before = asyncio.run(_begin(load, args))
+    began_cpu_s = client_cost().cpu_s
     if args.processes > 1:
         records = send_by_processes(load, args.processes)
     else:
         records = asyncio.run(load.send())
-    return records, engine_shares(before, asyncio.run(_counts(load.client)))
+    own = client_cost(began_cpu_s)
+    after = asyncio.run(_metrics(load.client))
+    return _Outcome(
+        records,
+        engine_shares(read_counts(before), read_counts(after)),
+        [*process_costs(read_usage(before), read_usage(after)), own],
+    )
 
 
-async def _begin(load: Load, args: argparse.Namespace) -> tuple[Load, Counts]:
-    """Warm the server up; return the load with its requests, and the counters before it."""
+async def _begin(load: Load, args: argparse.Namespace) -> tuple[Load, str]:
+    """Warm the server up; return the load with its requests, and the metrics before it."""
     client = load.client
     model = args.model or await _first_model(client)
     warmups = plan_requests(make_workload(args, model, is_warmup=True))
     await closed_loop(warmups, client.send, concurrency=max(1, len(warmups)))
     requests = plan_requests(make_workload(args, model))
-    return replace(load, requests=requests), await _counts(client)
+    return replace(load, requests=requests), await _metrics(client)
 
 
 def _load(args: argparse.Namespace) -> Load:
@@ -221,12 +251,12 @@ def _load(args: argparse.Namespace) -> Load:
     )
 
 
-async def _counts(client: LoadClient) -> Counts:
-    """Return the counters of each engine; empty if the server does not tell them."""
+async def _metrics(client: LoadClient) -> str:
+    """Return the server's metrics; empty if it has none."""
     try:
-        return read_counts(await client.get_text("/metrics"))
+        return await client.get_text("/metrics")
     except (OSError, ResponseError):
-        return {}
+        return ""
 
 
 async def _first_model(client: LoadClient) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import sys
 import time
@@ -20,9 +21,10 @@ ROLES = {
     "mlx_parallm.cli.api_servers.process": "http",
 }
 SERVER = "server"
+_SIZES = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
     """What one process uses.
 
@@ -31,6 +33,7 @@ class ProcessUsage:
         role: "server", "engine" or "http".
         cpu_s: processor time of all its threads so far, in seconds.
         resident_bytes: its memory that is in RAM.
+        peak_bytes: the most memory in RAM that it has had.
         num_descriptors: its open file descriptors.
     """
 
@@ -38,6 +41,7 @@ class ProcessUsage:
     role: str
     cpu_s: float
     resident_bytes: int
+    peak_bytes: int
     num_descriptors: int
 
 
@@ -66,6 +70,9 @@ def usage_families() -> list[Metric]:
     resident = GaugeMetricFamily(
         "mlx_parallm:process_resident_memory_bytes", "Memory of a process in RAM.", labels=labels
     )
+    peak = GaugeMetricFamily(
+        "mlx_parallm:process_peak_memory_bytes", "Most memory in RAM of a process.", labels=labels
+    )
     descriptors = GaugeMetricFamily(
         "mlx_parallm:process_open_fds", "File descriptors of a process.", labels=labels
     )
@@ -73,8 +80,9 @@ def usage_families() -> list[Metric]:
         values = (usage.role, str(usage.pid))
         cpu.add_metric(values, usage.cpu_s)
         resident.add_metric(values, usage.resident_bytes)
+        peak.add_metric(values, usage.peak_bytes)
         descriptors.add_metric(values, usage.num_descriptors)
-    return [cpu, resident, descriptors]
+    return [cpu, resident, peak, descriptors]
 
 
 def _own_usage() -> ProcessUsage:
@@ -82,7 +90,12 @@ def _own_usage() -> ProcessUsage:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
     return ProcessUsage(
-        os.getpid(), SERVER, time.process_time(), peak * unit, len(os.listdir("/dev/fd"))
+        pid=os.getpid(),
+        role=SERVER,
+        cpu_s=time.process_time(),
+        resident_bytes=peak * unit,
+        peak_bytes=peak * unit,
+        num_descriptors=len(os.listdir("/dev/fd")),
     )
 
 
@@ -105,13 +118,15 @@ def _usage(pid: int) -> ProcessUsage | None:
     with contextlib.suppress(OSError):
         fields = _stat(folder)
         ticks = int(fields[11]) + int(fields[12])
-        pages = int((folder / "statm").read_text().split()[1])
+        status = (folder / "status").read_text(errors="replace")
+        sizes = {name: int(size) * 1024 for name, size in _SIZES.findall(status)}
         return ProcessUsage(
-            pid,
-            _role(pid, (folder / "cmdline").read_bytes().split(b"\0")),
-            ticks / os.sysconf("SC_CLK_TCK"),
-            pages * resource.getpagesize(),
-            len(list((folder / "fd").iterdir())),
+            pid=pid,
+            role=_role(pid, (folder / "cmdline").read_bytes().split(b"\0")),
+            cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+            resident_bytes=sizes.get("VmRSS", 0),
+            peak_bytes=sizes.get("VmHWM", 0),
+            num_descriptors=len(list((folder / "fd").iterdir())),
         )
     return None
 
