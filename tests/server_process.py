@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -38,6 +40,11 @@ def user_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES}
 
 
+def limiting(descriptors: tuple[int, int]) -> Callable[[], None]:
+    """Return what sets a child's soft and hard limit of descriptors before it runs."""
+    return partial(resource.setrlimit, resource.RLIMIT_NOFILE, descriptors)
+
+
 class ServerProcess:
     """`python -m mlx_parallm serve FLAGS` on a free port of the loopback interface.
 
@@ -47,7 +54,11 @@ class ServerProcess:
     """
 
     def __init__(
-        self, *flags: str, env: dict[str, str] | None = None, num_ranks: int | None = None
+        self,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        num_ranks: int | None = None,
+        descriptors: tuple[int, int] | None = None,
     ) -> None:
         """Start it.
 
@@ -56,6 +67,7 @@ class ServerProcess:
             env: variables of the environment.
             num_ranks: the processes that compute its models together; None for as many as
                 ``RANKS`` says, or 1.
+            descriptors: the soft and the hard limit that it begins with; None for this process's.
         """
         self.flags = flags
         size = num_ranks or int(os.environ.get(RANKS, "1"))
@@ -78,6 +90,7 @@ class ServerProcess:
                     cwd=ROOT,
                     env=environment | variables,
                     pass_fds=[fd],
+                    preexec_fn=None if descriptors is None else limiting(descriptors),
                 )
                 for variables in launched
             ]

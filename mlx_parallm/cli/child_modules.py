@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.engine.remote.life import ignore_signals
+from mlx_parallm.process_setup.descriptors import keep_descriptor_limit
 
 #: ``SWITCH_INTERVAL_S``: with Python's default of 5 ms the engine would wait as long for the GIL
 #: after every step.
@@ -25,4 +26,5 @@ def begin(arguments: Sequence[str] | None) -> list[socket.socket]:
     configure_logging(args.log_level, args.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     ignore_signals()
+    keep_descriptor_limit()
     return [socket.socket(fileno=descriptor) for descriptor in args.descriptors]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from mlx_parallm import __version__
 from mlx_parallm.cli.logs import report
 from mlx_parallm.cli.parser import CommandParser
+from mlx_parallm.process_setup.descriptors import keep_descriptor_limit, raise_descriptor_limit
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.types.errors import ConfigError, ParallmError
 
@@ -92,6 +93,8 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    raise_descriptor_limit()
+    keep_descriptor_limit()
     if command.brings_mlx:
         prepare_device_process()
     importlib.import_module(command.flags or command.module).add_arguments(parser)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_parallm.process_setup.descriptors import keep_descriptor_limit
 from mlx_parallm.process_setup.openblas import load_openblas
 
 
@@ -12,4 +13,5 @@ def prepare_device_process() -> None:
     engine``, ``doctor`` and ``LLM``. Processes that only speak HTTP do not, since they have no
     MLX. A second call does nothing.
     """
+    keep_descriptor_limit()
     load_openblas()

@@ -204,7 +204,7 @@ async def test_a_stopped_process_counts_as_dead_after_the_deadline(num_ranks: in
 
 
 async def test_a_process_that_hangs_is_told_and_ended() -> None:
-    """No query waits for it, and it ends without answering the stop."""
+    """Let no query wait for it, and end it without an answer to the stop."""
     engine = remote_engine(query_timeout_s=0.2)  # time limit: of queries
     await asyncio.to_thread(engine.start)
     pid = await engine.call(pid_of)
@@ -230,7 +230,7 @@ async def test_a_process_that_hangs_is_told_and_ended() -> None:
 
 
 async def test_a_step_in_flight_is_timed_by_beats() -> None:
-    """The process of a device that hangs still beats."""
+    """Hang as a device may: the process still beats."""
     engine = remote_engine(silence_timeout_s=1.0)  # time limit: of beats
     await asyncio.to_thread(engine.start)
     assert engine.steps_s() == [0.0]

@@ -153,7 +153,7 @@ async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
 async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes that the descriptor came with are kept, as on macOS."""
+    """Keep the bytes that the descriptor came with, as macOS does."""
     recv_fds = socket.recv_fds
     refusals = [OSError(errno.EMSGSIZE, "Message too long")]
 
@@ -237,7 +237,7 @@ async def serving_here(given_away: asyncio.Queue[Any]) -> AsyncIterator[Connecti
 
 
 def test_an_answer_that_is_not_read_yet_is_complete_before_the_next() -> None:
-    """The client sends its second request once all of the first answer is written."""
+    """Send the second request once all of the first answer is written."""
 
     async def run() -> None:
         given_away: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
