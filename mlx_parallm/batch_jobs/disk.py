@@ -88,17 +88,26 @@ class FolderLock:
 
         Raises:
             StorageInUseError: another process holds it.
+            StorageError: the file cannot be written, as on a full disk.
         """
-        self._descriptor = os.open(
-            folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
-        )
+        with storage_errors():
+            self._descriptor = os.open(
+                folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
+            )
+            try:
+                self._take()
+            except BaseException:
+                # An open descriptor would keep the lock, and look like another server.
+                os.close(self._descriptor)
+                raise
+
+    def _take(self) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = _holder(self._descriptor)
-            os.close(self._descriptor)
+        except BlockingIOError:
             raise StorageInUseError(
-                f"{holder} uses the data folder; give this server its own --data-dir."
+                f"{_holder(self._descriptor)} uses the data folder; give this server its own "
+                "--data-dir."
             ) from None
         os.ftruncate(self._descriptor, 0)
         write_all(self._descriptor, json.dumps({"pid": os.getpid()}).encode())

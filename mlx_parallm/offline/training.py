@@ -94,7 +94,11 @@ class OfflineSession:
         self._train: Train | None = None
         self._is_closed = False
         self._lock = disk.FolderLock(folder.path)
-        self._session = Session(SessionFiles.open(folder.path), self._send, cache_bytes)
+        try:
+            self._session = Session(SessionFiles.open(folder.path), self._send, cache_bytes)
+        except BaseException:
+            self._lock.release()
+            raise
 
     @property
     def path(self) -> Path:

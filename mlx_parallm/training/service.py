@@ -564,8 +564,14 @@ class TrainingService:
             return
         with disk.storage_errors():
             disk.make_folder(self._folder)
-            self._lock = disk.FolderLock(self._folder)
-        for files in SessionFiles.open_all(self._folder):
+            lock = disk.FolderLock(self._folder)
+            try:
+                stored = SessionFiles.open_all(self._folder)
+            except BaseException:
+                lock.release()
+                raise
+        self._lock = lock
+        for files in stored:
             with readable(files.config.id):
                 session = self._sessions[files.config.id] = self._session(files)
                 if session.state.status is Status.RUNNING:

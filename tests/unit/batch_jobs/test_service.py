@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 from collections import Counter
@@ -494,6 +495,25 @@ def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path, content: str) -> N
     lock.release()
     FolderLock(tmp_path).release()
     assert (tmp_path / "lock").read_text() == ""
+
+
+@pytest.mark.parametrize("function", ["os.write", "os.ftruncate", "fcntl.flock"])
+def test_a_full_disk_is_not_mistaken_for_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = len(os.listdir("/dev/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(function, fail)
+        for _ in range(3):
+            with pytest.raises(StorageError, match="No space left on device") as refusal:
+                FolderLock(tmp_path)
+            assert not isinstance(refusal.value, StorageInUseError)
+    assert len(os.listdir("/dev/fd")) == before
+    # Once there is room, nobody has it.
+    FolderLock(tmp_path).release()
 
 
 def test_usage_is_counted_in_the_words_of_every_route() -> None:
