@@ -1,4 +1,7 @@
-"""Ends a process that waits for missing ranks for ever.
+"""Lets a process join once all ranks are there, and ends one that waits for them for ever.
+
+MLX's ring gives up 31 s after a rank calls it, and one rank cannot call it again while others are
+in it. So a rank calls it once the others are known to be there.
 
 MLX keeps the GIL while it joins a group, so no thread of the process can notice; another process
 does, which imports little. Connecting to the ports of a ring does not tell which ranks run: a rank
@@ -25,23 +28,37 @@ from typing import Any, Self, cast
 TELL_S = 0.5
 # SILENT_S: a rank that was not heard for so long has ended.
 SILENT_S = 5.0
+# RING_PATIENCE_S: seconds for which MLX's ring waits for another rank.
+RING_PATIENCE_S = 31.0
+# NOTICE_S: seconds between two messages about ranks that are missing.
+NOTICE_S = 30.0
 # HERE: begins a datagram; the rank that sends it follows.
 HERE = b"mlx_parallm rank "
 
 
 @contextmanager
 def joining_within(timeout_s: float, environment: Mapping[str, str]) -> Generator[None]:
-    """Kill this process if the block takes longer; a message names the ranks that are missing."""
+    """Wait until all ranks are there, and kill this process if that and the block take longer.
+
+    Messages name the ranks that are missing. The block begins ``RING_PATIENCE_S`` before the end
+    in any case: it may not be known who is there.
+    """
     command = [sys.executable, "-P", "-m", __name__, str(os.getpid()), str(timeout_s)]
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     watcher = subprocess.Popen(
-        command, stdin=subprocess.PIPE, env={**environment, "PYTHONPATH": path}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environment, "PYTHONPATH": path},
     )
+    assert watcher.stdin is not None, "it is a pipe"
+    assert watcher.stdout is not None, "it is a pipe"
     try:
+        watcher.stdout.read()
         yield
     finally:
-        assert watcher.stdin is not None
         watcher.stdin.close()
+        watcher.stdout.close()
         watcher.wait()
 
 
@@ -153,15 +170,40 @@ def describe(hosts: Sequence[Sequence[str]], missing: Sequence[int] | None, late
     return f"{ranks.format(named)} not joined {late}."
 
 
-def wait(presence: Presence | None, timeout_s: float) -> bool:
-    """Return True once standard input ends; False if that takes too long."""
-    until = time.monotonic() + timeout_s
+def may_join(missing: Sequence[int] | None, left_s: float) -> bool:
+    """True if a rank may call MLX's ring; ``missing`` is None if that is not known."""
+    return not missing or left_s <= RING_PATIENCE_S
+
+
+def wait(
+    presence: Presence | None,
+    timeout_s: float,
+    let_join: Callable[[], None],
+    notice: Callable[[Sequence[int]], None],
+) -> bool:
+    """Return True once standard input ends; False if that takes too long.
+
+    Args:
+        presence: of this rank; None if it cannot be known who is there.
+        timeout_s: how long it may take.
+        let_join: called once, when this rank may join.
+        notice: called with the missing ranks every ``NOTICE_S``.
+    """
+    began_s = time.monotonic()
+    until, notice_s, tell_s = began_s + timeout_s, began_s + NOTICE_S, 0.0
     ends = [] if presence is None else presence.ends
-    tell_s = 0.0
+    is_waiting = True
     while (now := time.monotonic()) < until:
+        missing = None if presence is None else presence.missing()
+        if is_waiting and may_join(missing, until - now):
+            is_waiting = False
+            let_join()
         if presence is not None and now >= tell_s:
             presence.tell()
             tell_s = now + TELL_S
+        if missing and now >= notice_s:
+            notice(missing)
+            notice_s = now + NOTICE_S
         ready = select.select([sys.stdin, *ends], [], [], min(TELL_S, until - now))[0]
         if sys.stdin in ready:
             return True
@@ -174,15 +216,30 @@ def wait(presence: Presence | None, timeout_s: float) -> bool:
 def main(arguments: Sequence[str]) -> None:
     """Wait until standard input ends; if that takes too long, kill the process."""
     process, timeout_s = int(arguments[0]), float(arguments[1])
-    presence = open_presence(os.environ)
-    if wait(presence, timeout_s):
+    presence, hosts = open_presence(os.environ), read_hosts(os.environ) or []
+
+    def notice(missing: Sequence[int]) -> None:
+        say(f"mlx_parallm serve: {describe(hosts, missing, 'yet')}")
+
+    if wait(presence, timeout_s, let_join, notice):
         return
     missing = None if presence is None else presence.missing()
-    reason = describe(read_hosts(os.environ) or [], missing, f"within {timeout_s:g} s")
-    with suppress(OSError):
-        sys.stderr.write(f"mlx_parallm serve: error: {reason}\n")
-        sys.stderr.flush()
+    reason = describe(hosts, missing, f"within {timeout_s:g} s")
+    say(f"mlx_parallm serve: error: {reason}")
     os.kill(process, signal.SIGKILL)
+
+
+def let_join() -> None:
+    """Let the process that started this one join: it reads until the end of this pipe."""
+    with suppress(OSError):
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def say(line: str) -> None:
+    """Write a line to standard error."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

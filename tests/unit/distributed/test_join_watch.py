@@ -9,16 +9,22 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_parallm.distributed import join_watch
 from mlx_parallm.distributed.join_watch import (
+    RING_PATIENCE_S,
     SILENT_S,
     Presence,
     describe,
     joining_within,
+    may_join,
     open_presence,
     read_hosts,
 )
@@ -81,11 +87,63 @@ def test_a_hostfile_that_is_none_saves_nobody(tmp_path: Path) -> None:
 
 
 def test_a_process_that_joins_lives_on(tmp_path: Path) -> None:
-    environment = {**os.environ, **ring(tmp_path, 2, rank=0)}
+    # It is not known who is there.
+    environment = {**os.environ, "MLX_HOSTFILE": str(tmp_path / "nothing")}
     with joining_within(3600.0, environment):
         pass
     with pytest.raises(KeyError), joining_within(3600.0, environment):
         raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("missing", "left_s", "expected"),
+    [
+        ([1], 3600.0, False),
+        ([1, 2], RING_PATIENCE_S + 0.1, False),
+        # The ring itself waits for so long.
+        ([1], RING_PATIENCE_S, True),
+        ([1], 25.0, True),
+        ([], 3600.0, True),
+        (None, 3600.0, True),
+    ],
+)
+def test_a_rank_joins_once_all_are_there(
+    missing: list[int] | None, left_s: float, expected: bool
+) -> None:
+    assert may_join(missing, left_s) is expected
+
+
+def test_the_block_begins_once_the_other_rank_is_heard(tmp_path: Path) -> None:
+    environment = ring(tmp_path, 2, rank=0)
+    hosts = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())
+    with Presence(hosts, 1) as other, ThreadPoolExecutor(1) as pool:
+        joining = joining_within(3600.0, {**os.environ, **environment})
+        entering = pool.submit(joining.__enter__)
+        hear(other, 2)
+        assert not entering.done()
+        while not entering.done():
+            other.tell()
+            hear(other, 1)
+        joining.__exit__(None, None, None)
+
+
+def test_missing_ranks_are_named_while_they_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_end, write_end = os.pipe()
+    hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(3)]
+    seen: list[Any] = []
+
+    def notice(missing: Sequence[int]) -> None:
+        seen.append(list(missing))
+        if len(seen) == 2:
+            os.close(write_end)
+
+    monkeypatch.setattr(join_watch, "NOTICE_S", 0.001)
+    with os.fdopen(read_end) as stdin, Presence(hosts, 0) as presence:
+        monkeypatch.setattr(join_watch.sys, "stdin", stdin)
+        assert join_watch.wait(presence, 3600.0, lambda: seen.append("joins"), notice)
+    assert seen == [[1, 2], [1, 2]]
 
 
 def hear(presence: Presence, count: int) -> None:
