@@ -1,4 +1,4 @@
-"""What a test may leave on a server that it shares with others, and how it is put back.
+"""The state of a server that several tests share, and how it is put back.
 
 Tests undo what they did themselves. If one fails before it has, the next ones would fail too.
 """

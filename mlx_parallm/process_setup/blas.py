@@ -91,8 +91,8 @@ def mlx_library() -> Path | None:
 def _file_with(address: ctypes.c_void_p) -> str | None:
     """Return the file that is mapped at an address."""
     info = _SymbolInfo()
-    found = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
-    return os.fsdecode(info.file_name) if found and info.file_name else None
+    is_known = ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
+    return os.fsdecode(info.file_name) if is_known and info.file_name else None
 
 
 def _openblas_version(library: ctypes.CDLL) -> str:

@@ -1,4 +1,4 @@
-"""What a process with a device needs before it imports MLX."""
+"""Prepares a process with a device, before it imports MLX."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_without_the_cache_a_temporary_file_is_loaded(
     temporary.mkdir()
     folder = cache / "mlx_parallm" / "openblas"
     if reason == "cannot be written":
-        # Not even root can make a folder there.
+        # Root cannot make a folder there either.
         cache = Path("/proc/self/none")
     elif reason == "is open to others":
         folder.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_copy_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_other_libraries_keep_their_own_functions(copy: Path) -> None:
-    """A library in the global scope would take the calls of every other one."""
+    """Look into the global scope, where a library would take the calls of every other one."""
     code = (
         f"{PREPARE}"
         "import ctypes, json\n"
