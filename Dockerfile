@@ -1,7 +1,9 @@
 # Linux image: CPU by default, NVIDIA with --build-arg ACCEL=cuda12 or cuda13 (run with --gpus all).
 #
 #   docker build -t mlx-parallm .
-#   docker run --rm -p 8000:8000 -v "$HOME/.cache/huggingface:/cache" mlx-parallm serve --api-key secret
+#   docker run --rm -p 8000:8000 -v mlx-cache:/cache -v mlx-data:/data mlx-parallm serve --api-key secret
+#
+# With the key from a file, and volumes that stay: docker compose up (compose.yaml).
 #
 # One engine on each GPU (docs/scaling.md):
 #
@@ -28,8 +30,9 @@ WORKDIR /home/parallm
 # Processes load OpenBLAS from this file; without it each would make one in /tmp.
 RUN python -m mlx_parallm.process_setup.openblas
 
-# Models of the hub are in /cache; files, batches and training sessions in /data.
+# Models of the hub and compiled kernels are in /cache; files, batches and training sessions in /data.
 ENV HF_HOME=/cache \
+    MLX_PARALLM_KERNEL_CACHE_DIR=/cache/mlx_parallm/kernels \
     MLX_PARALLM_DATA_DIR=/data \
     MLX_PARALLM_HOST=0.0.0.0 \
     MLX_PARALLM_PORT=8000 \

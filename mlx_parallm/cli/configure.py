@@ -178,8 +178,11 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         if setting.name in sourced_values:
             # SETTINGS begins with the models, so their paths are known here.
             paths = parts["model"].get("paths", (None,))
-            parts[setting.part][setting.field] = _parse(
-                setting, sourced_values[setting.name], paths
+            value = _parse(setting, sourced_values[setting.name], paths)
+            fields = parts[setting.part]
+            # Settings of one field, such as keys from a file, add to one another.
+            fields[setting.field] = (
+                fields[setting.field] + value if setting.field in fields else value
             )
     if "max_body_bytes" in parts["server"]:
         parts["server"]["max_picture_body_bytes"] = parts["server"]["max_body_bytes"]

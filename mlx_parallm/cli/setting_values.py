@@ -227,6 +227,24 @@ def choice(*options: str) -> Parse:
     return parse
 
 
+def keys_in_file(value: Any) -> tuple[str, ...]:
+    """Return the lines of a file that are not empty, without white space around them.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no key.
+    """
+    path = Path(text(value)).expanduser()
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"{path} has no key")
+    return keys
+
+
 def listed(value: Any) -> tuple[str, ...]:
     """Return the texts of a list, a JSON list, or a text with commas."""
     items: Any = value

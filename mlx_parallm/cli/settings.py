@@ -292,6 +292,11 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("admin-api-key", "server.admin_api_keys", values.listed, ADDRESS,
              "key for routes that change the server; the API keys if not given.",
              metavar="KEY"),
+    _setting("api-key-file", "server.api_keys", values.keys_in_file, ADDRESS,
+             "file with a key on each line, such as a secret of a container; added to --api-key.",
+             metavar="FILE"),
+    _setting("admin-api-key-file", "server.admin_api_keys", values.keys_in_file, ADDRESS,
+             "file with a key on each line; added to --admin-api-key.", metavar="FILE"),
     _setting("allowed-hosts", "server.allowed_hosts", values.hosts, ADDRESS,
              "hosts that requests without an API key may name (Host header), besides localhost "
              "and loopback addresses; * for any. If not given, a server that listens beyond the "

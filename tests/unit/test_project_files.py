@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+from mlx_parallm.cli.settings import SETTINGS
 from scripts.check_pins import TARGETS, pins, read_requirements
 from scripts.write_configuration_docs import TARGET, render
 
@@ -150,3 +152,35 @@ def test_what_the_image_copies_is_not_ignored() -> None:
     for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
         copied |= {source.rstrip("/") for source in line.split()[:-1]}
     assert copied <= kept
+
+
+def compose(name: str) -> dict:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_containers_set_what_there_is() -> None:
+    image = (ROOT / "Dockerfile").read_text()
+    (service,) = compose("compose.yaml")["services"].values()
+    used = {*re.findall(r"(MLX_PARALLM_\w+)=", image), *service["environment"]}
+    assert used >= {"MLX_PARALLM_DATA_DIR", "MLX_PARALLM_API_KEY_FILE"}
+    assert used <= {setting.variable for setting in SETTINGS}
+
+
+def test_compose_keeps_the_volumes_of_the_image() -> None:
+    (volumes,) = re.findall(r"^VOLUME (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    file = compose("compose.yaml")
+    (service,) = file["services"].values()
+    mounts = [volume.split(":") for volume in service["volumes"]]
+    mounted = {place: name for name, place in mounts}
+    assert sorted(mounted) == sorted(volumes.split())
+    assert sorted(mounted.values()) == sorted(file["volumes"])
+    (secret,) = service["secrets"]
+    assert service["environment"]["MLX_PARALLM_API_KEY_FILE"] == f"/run/secrets/{secret}"
+    assert secret in file["secrets"]
+
+
+def test_compose_for_gpus_changes_the_same_service() -> None:
+    (name,) = compose("compose.cuda.yaml")["services"]
+    assert name in compose("compose.yaml")["services"]
+    (build,) = [service["build"] for service in compose("compose.cuda.yaml")["services"].values()]
+    assert (REQUIREMENTS / f"linux-{build['args']['ACCEL']}.txt").exists()

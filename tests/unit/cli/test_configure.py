@@ -494,3 +494,27 @@ def test_a_number_of_pictures_is_written_as_vllm_does_too(value: str) -> None:
     for flag in ("--max-images-per-request", "--limit-mm-per-prompt"):
         _, server = read(flag, value)
         assert server.media.max_images == 2
+
+
+def test_keys_of_a_file_are_added_to_others(tmp_path: Path) -> None:
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text("one\n\n  two \r\n")
+    admin.write_text("root")
+    flags = ["--api-key", "zero", "--api-key-file", str(keys), "--cache-scope", "key"]
+    server = read(*flags, MLX_PARALLM_ADMIN_API_KEY_FILE=str(admin))[1]
+    assert server.api_keys == ("zero", "one", "two")
+    assert server.admin_api_keys == ("root",)
+
+
+@pytest.mark.parametrize("content", [None, "", "\n \n", b"\xff"])
+def test_a_file_without_keys_is_refused_without_showing_it(
+    tmp_path: Path, content: str | bytes | None
+) -> None:
+    file = tmp_path / "keys"
+    if isinstance(content, str):
+        file.write_text(content)
+    elif content is not None:
+        file.write_bytes(content)
+    reason = "has no key" if isinstance(content, str) else "cannot be read"
+    with pytest.raises(ConfigError, match=f"--api-key-file: {re.escape(str(file))} {reason}"):
+        read("--api-key-file", str(file))

@@ -25,6 +25,7 @@ OPERATIONS = "docs/operations.md"
 OTHER_OPTIONS = {
     "curl": {"--data-binary"},
     "docker": {
+        "--build",
         "--build-arg",
         "--cpus",
         "--cpuset-cpus",
