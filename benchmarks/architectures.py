@@ -92,7 +92,7 @@ Folders that transformers 5.23 saves compute what transformers computes.
 `tests/integration/test_families.py` compares tiny models of every family that both have.
 Both generations of `config.json` are read, and transformers' defaults count.
 
-If a folder has `model.safetensors.index.json`, the files that it names are read and no others.
+If a folder has `model.safetensors.index.json`, each weight is read from the file that it names.
 Without an index `model.safetensors` is read, and without both all `model*.safetensors`.
 Updates of weights, encoders, draft models and ranks read the same files.
 

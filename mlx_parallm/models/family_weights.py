@@ -138,6 +138,23 @@ def _longcat_flash(weights: Weights) -> Weights:
     return {name: array for name, array in weights.items() if name not in unused}
 
 
+def _turned_experts(weights: Weights) -> Weights:
+    """Return weights with experts as published: ``gate_up_proj`` ``[experts, size, 2 * inner]``.
+
+    transformers 5 has the transposes in memory and in folders.
+    """
+    turned = dict(weights)
+    for name, gates in weights.items():
+        prefix = name.removesuffix("gate_up_proj")
+        down = weights.get(f"{prefix}down_proj")
+        if prefix == name or not prefix.endswith(".experts.") or down is None:
+            continue
+        if (gates.shape[2], gates.shape[1]) == (down.shape[1], 2 * down.shape[2]):
+            turned[name] = gates.swapaxes(1, 2)
+            turned[f"{prefix}down_proj"] = down.swapaxes(1, 2)
+    return turned
+
+
 def _number(name: str) -> str:
     return name.rpartition(".experts.")[2].partition(".")[0]
 
@@ -222,6 +239,7 @@ FAMILY_WEIGHTS: Mapping[str, Callable[[Weights], Weights]] = {
     "phimoe": _with(MIXTRAL, MIXTRAL_SPLIT),
     "qwen3_5_moe": _joined_experts,
     "qwen3_5_moe_text": _joined_experts,
+    "qwen3_vl_moe": _turned_experts,
     **dict.fromkeys(
         (
             *("afmoe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "glm4_moe"),

@@ -27,7 +27,7 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
-from mlx_parallm.models.checkpoints.weight_files import weight_files
+from mlx_parallm.models.indexed_weights import read_weights
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ModelLoadError
@@ -129,18 +129,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> Weights:
-    files = weight_files(folder)
-    if not files:
+    weights = read_weights(folder)
+    if not weights:
         hint = ""
         if any(folder.glob("*.bin")):
             hint = " Its .bin files are pickles, which can run code: convert them to safetensors."
         raise ModelLoadError(f"{folder} has no model*.safetensors.{hint}")
-    weights: Weights = {}
-    for file in files:
-        try:
-            weights |= cast("Weights", mx.load(str(file)))
-        except (OSError, RuntimeError, ValueError) as cause:
-            raise ModelLoadError(f"{file} could not be read: {cause}") from cause
     return weights
 
 

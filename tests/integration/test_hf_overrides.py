@@ -67,6 +67,25 @@ def logits(config: ModelConfig) -> mx.array:
             NEWER | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4, **YARN}},
         ),
         (
+            NEWER,
+            {"rope_parameters": YARN},
+            {**NEWER, "rope_parameters": {"rope_theta": 1e4, **YARN}},
+        ),
+        (
+            NEWER,
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            NEWER
+            | {
+                "rope_scaling": {"type": "linear", "factor": 2},
+                "rope_parameters": {
+                    "rope_theta": 1e4,
+                    "type": "linear",
+                    "rope_type": "linear",
+                    "factor": 2,
+                },
+            },
+        ),
+        (
             {"text_config": {"a": 1, "b": {"c": 2}}},
             {"text_config": {"b": {"d": 3}}},
             {"text_config": {"a": 1, "b": {"d": 3}}},

@@ -94,6 +94,31 @@ def test_weights_are_replaced_in_parts_by_their_names(name: str, tmp_path: Path)
     assert parameters_of(loaded.model).keys() == expected.keys()
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_as_transformers_saves_them(name: str, tmp_path: Path) -> None:
+    golden = read_vision(name)
+    published = golden_arrays(golden)
+    expected = parameters_of(load_model(ModelConfig(), write_vision(tmp_path, golden)).model)
+    saved: dict[str, mx.array] = {}
+    for key, array in published.items():
+        if ".experts." not in key:
+            saved[key] = array
+        elif name == "qwen3_vl_moe":
+            saved[key] = mx.contiguous(array.swapaxes(1, 2))
+        else:
+            prefix, _, part = key.rpartition(".")
+            halves = mx.split(array, 2, axis=1) if part == "gate_up_proj" else [array]
+            parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
+            for each, half in zip(parts, halves, strict=True):
+                for number in range(len(half)):
+                    saved[f"{prefix}.{number}.{each}.weight"] = half[number]
+    assert {each.shape for each in saved.values()} != {each.shape for each in published.values()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), saved, {"format": "pt"})
+    found = parameters_of(load_model(ModelConfig(), tmp_path).model)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+
+
 #: How mlx-community's checkpoints name towers, by how the loaded models do; the first that fits.
 COMMUNITY_NAMES = {
     f"{TOWER}.visual.": "vision_tower.",

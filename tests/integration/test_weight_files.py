@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan
@@ -90,6 +91,34 @@ def test_other_files_are_not_read(kind: str, files: tuple[str, ...], tmp_path: P
     shapes = {key: array.shape for key, array in golden_arrays(golden_of(kind)).items()}
     assert checkpoint_shapes(folder) == shapes
     assert {file.name for file in weight_files(folder)} == set(files)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_the_index_does_not_name_for_a_file_are_not_read(
+    kind: str, tmp_path: Path
+) -> None:
+    """Read a checkpoint with an overlay, whose base has other weights of the same names."""
+    expected = read(write(tmp_path / "plain", kind, (WHOLE,), ()), kind)
+    folder = write(tmp_path / "overlaid", kind, NAMES[1], ())
+    for name in NAMES[1]:
+        own: Any = mx.load(str(folder / name))
+        stale = {key: mx.full(a.shape, 9.0) for key, a in golden_arrays(golden_of(kind)).items()}
+        others = {"model.unknown.weight": mx.zeros((2,))}
+        mx.save_safetensors(str(folder / name), stale | others | own, {"format": "pt"})
+    found = read(folder, kind)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+
+
+def test_an_overlaid_model_takes_updates(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "decoder", NAMES[1], ())
+    file = folder / NAMES[1][0]
+    own: Any = mx.load(str(file))
+    mx.save_safetensors(str(file), own | {"model.unknown.weight": mx.zeros((2,))})
+    loaded = load_model(CONFIG, folder)
+    new = mx.ones((32,))
+    found = ModelWeights(loaded).read_tensors({"model.norm.weight": to_host(new)})
+    assert mx.array_equal(found["model.norm.weight"], new)
 
 
 def test_an_update_from_a_folder_reads_its_index(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ SIZES = frozenset(
 )
 #: ``CLASSES``: how names of classes end that this package knows.
 CLASSES = ("LM", "LMHeadModel", "Model", "Generation", "Classification", "Modeling", "Encoding")
+# KEPT: fields of ``rope_parameters`` that do not belong to how positions are scaled.
+KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # NESTED: how fields end that hold a config of a part; others are replaced as a whole.
 NESTED = "_config"
 
@@ -88,7 +90,10 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Confi
         if name == "architectures":
             _check_classes(value)
         own = config.get(name)
-        if name.endswith(NESTED) and is_object(own) and is_object(value):
+        if name == "rope_parameters" and is_object(own) and is_object(value):
+            # The base is not named by those who scale it.
+            changed[name] = {key: own[key] for key in KEPT if key in own} | value
+        elif name.endswith(NESTED) and is_object(own) and is_object(value):
             changed[name] = overridden(own, value)
         else:
             changed[name] = value
@@ -113,8 +118,7 @@ def _rope_parameters(config: Mapping[str, Any], overrides: Mapping[str, Any]) ->
         )
     if "rope_scaling" in older:
         scaling = overrides["rope_scaling"] or {"rope_type": "default"}
-        kept = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-        rope = {name: rope[name] for name in kept if name in rope} | scaling
+        rope = {name: rope[name] for name in KEPT if name in rope} | scaling
         rope.setdefault("rope_type", rope.get("type", "default"))
     named = {name: overrides[name] for name in older - {"rope_scaling"}}
     return {"rope_parameters": {**rope, **named}}

@@ -31,7 +31,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ModelLoadError: the index cannot be read, or names files that are not there.
     """
-    named = _indexed(folder)
+    named = set(weight_map(folder).values())
     there = [name for name in named if (folder / name).is_file()]
     if named and there:
         if missing := sorted(named - set(there)):
@@ -52,14 +52,19 @@ def missing_files(folder: Path) -> list[str]:
     Raises:
         ModelLoadError: the index cannot be read.
     """
-    return sorted(name for name in _indexed(folder) if not (folder / name).is_file())
+    names = set(weight_map(folder).values())
+    return sorted(name for name in names if not (folder / name).is_file())
 
 
-def _indexed(folder: Path) -> set[str]:
-    """Return the names of files in the index; empty if there is no index."""
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each weight in the index; empty if there is no index.
+
+    Raises:
+        ModelLoadError: the index cannot be read, or names files elsewhere or of another format.
+    """
     file = folder / INDEX
     if not file.is_file():
-        return set()
+        return {}
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as cause:
@@ -67,14 +72,14 @@ def _indexed(folder: Path) -> set[str]:
     weights = content.get("weight_map") if is_object(content) else None
     if not is_object(weights):
         raise ModelLoadError(f"{file} must be a JSON object with an object weight_map.")
-    names: set[str] = set()
-    for name in weights.values():
+    placed: dict[str, str] = {}
+    for key, name in weights.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelLoadError(f"{file}: {name!r} is not the name of a file in the folder.")
         if not name.endswith(".safetensors"):
             raise ModelLoadError(f"{file}: {name} is not a safetensors file.")
-        names.add(name)
-    return names
+        placed[key] = name
+    return placed
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
 from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
+from mlx_parallm.models.indexed_weights import reading_index
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.generation.row_selection import embedding_rows
@@ -59,7 +60,7 @@ def open_decoder(
                 folder,
                 lazy=True,
                 model_config=readable_config(read_config(path)),
-                get_model_classes=lambda config: _extended(config, plan),
+                get_model_classes=lambda config: _extended(config, plan, path),
                 trust_remote_code=config.trust_remote_code,
             )
         model, is_cast = cast_model(model, config.dtype, cast)
@@ -100,7 +101,7 @@ def drop_lm_head(model: nn.Module) -> None:
         module.pop("lm_head", None)
 
 
-def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
+def _extended(config: dict[str, Any], plan: DecoderPlan, folder: Path) -> tuple[type, type]:
     """Return the classes for a config, the model's extended as the module docstring says."""
     base, args = decoder_classes(config)
 
@@ -120,7 +121,7 @@ def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
             self.score = scoring_layers(head, config)
             return weights | {f"score.{name}": array for name, array in head.items()}
 
-    return Decoder, args
+    return reading_index(Decoder, folder), args
 
 
 def split_head(weights: Weights) -> tuple[Weights, Weights]:

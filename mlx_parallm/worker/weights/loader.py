@@ -20,6 +20,7 @@ from mlx_parallm.models.checkpoints.overrides import folder_with
 from mlx_parallm.models.checkpoints.rope_fields import readable_config
 from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
+from mlx_parallm.models.indexed_weights import reading_index
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.models.vision.with_tower import TOWER
@@ -207,6 +208,7 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
             lazy=True,
             get_model_classes=partial(
                 _readable_classes if ranks is None else _text_classes,
+                folder=path,
                 max_model_len=config.max_model_len,
             ),
             trust_remote_code=config.trust_remote_code,
@@ -220,16 +222,21 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
     return model, model_config
 
 
-def _readable_classes(config: dict[str, Any], max_model_len: int | None) -> tuple[type, type]:
+def _readable_classes(
+    config: dict[str, Any], folder: Path, max_model_len: int | None
+) -> tuple[type, type]:
     """Return the classes of a config, which gets the fields that these would miss."""
     config |= readable_config(config, max_model_len=max_model_len)
-    return decoder_classes(config)
+    model, args = decoder_classes(config)
+    return reading_index(model, folder), args
 
 
-def _text_classes(config: dict[str, Any], max_model_len: int | None) -> tuple[type, type]:
+def _text_classes(
+    config: dict[str, Any], folder: Path, max_model_len: int | None
+) -> tuple[type, type]:
     """Return the classes of a config without its tower, which ranks cannot compute together."""
     kept = {name: value for name, value in config.items() if name != "vision_config"}
-    model, args = _readable_classes(kept, max_model_len)
+    model, args = _readable_classes(kept, folder, max_model_len)
     config |= kept
     return model, args
 

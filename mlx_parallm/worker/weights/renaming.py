@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.checkpoints.weight_files import weight_files
+from mlx_parallm.models.indexed_weights import read_weights
 from mlx_parallm.numerics.finite import named
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -34,11 +34,10 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     dtype of what is made of them must stay.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        for name, array in _loaded(file).items():
-            if not mx.issubdtype(array.dtype, mx.floating):
-                return {}
-            shapes[name] = array.shape
+    for name, array in read_weights(folder).items():
+        if not mx.issubdtype(array.dtype, mx.floating):
+            return {}
+        shapes[name] = array.shape
     return shapes
 
 
@@ -109,10 +108,3 @@ def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: mx.Dtype) -> Arrays:
     """Return arrays that are not evaluated."""
     zero = mx.zeros((), dtype)
     return {name: mx.broadcast_to(zero, shape) for name, shape in shapes.items()}
-
-
-def _loaded(file: Path) -> Arrays:
-    """Return the arrays of a file, of which nothing but the header is read."""
-    arrays = mx.load(str(file))
-    assert isinstance(arrays, dict)
-    return arrays
