@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, has_chat_template
+from mlx_parallm.tokenizer.encoder_settings import has_token_types, read_backend
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.tokenizer.special_tokens import read_special_tokens
@@ -21,7 +20,7 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
     """
     with load_failures(folder, "has no tokenizer that can be loaded"):
         if (folder / "tokenizer.json").exists():
-            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            backend = read_backend(folder)
             template = None
             if has_chat_template(folder):
                 _, template = _by_transformers(folder, trust_remote_code)
@@ -29,7 +28,8 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
             loaded, template = _by_transformers(folder, trust_remote_code)
             backend = loaded.backend_tokenizer
             template = template if loaded.chat_template else None
-        return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)
+        special = read_special_tokens(folder, backend)
+        return EncoderTokenizer(backend, special, template, has_types=has_token_types(folder))
 
 
 def _by_transformers(folder: Path, trust_remote_code: bool) -> tuple[HubTokenizer, ChatTemplate]:

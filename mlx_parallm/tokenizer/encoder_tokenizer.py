@@ -24,6 +24,8 @@ class EncoderTokenizer:
         backend: Tokenizer,
         special: SpecialTokens | None = None,
         template: ChatTemplate | None = None,
+        *,
+        has_types: bool = True,
     ) -> None:
         """Take over ``backend``.
 
@@ -31,12 +33,14 @@ class EncoderTokenizer:
             backend: the tokenizer; its truncation and padding are turned off.
             special: the names of its special tokens.
             template: the model's chat template; None if it has none.
+            has_types: False: all tokens have one type, whatever the tokenizer says.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._released = ReleasedTokenizer(backend)
         self._template = template
+        self._has_types = has_types
         self._begin, self._end = _specials_around(backend)
         self._special = special or SpecialTokens()
 
@@ -122,7 +126,7 @@ class EncoderTokenizer:
         fitting = self._fitting(pairs, limit)
         for encoding in self._released.encodings(fitting, add_special_tokens=True):
             limit.check(len(encoding), len(encoded))
-            types = encoding.type_ids
+            types = encoding.type_ids if self._has_types else ()
             encoded.append((tuple(encoding.ids), types.index(1) if 1 in types else None))
         return encoded
 

@@ -69,8 +69,8 @@ def test_a_batch_gives_each_inputs_own_vector(tmp_path: Path, normalizes: bool) 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, "pooling"),
-        ("1_Pooling/config.json", {}, "pooling"),
+        ("1_Pooling/config.json", {"pooling_mode_median_tokens": True}, "pooling"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "median"]}, "pooling"),
         (
             "modules.json",
             [{"path": "", "type": "a.Transformer"}, {"path": "x", "type": "a.LSTM"}],

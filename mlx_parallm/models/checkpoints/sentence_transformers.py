@@ -16,20 +16,23 @@ from typing import Any, Literal
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.json_values import is_object
 
-Pooling = Literal["cls", "mean", "max", "last", "weightedmean"]
+Pooling = Literal["cls", "mean", "max", "mean_sqrt_len", "last", "weightedmean"]
 
+# _POOLINGS: in the order in which their vectors are joined, whatever that of the file is.
 _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
-    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
     "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "last",
 }
-# _MODES: the poolings under the names of newer files.
+# _MODES: the poolings under the names of newer files, whose own order counts.
 _MODES: dict[str, Pooling] = {
     "cls": "cls",
     "mean": "mean",
     "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
     "lasttoken": "last",
     "weightedmean": "weightedmean",
 }
@@ -248,7 +251,9 @@ def _poolings(file: Path) -> tuple[Pooling, ...]:
         names = [mode] if isinstance(mode, str) else list(mode)
     else:
         poolings = _POOLINGS
-        names = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
+        chosen = {key for key, value in config.items() if key.startswith("pooling_mode_") and value}
+        names = [*(key for key in _POOLINGS if key in chosen), *sorted(chosen - _POOLINGS.keys())]
+        names = names or ["pooling_mode_mean_tokens"]
     supported: tuple[Pooling, ...] = tuple(poolings[name] for name in names if name in poolings)
     if not supported or len(supported) < len(names):
         raise ModelLoadError(f"{file} asks for a pooling that is not supported.")

@@ -40,6 +40,11 @@ def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
     return _weighted(hidden, mask.astype(hidden.dtype))
 
 
+def _mean_sqrt_len(hidden: mx.array, mask: mx.array) -> mx.array:
+    """Return the sum divided by the root of the number of tokens."""
+    return _mean(hidden, mask) * mx.sqrt(mx.sum(mask, axis=1, keepdims=True).astype(hidden.dtype))
+
+
 def _weighted_mean(hidden: mx.array, mask: mx.array) -> mx.array:
     """Return the mean with weights 1 to L (SGPT, https://arxiv.org/abs/2202.08904)."""
     return _weighted(hidden, mask * mx.arange(1, mask.shape[1] + 1).astype(hidden.dtype))
@@ -63,6 +68,7 @@ def last_of(hidden: mx.array, mask: mx.array) -> mx.array:
 _POOLINGS: dict[Pooling, Callable[[mx.array, mx.array], mx.array]] = {
     "cls": _cls,
     "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
     "max": _max,
     "last": last_of,
     "weightedmean": _weighted_mean,
