@@ -383,7 +383,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
     runner = DeviceRunner(context.worker, loaded.name, plan)
     tool_format = tool_format_of(config, tokenizer)
     tokenizer = tokenizer.writing_calls(call_writer(tool_format))
-    _report_losses(tokenizer, loaded.name)
+    _probe_template(tokenizer, loaded.name)
     model = GenerationModel(
         names=loaded.folder.names,
         root=config.path or DEMO_NAME,
@@ -402,10 +402,10 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
     return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
 
 
-def _report_losses(tokenizer: ParallmTokenizer, name: str) -> None:
-    """Log what the chat template leaves out of conversations with tools."""
-    losses = tokenizer.template_form(has_tools=True).losses
-    if losses and tokenizer.takes_tools:
+def _probe_template(tokenizer: ParallmTokenizer, name: str) -> None:
+    """Find out what the chat template takes, and log what it leaves out."""
+    losses = tokenizer.probe_template()
+    if losses:
         logger.warning(
             "The chat template of %s refuses or leaves out: %s.", name, ", ".join(losses)
         )

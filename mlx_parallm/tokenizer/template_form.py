@@ -19,7 +19,6 @@ from mlx_parallm.types.errors import InvalidRequestError
 Rewrite = Callable[[Messages], list[Message]]
 ToolRewrite = Callable[[Tools], list[dict[str, Any]]]
 Render = Callable[[list[dict[str, Any]]], str]
-RenderTools = Callable[[list[dict[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def probed_form(render: Render, write_calls: WriteCalls | None = None) -> Templa
     return form
 
 
-def probed_tools(render: RenderTools) -> ToolRewrite | None:
+def probed_tools(render: Render) -> ToolRewrite | None:
     """Return what is applied to tools; None if the template takes them as they are.
 
     Args:

@@ -109,6 +109,11 @@ class ParallmTokenizer:
         copied.__dict__.pop("_forms", None)
         return copied
 
+    def probe_template(self) -> Sequence[str]:
+        """Find out what the template takes; return what it leaves out of chats with tools."""
+        self.template_variables({})
+        return self.template_form(has_tools=True).losses if self.takes_tools else ()
+
     def template_form(self, *, has_tools: bool) -> TemplateForm:
         """Return how conversations are rewritten for the template, with tools or without."""
         return self._forms[has_tools]

@@ -161,3 +161,10 @@ def test_threads_can_share_it(tokenizer):
     for thread in threads:
         thread.join()
     assert results == {text: f"{text}<user>hi<|end|><assistant>" for text in texts}
+
+
+@pytest.mark.parametrize(("tools", "losses"), [("{{ tools }}", True), ("", False)])
+def test_losses_are_known_at_load_where_a_template_takes_tools(tmp_path, tools, losses):
+    talks = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(save(tmp_path, talks + tools))
+    assert ("tool calls" in tokenizer.probe_template()) == losses
