@@ -20,12 +20,17 @@ COLOURS = ("red", "blue", "green", "orange")
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+def server() -> Iterator[ServerProcess]:
     process = ServerProcess("--model", MODEL)
     process.wait_until_ready()
-    with openai.OpenAI(base_url=f"{process.url}/v1", api_key="none") as api:
-        yield api
+    yield process
     process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as api:
+        yield api
 
 
 def disc(colour: str, size: int = 256) -> dict[str, Any]:

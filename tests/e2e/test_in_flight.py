@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 import pytest
@@ -27,19 +28,27 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def http(roots: Path) -> Iterator[httpx2.Client]:
+def server(roots: Path) -> Iterator[ServerProcess]:
     server = ServerProcess(
         "--max-num-seqs", "4", "--max-model-len", "512", "--allowed-adapter-roots", str(roots)
     )
     server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=server.url) as client:
         yield client
-    server.stop()
+        for card in client.get("/v1/adapters").json()["data"]:
+            client.delete(f"/v1/adapters/{card['name']}")
 
 
 def update(http: httpx2.Client, roots: Path, step: int, expected: int) -> httpx2.Response:
     body = {
-        "operation_id": f"{expected} to {step}",
+        # An id that is sent again is answered as before.
+        "operation_id": str(uuid4()),
         "model_name": SLOT,
         "lora_slot": SLOT,
         "lora_path": str(roots / str(step)),
@@ -118,6 +127,8 @@ def test_an_update_meets_a_running_request(http: httpx2.Client, roots: Path) -> 
 
 
 def test_a_refused_update_leaves_the_policy(http: httpx2.Client, roots: Path) -> None:
+    assert update(http, roots, 0, 0).is_success
+    assert update(http, roots, 1, 0).is_success
     assert update(http, roots, 2, 0).status_code == 412
     (roots / "3").mkdir()
     for root, step, status in ((roots, 3, 400), (roots, 4, 404), (roots.parent, 5, 400)):

@@ -381,15 +381,15 @@ def test_ten_thousand_parts_are_refused(client: openai.OpenAI) -> None:
 
 
 @pytest.fixture(scope="module")
-def fetching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a server that fetches from any public host, and keeps files."""
+def fetching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Yield a server that fetches from any public host, and keeps files."""
     folder = tmp_path_factory.mktemp("fetching")
     process = ServerProcess(
         *("--model", str(write_llava(folder / "model")), "--allowed-media-domains", "*"),
         *("--data-dir", str(folder / "data"), "--max-images-per-request", "1"),
     )
     process.wait_until_ready()
-    yield f"{process.url}/v1"
+    yield process
     process.stop()
 
 
@@ -408,9 +408,9 @@ PRIVATE = [
 
 
 @pytest.mark.parametrize("url", PRIVATE)
-def test_hosts_that_are_not_public_are_not_asked(fetching: str, url: str) -> None:
+def test_hosts_that_are_not_public_are_not_asked(fetching: ServerProcess, url: str) -> None:
     part = {"type": "image_url", "image_url": {"url": url}}
-    with openai.OpenAI(base_url=fetching, api_key="none") as client:
+    with openai.OpenAI(base_url=f"{fetching.url}/v1", api_key="none") as client:
         model = client.models.list().data[0].id
         with pytest.raises(openai.BadRequestError) as caught:
             ask(client, part, model=model)
@@ -419,14 +419,14 @@ def test_hosts_that_are_not_public_are_not_asked(fetching: str, url: str) -> Non
     assert "secret" not in caught.value.message
 
 
-def test_batches_take_pictures_within_the_limits(fetching: str) -> None:
+def test_batches_take_pictures_within_the_limits(fetching: ServerProcess) -> None:
     def line(name: str, count: int) -> str:
         message = {"role": "user", "content": [picture(1)] * count}
         body = {"messages": [message], "max_tokens": 2}
         call = {"custom_id": name, "method": "POST", "url": "/v1/chat/completions"}
         return json.dumps(call | {"body": body})
 
-    with openai.OpenAI(base_url=fetching, api_key="none") as client:
+    with openai.OpenAI(base_url=f"{fetching.url}/v1", api_key="none") as client:
         lines = f"{line('one', 1)}\n{line('two', 2)}\n".encode()
         file = client.files.create(file=("lines.jsonl", lines), purpose="batch")
         batch = client.batches.create(

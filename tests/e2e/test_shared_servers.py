@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
+FOLDER = Path(__file__).parent
 # TESTS: the first fails after it has left something of each kind; the second looks for it.
 TESTS = """
 import httpx2
@@ -70,6 +70,7 @@ def test_next(server, kept):
 """
 
 
+@pytest.mark.slow
 def test_the_next_test_finds_the_server_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "test_inner.py").write_text(TESTS)
     plugins = ["-p", "tests.e2e.conftest", "-p", "tests.device_process_plugin"]
@@ -82,3 +83,20 @@ def test_the_next_test_finds_the_server_as_it_was(tmp_path: Path) -> None:
     )
     # The first one fails.
     assert done.stdout.startswith("F. "), done.stdout
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
+def test_a_shared_server_is_a_fixture_itself(file: Path) -> None:
+    """Look for fixtures that yield a client or an address: they hide it from ``conftest.py``."""
+    fixtures = [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and any("fixture(scope=" in ast.unparse(each) for each in node.decorator_list)
+    ]
+    for fixture in fixtures:
+        text = ast.unparse(fixture)
+        starts = "ServerProcess(" in text or "serving(" in text
+        if starts and any(isinstance(node, ast.Yield) for node in ast.walk(fixture)):
+            assert fixture.returns is not None, fixture.name
+            assert ast.unparse(fixture.returns) == "Iterator[ServerProcess]", fixture.name

@@ -53,14 +53,19 @@ def save_random(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("random")
     save_random(folder)
     server = ServerProcess("--model", str(folder), "--served-model-name", "random")
     server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-    server.stop()
 
 
 @pytest.mark.parametrize(
