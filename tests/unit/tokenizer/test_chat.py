@@ -168,3 +168,20 @@ def test_losses_are_known_at_load_where_a_template_takes_tools(tmp_path, tools, 
     talks = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     tokenizer = load_tokenizer(save(tmp_path, talks + tools))
     assert ("tool calls" in tokenizer.probe_template()) == losses
+
+
+def test_a_template_of_parts_gets_a_later_system_message_in_a_users_turn(tmp_path):
+    parts = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first only') }}{% endif %}<{{ m.role }}>"
+        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(save(tmp_path, parts))
+    messages = [
+        {"role": "system", "content": "s"},
+        USER,
+        {"role": "assistant", "content": "a"},
+        {"role": "system", "content": "t"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "u"}]},
+    ]
+    assert tokenizer.render_chat(messages) == "<system>s<user>hi<assistant>a<user>tu"
