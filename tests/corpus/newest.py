@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ INTRODUCTION = """\
 `make newest` runs these with the newest published mlx, mlx-lm and transformers, whatever the bounds
 of this package are.
 What fails here is no promise broken: the bounds and the pins are what is supported.
+Architectures are tried only if mlx or mlx-lm is newer than the pinned one.
 """
 
 
@@ -89,6 +90,14 @@ SUITES: tuple[Suite | Architectures, ...] = (
 )
 
 
+def suites_for(
+    newest: Mapping[str, str], pins: Mapping[str, str]
+) -> Sequence[Suite | Architectures]:
+    """Return the suites; architectures depend on mlx and mlx-lm alone, and take an hour."""
+    is_new = any(newest[package] != pins[package] for package in ("mlx", "mlx-lm"))
+    return [suite for suite in SUITES if is_new or not isinstance(suite, Architectures)]
+
+
 def paths(page: str) -> dict[str, str]:
     """Return the path of each architecture on a page of models, without the part on ranks."""
     table = page.partition("## Over ranks")[0]
@@ -135,8 +144,9 @@ def main(words: list[str], page: Path = PAGE) -> int:
     if "not installed" in newest.values():
         print(f"{PYTHON} lacks a package: {newest}", file=sys.stderr)
         return 1
-    ran = {suite.name: suite.run() for suite in choose(SUITES, words)}
-    text = section(ran, newest, pinned())
+    pins = pinned()
+    ran = {suite.name: suite.run() for suite in choose(suites_for(newest, pins), words)}
+    text = section(ran, newest, pins)
     print(text)
     if not words:
         page.write_text(with_section(page.read_text(), NEWEST, text))

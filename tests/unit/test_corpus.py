@@ -90,3 +90,11 @@ def test_what_broke_is_named() -> None:
     assert "| parity | 1 | 9 | `t0`," in text
     assert "`t7` and 1 more |" in text
     assert set(newest.pinned()) >= set(newest.PACKAGES)
+
+
+def test_architectures_are_tried_only_with_another_mlx() -> None:
+    pins = {"mlx": "1", "mlx-lm": "1", "transformers": "1"}
+    names = [suite.name for suite in newest.suites_for(pins | {"transformers": "2"}, pins)]
+    assert "architectures" not in names
+    names = [suite.name for suite in newest.suites_for(pins | {"mlx-lm": "2"}, pins)]
+    assert "architectures" in names
