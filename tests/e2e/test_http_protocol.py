@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -108,3 +109,58 @@ def test_named_pages_may_reach_a_private_network(
     if status == 200:
         assert response.headers["access-control-allow-private-network"] == "true"
         assert response.headers["access-control-allow-origin"] == PAGE
+
+
+def answers(url: str, *pieces: bytes) -> list[bytes]:
+    """Return the statuses of what is answered to requests that are sent in these pieces."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            connection.sendall(piece)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    return re.findall(rb"HTTP/1\.1 (\d+) ", answer)
+
+
+LAST = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+# As Java's client sends it.
+OFFER = (
+    b"POST /v1/chat/completions HTTP/1.1\r\n"
+    b"Connection: Upgrade, HTTP2-Settings\r\nHost: 127.0.0.1\r\n"
+    b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n"
+    b"Content-Type: application/json\r\n"
+)
+CONTENT = json.dumps(BODY).encode()
+SIZED = b"Content-Length: %d\r\n\r\n%s" % (len(CONTENT), CONTENT)
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(CONTENT), CONTENT)
+
+
+@pytest.mark.parametrize("rest", [SIZED, CHUNKED])
+@pytest.mark.parametrize("cut", [0, 20, len(OFFER), len(OFFER) + 30, len(OFFER) + 60])
+def test_an_offer_of_another_protocol_is_ignored(url: str, rest: bytes, cut: int) -> None:
+    request = OFFER + rest
+    # Another request comes on the same connection, whether with the first or after it.
+    for pieces in ([request[:cut], request[cut:] + LAST], [request[:cut], request[cut:], LAST]):
+        assert answers(url, *pieces) == [b"200", b"200"]
+
+
+def test_a_handshake_leaves_the_connection_usable(url: str) -> None:
+    handshake = (
+        b"GET /v1/responses HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: keep-alive, Upgrade\r\n"
+        b"upgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: eA==\r\n\r\n"
+    )
+    assert answers(url, handshake, LAST) == [b"426", b"200"]
+
+
+@pytest.mark.parametrize("header", [b"connection", b"proxy-connection"])
+def test_many_offers_at_once_are_requests(url: str, header: bytes) -> None:
+    offer = b"GET /ping HTTP/1.1\r\nhost: 127.0.0.1\r\n%s: UPGRADE\r\nupgrade: h2c\r\n\r\n" % header
+    assert answers(url, offer * 400 + LAST) == [b"200"] * 401
+
+
+def test_a_tunnel_is_refused(url: str) -> None:
+    tunnel = b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+    (status,) = answers(url, tunnel)
+    assert status.startswith(b"4")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import Awaitable
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -23,6 +26,11 @@ MAX_LATE_BYTES = 1024 * 1024
 MAX_LATE_S = 5.0
 # CYCLE: the key in a scope of HTTP/1.0 under which is what writes its answer.
 CYCLE = "mlx_parallm.cycle"
+
+
+# CONNECTION: the headers in which the parser looks for UPGRADE, the wish for another protocol.
+CONNECTION = (b"connection", b"proxy-connection")
+UPGRADE = re.compile(rb"upgrade", re.IGNORECASE)
 
 
 class UnchunkedAnswers:
@@ -72,6 +80,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._late: asyncio.TimerHandle | None = None
         self._late_bytes = 0
+        # The data at hand; the head of a request that offers another protocol, without the offer;
+        # and the data that is to be read again.
+        self._data = b""
+        self._offer: bytes | None = None
+        self._again: bytes | None = None
+        self._is_read_again = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
@@ -89,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """See asyncio."""
         self._head_bytes += len(data)
         self._framing_bytes += len(data)
-        super().data_received(data)
+        self._read(data)
         if self._head is not None and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
         if self._awaits_body and self._framing_bytes > MAX_FRAMING_BYTES:
@@ -119,7 +133,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        """End the timeout of a request's head."""
+        """End the timeout of a request's head; put off one that offers another protocol."""
+        # CONNECT asks for a tunnel, not for another protocol.
+        makes_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if makes_offer and not self._is_read_again:
+            self._offer = self._plain_head()
+            return
+        self._is_read_again = False
         self._awaits_body = True
         self._framing_bytes = 0
         self._head = _cancelled(self._head)
@@ -131,6 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note the end of a request's body."""
+        if self._offer is not None:
+            return
         self._awaits_body = False
         super().on_message_complete()
         if self._late is not None:
@@ -166,7 +188,41 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write = self.loop.call_later(self._timeout_s, self._watch_write, unsent)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: such a request is answered as one of HTTP."""
+        """Read a request that offers another protocol as one of HTTP/1 (RFC 9110, section 7.8).
+
+        uvicorn would drop its body: Java's client offers HTTP/2 with every request. Called while
+        the parser's exception, which has the place where it stopped, is handled.
+        """
+        stop = sys.exception()
+        if self._offer is None or not isinstance(stop, httptools.HttpParserUpgrade):
+            return
+        self._again = self._offer + self._data[stop.args[0] :]
+        self._offer = None
+        self.parser = httptools.HttpRequestParser(self)
+        # As uvicorn's own: bytes may follow the last request of a connection.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def _read(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+        while self._again is not None:
+            self._data, self._again, self._is_read_again = self._again, None, True
+            super().data_received(self._data)
+
+    def _plain_head(self) -> bytes:
+        """Return the head that was read, without the wish to use another protocol."""
+        assert self.parser is not None, "it calls this"
+        line = b"%s %s HTTP/%s" % (
+            self.parser.get_method(),
+            self.url,
+            self.parser.get_http_version().encode(),
+        )
+        lines = [line]
+        for name, value in self.headers:
+            if name in CONNECTION:
+                value = UPGRADE.sub(b"", value)
+            lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
 
     def _take_host_of_target(self) -> None:
         """Let an absolute request target replace the Host header (RFC 9112, section 3.2.2)."""
