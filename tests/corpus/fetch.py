@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
 import urllib.request
@@ -13,11 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
+from mlx_parallm import child_process
 from tests.corpus.sources import Source
 
 INDEX = "https://pypi.org/simple"
-# JSON_INDEX: the form of the index that has digests (https://peps.python.org/pep-0691/).
-JSON_INDEX = "application/vnd.pypi.simple.v1+json"
+# ACCEPTED: forms of the index (https://peps.python.org/pep-0691/).
+ACCEPTED = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
 CHUNK_BYTES = 1 << 20
 
 
@@ -71,19 +76,38 @@ def download(source: Source, target: Path) -> None:
 
 
 def project_page(name: str) -> str:
-    """Return the address of a package's list of files; ``PIP_INDEX_URL`` may name the index."""
-    return f"{(os.environ.get('PIP_INDEX_URL') or INDEX).rstrip('/')}/{name}/"
+    """Return the address of a package's list of files, on the index that pip uses."""
+    index = os.environ.get("PIP_INDEX_URL") or _configured_index() or INDEX
+    return f"{index.rstrip('/')}/{name}/"
+
+
+def _configured_index() -> str:
+    """Return the index of pip's configuration; empty if it names none."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    done = child_process.run(
+        [child_process.COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    return done.stdout.decode().strip() if done.returncode == 0 else ""
 
 
 def _url(source: Source) -> str:
     page = project_page(source.name)
-    request = urllib.request.Request(page, headers={"Accept": JSON_INDEX})
+    request = urllib.request.Request(page, headers={"Accept": ACCEPTED})
     with urllib.request.urlopen(request) as answer:
-        files = json.load(answer)["files"]
-    for file in files:
-        if file["filename"] == source.archive:
-            return urljoin(page, file["url"])
+        text = answer.read().decode()
+    for name, url in _files(text):
+        if name == source.archive:
+            return urljoin(page, url)
     raise ValueError(f"{page} has no {source.archive}.")
+
+
+def _files(page: str) -> Iterator[tuple[str, str]]:
+    """Yield the files of a package and their addresses, from JSON or from HTML."""
+    if page.lstrip().startswith("{"):
+        yield from ((file["filename"], file["url"]) for file in json.loads(page)["files"])
+        return
+    for url, name in re.findall(r'<a[^>]*href="([^"]+)"[^>]*>\s*([^<]+?)\s*</a>', page):
+        yield name, html.unescape(url).partition("#")[0]
 
 
 def extract(archive: Path, patterns: tuple[str, ...], folder: Path) -> None:

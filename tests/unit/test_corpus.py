@@ -25,8 +25,10 @@ FILES = {
 }
 
 
-@pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+@pytest.fixture(params=["json", "html"])
+def source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Source:
     """Return a source whose archive is on an index of files."""
     archive = tmp_path / "pack-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -37,8 +39,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
         link = tarfile.TarInfo("pack-1.0/chat/f.jinja")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
-    index = tmp_path / "index.json"
-    index.write_text(json.dumps({"files": [{"filename": archive.name, "url": archive.as_uri()}]}))
+    index, url = tmp_path / "index", archive.as_uri()
+    if request.param == "json":
+        index.write_text(json.dumps({"files": [{"filename": archive.name, "url": url}]}))
+    else:
+        index.write_text(f'<a href="{url}#sha256=0">{archive.name}</a><br/>')
     monkeypatch.setattr(fetch, "project_page", lambda name: index.as_uri())
     monkeypatch.setenv("MLX_PARALLM_CORPUS", str(tmp_path / "cache"))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
