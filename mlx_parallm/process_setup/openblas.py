@@ -59,12 +59,13 @@ def load_openblas() -> None:
     """
     if sys.platform != "linux" or has_global_blas():
         return
-    if "mlx.core" in sys.modules:
-        _warn_if_late()
-        return
     with suppress(importlib.metadata.PackageNotFoundError):
+        name = file_name()
+        if "mlx.core" in sys.modules:
+            _warn_if_late()
+            return
         try:
-            _load(file_name())
+            _load(name)
         except (OpenBlasError, OSError) as problem:
             logger.warning("OpenBLAS cannot be loaded for MLX: %s", problem)
 

@@ -136,7 +136,7 @@ def test_without_the_packages_mlx_keeps_its_blas_and_the_start_log_warns(tmp_pat
     code = (
         "from mlx_parallm.process_setup import openblas\n"
         "openblas.PACKAGE = 'no-such-package'\n"
-        f"{PREPARE}{USED}"
+        f"{PREPARE}{USED}{PREPARE}"
         "from mlx_parallm.worker.device.properties import log_blas\n"
         "log_blas()"
     )
