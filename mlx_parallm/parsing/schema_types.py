@@ -25,6 +25,16 @@ _KINDS: tuple[tuple[type, str], ...] = (
 )
 # _LITERALS: the Python literals that are taken if a text is not JSON.
 _LITERALS: tuple[type[Any], ...] = (dict, list, tuple, str)
+# _SPELLED: names of types that clients write although JSON Schema has others.
+_SPELLED = {
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "str": "string",
+    "dict": "object",
+    "list": "array",
+}
 _DEEPEST = 8
 # _DIGITS: an integer, which JSON lacks if it begins with zeros. Python converts 4,300 digits.
 _DIGITS = re.compile(r"-?[0-9]{1,4000}")
@@ -146,9 +156,9 @@ def _narrower(types: frozenset[str], more: frozenset[str]) -> frozenset[str]:
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     named = schema.get("type")
     if isinstance(named, str):
-        return frozenset([named])
+        return frozenset([_SPELLED.get(named, named)])
     if is_list(named):
-        return frozenset(name for name in named if isinstance(name, str))
+        return frozenset(_SPELLED.get(name, name) for name in named if isinstance(name, str))
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         return frozenset(map(_kind, values if is_list(values) else []))

@@ -46,6 +46,7 @@ VLLM = Source(
     sha256="f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
     members=(
         "examples/*.jinja",
+        "tests/parser/engine/*.py",
         "tests/reasoning/*.py",
         "tests/tool_parsers/*.py",
         "tests/tool_use/*.py",

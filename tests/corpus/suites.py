@@ -70,5 +70,10 @@ SUITES: tuple[Suite, ...] = (
         sources=(LLAMA_CPP, VLLM),
         outcomes=("as it is", "adapted", "refused", "a part is lost", "has none"),
     ),
-    Suite(file="test_parsers.py", sources=(VLLM,), outcomes=("the same", "otherwise, on purpose")),
+    Suite(
+        file="test_reasoning.py", sources=(VLLM,), outcomes=("the same", "otherwise, on purpose")
+    ),
+    Suite(
+        file="test_vllm_parsers.py", sources=(VLLM,), outcomes=("the same", "otherwise, on purpose")
+    ),
 )

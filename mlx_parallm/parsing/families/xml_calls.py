@@ -160,10 +160,10 @@ def _header(reader: Reader) -> Steps[tuple[str, str]]:
 
 
 def _value_types(parameters: Parameters, key: str, attributes: str) -> frozenset[str] | None:
-    """Return the types of a value; in DeepSeek's format an attribute of the tag can name it."""
-    if 'string="true"' in attributes:
-        return TEXT
+    """Return the types of a value; in DeepSeek's format an attribute can say that it is text."""
     types = parameters.types(key)
+    if 'string="true"' in attributes and (types is None or types >= TEXT):
+        return TEXT
     if types is None and 'string="false"' not in attributes:
         return TEXT
     return types
@@ -217,7 +217,10 @@ def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlS
 
 
 def invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> XmlSyntax:
-    """Return the tags ``invoke`` and ``parameter`` with a prefix, in sections of these names."""
+    """Return the tags ``invoke`` and ``parameter`` with a prefix, in sections of these names.
+
+    No text has such tags by accident, so that a section's tag may be missing.
+    """
     return XmlSyntax(
         tuple(f"<{prefix}{section}>" for section in sections),
         tuple(f"</{prefix}{section}>" for section in sections),
@@ -225,6 +228,7 @@ def invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> Xm
         f"</{prefix}invoke>",
         f"<{prefix}parameter ",
         f"</{prefix}parameter>",
+        needs_section=False,
         trims_newline=trims,
     )
 

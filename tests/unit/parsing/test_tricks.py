@@ -208,6 +208,7 @@ def test_types_of_composed_schemas(written: Written) -> None:
         {"allOf": [nested], "$defs": nested["$defs"]},
         {"type": "object", "additionalProperties": {"type": "integer"}},
         {"properties": {"b": both}},
+        {"properties": {"b": {"type": "int"}}},
         {"properties": {"b": {"allOf": [{"type": "number"}, {"type": "integer"}]}}},
     ]
     for schema in schemas:
