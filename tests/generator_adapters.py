@@ -17,11 +17,11 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
-from tests.encoder_folders import write_golden
 from tests.golden_weights import golden_adapter_weight, golden_weight
 
 GOLDEN = Path(__file__).parent / "golden" / "generator_adapters"
@@ -55,17 +55,16 @@ def adapter_of(golden: dict[str, Any], **changed: np.ndarray) -> AdapterWeights:
 
 
 class AdaptedGenerator:
-    """A golden generator whose rows may have adapters."""
+    """A generator whose rows may have adapters."""
 
-    def __init__(self, folder: Path, golden: dict[str, Any]) -> None:
-        self.golden = golden
-        self.loaded: LoadedModel = load_model(ModelConfig(), write_golden(folder, golden))
+    def __init__(self, folder: Path) -> None:
+        self.loaded: LoadedModel = load_model(ModelConfig(), folder)
         model = self.loaded.model
         self.path = choose_path(
             model,
             probe_layout(model),
             ReferenceAttention(4),
-            vocab_size=golden["config"]["vocab_size"],
+            vocab_size=vocab_size_of(self.loaded),
             num_blocks=32,
             block_size=4,
             dtype="float32",

@@ -76,4 +76,16 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         file="test_vllm_parsers.py", sources=(VLLM,), outcomes=("the same", "otherwise, on purpose")
     ),
+    Suite(
+        file="test_adapters.py",
+        writer="adapters",
+        packages=("peft", "transformers"),
+        outcomes=("the same", "refused"),
+    ),
+    Suite(
+        file="test_encoders.py",
+        writer="encoders",
+        packages=("sentence-transformers", "transformers"),
+        outcomes=("the same",),
+    ),
 )

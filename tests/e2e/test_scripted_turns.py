@@ -50,7 +50,7 @@ AT_ONCE = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A turn as its client reads it; arguments are values of JSON, or None if they are none."""
+    """What a client reads of a turn; ``arguments`` of calls are values of JSON, if they are."""
 
     reasoning: str = ""
     content: str = ""
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A turn that a model writes, and what the client must read.
+    """What a model writes, and what the client must read.
 
     Attributes:
         script: what the model writes.

@@ -12,6 +12,7 @@ from safetensors.numpy import load
 
 from mlx_parallm.adapters.writing import adapter_files
 from mlx_parallm.types.errors import InvalidRequestError
+from tests.encoder_folders import write_golden
 from tests.generator_adapters import (
     PREFIX,
     AdaptedGenerator,
@@ -30,7 +31,7 @@ def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_logits_are_those_of_peft(golden: dict[str, Any], tmp_path: Path) -> None:
-    generator = AdaptedGenerator(tmp_path, golden)
+    generator = AdaptedGenerator(write_golden(tmp_path, golden))
     generator.place(adapter_of(golden))
     for ids, expected in zip(golden["input_ids"], golden["logits"], strict=True):
         np.testing.assert_allclose(generator.last_logits(ids, 1), expected, atol=ATOL)
@@ -40,7 +41,7 @@ def test_logits_are_those_of_peft(golden: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "opt", "lfm2_moe", "qwen3", "falcon_h1"])
 def test_what_is_written_is_what_peft_wrote(name: str, tmp_path: Path) -> None:
     golden = read_generator_adapter(name)
-    generator = AdaptedGenerator(tmp_path, golden)
+    generator = AdaptedGenerator(write_golden(tmp_path, golden))
     own = generator.layers.of_model(adapter_of(golden), param="adapter")
     assert own.modules.keys() <= dict(generator.loaded.model.named_modules()).keys()
     files = adapter_files(generator.layers.of_checkpoint(own), "peft")
@@ -59,7 +60,7 @@ def test_what_is_written_is_what_peft_wrote(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3_embedding", "qwen3_tied", "qwen3_head"])
 def test_a_table_that_is_not_the_models_is_refused(name: str, tmp_path: Path) -> None:
     golden = read_generator_adapter(name)
-    generator = AdaptedGenerator(tmp_path, golden)
+    generator = AdaptedGenerator(write_golden(tmp_path, golden))
     table = f"{PREFIX}model.embed_tokens.base_layer.weight"
     changed = saved_tensors(golden)[table].copy()
     changed[7] += 0.01
