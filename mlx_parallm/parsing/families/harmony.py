@@ -59,7 +59,8 @@ def _read_message(context: ReadContext) -> Steps[None]:
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL.search(header)
     writer.marker()
-    if recipient and context.reads_calls:
+    is_call = recipient and (has_body or context.tool(recipient[1]))
+    if recipient and is_call and context.reads_calls:
         writer.begin_call(recipient[1])
         if has_body:
             yield from _read_arguments(context)

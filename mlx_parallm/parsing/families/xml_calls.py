@@ -27,7 +27,7 @@ from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedE
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _HEADER = re.compile(
-    r"""\s*(?:\w+=)?+(?P<quote>["']?)(?P<name>[^"'\s>=]+)(?P=quote)(?P<rest>[^>]*)"""
+    r"""[ ]*(?:\w+=)?+(?P<quote>["']?)(?P<name>[^"'\s<>=]+)(?P=quote)(?P<rest>[^<>\n]*)"""
 )
 
 
