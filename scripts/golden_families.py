@@ -56,7 +56,7 @@ def golden_values(case: FamilyCase) -> dict[str, Any]:
     Raises:
         ValueError: transformers does not read what it has saved.
     """
-    config = _config(case)
+    config = config_of(case)
     kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -72,10 +72,10 @@ def golden_values(case: FamilyCase) -> dict[str, Any]:
             raise ValueError(f"transformers read {case.name} with {report}")
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     memory = _in_memory(model, shapes)
-    return {"config": written, "weights": shapes, **memory, **_results(model.eval())}
+    return {"config": written, "weights": shapes, **memory, **results_of(model.eval())}
 
 
-def _config(case: FamilyCase) -> Any:
+def config_of(case: FamilyCase) -> Any:
     """Return the config of a case, with other bases of RoPE than those of its class."""
     kind = type(transformers.AutoConfig.for_model(case.model_type or case.name))
     known = {name for each in kind.__mro__ for name in getattr(each, "__annotations__", {})}
@@ -114,7 +114,7 @@ def _in_memory(model: Any, shapes: dict[str, list[int]]) -> dict[str, Any]:
     return {"memory": others, "only_saved": saved} if others else {}
 
 
-def _results(model: Any) -> dict[str, Any]:
+def results_of(model: Any) -> dict[str, Any]:
     """Return a prompt and what the model makes of it."""
     ids = np.random.RandomState(1).randint(3, SIZES["vocab_size"], PROMPT_TOKENS).tolist()
     chosen = list(ids)

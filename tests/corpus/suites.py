@@ -71,6 +71,12 @@ SUITES: tuple[Suite, ...] = (
         outcomes=("as it is", "adapted", "refused", "a part is lost", "has none"),
     ),
     Suite(
+        file="test_families.py",
+        writer="families",
+        packages=("transformers",),
+        outcomes=("the same", "differs, with a warning", "refused"),
+    ),
+    Suite(
         file="test_reasoning.py", sources=(VLLM,), outcomes=("the same", "otherwise, on purpose")
     ),
     Suite(

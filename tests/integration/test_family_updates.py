@@ -25,10 +25,10 @@ def load(folder: Path, golden: dict[str, Any]) -> LoadedModel:
     return load_model(ModelConfig(dtype="float32"), write_golden(folder, golden))
 
 
-def assert_equal(found: Any, expected: dict[str, mx.array]) -> None:
-    assert found.keys() <= expected.keys()
-    for name in found:
-        assert mx.array_equal(found[name], expected[name]), name
+def assert_equal(read_back: Any, expected: dict[str, mx.array]) -> None:
+    assert read_back.keys() <= expected.keys()
+    for name in read_back:
+        assert mx.array_equal(read_back[name], expected[name]), name
 
 
 def sources(saved: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -81,9 +81,9 @@ def test_a_folder_and_its_tensors_are_read(name: str, tmp_path: Path) -> None:
     norms = {key for key in sent if "norm" in key}
     for names in (norms, sent.keys() - norms):
         if names:
-            found = weights.read_tensors({key: sent[key] for key in names})
-            assert found
-            assert_equal(found, expected)
+            read_back = weights.read_tensors({key: sent[key] for key in names})
+            assert read_back
+            assert_equal(read_back, expected)
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
@@ -92,6 +92,6 @@ def test_tensors_in_memory_are_read(name: str, tmp_path: Path) -> None:
     loaded = load(tmp_path, golden)
     expected = parameters_of(loaded.model)
     sent = {key: to_host(mx.array(array)) for key, array in in_memory(golden).items()}
-    found = ModelWeights(loaded).read_tensors(sent)
-    assert found.keys() == expected.keys()
-    assert_equal(found, expected)
+    read_back = ModelWeights(loaded).read_tensors(sent)
+    assert read_back.keys() == expected.keys()
+    assert_equal(read_back, expected)

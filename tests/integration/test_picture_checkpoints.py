@@ -114,9 +114,9 @@ def test_experts_as_transformers_saves_them(name: str, tmp_path: Path) -> None:
                     saved[f"{prefix}.{number}.{each}.weight"] = half[number]
     assert {each.shape for each in saved.values()} != {each.shape for each in published.values()}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), saved, {"format": "pt"})
-    found = parameters_of(load_model(ModelConfig(), tmp_path).model)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+    read_back = parameters_of(load_model(ModelConfig(), tmp_path).model)
+    assert read_back.keys() == expected.keys()
+    assert all(mx.array_equal(read_back[key], expected[key]) for key in expected)
 
 
 #: How mlx-community's checkpoints name towers, by how the loaded models do; the first that fits.

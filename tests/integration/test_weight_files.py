@@ -85,9 +85,9 @@ def test_other_files_are_not_read(kind: str, files: tuple[str, ...], tmp_path: P
     expected = read(write(tmp_path / "plain", kind, (WHOLE,), ()), kind)
     others = tuple(name for name in (WHOLE, *WRONG) if name not in files)
     folder = write(tmp_path / "crowded", kind, files, others)
-    found = read(folder, kind)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+    read_back = read(folder, kind)
+    assert read_back.keys() == expected.keys()
+    assert all(mx.array_equal(read_back[key], expected[key]) for key in expected)
     shapes = {key: array.shape for key, array in golden_arrays(golden_of(kind)).items()}
     assert checkpoint_shapes(folder) == shapes
     assert {file.name for file in weight_files(folder)} == set(files)
@@ -105,9 +105,9 @@ def test_weights_that_the_index_does_not_name_for_a_file_are_not_read(
         stale = {key: mx.full(a.shape, 9.0) for key, a in golden_arrays(golden_of(kind)).items()}
         others = {"model.unknown.weight": mx.zeros((2,))}
         mx.save_safetensors(str(folder / name), stale | others | own, {"format": "pt"})
-    found = read(folder, kind)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[key], expected[key]) for key in expected)
+    read_back = read(folder, kind)
+    assert read_back.keys() == expected.keys()
+    assert all(mx.array_equal(read_back[key], expected[key]) for key in expected)
 
 
 def test_an_overlaid_model_takes_updates(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_an_overlaid_model_takes_updates(tmp_path: Path) -> None:
     mx.save_safetensors(str(file), own | {"model.unknown.weight": mx.zeros((2,))})
     loaded = load_model(CONFIG, folder)
     new = mx.ones((32,))
-    found = ModelWeights(loaded).read_tensors({"model.norm.weight": to_host(new)})
-    assert mx.array_equal(found["model.norm.weight"], new)
+    read_back = ModelWeights(loaded).read_tensors({"model.norm.weight": to_host(new)})
+    assert mx.array_equal(read_back["model.norm.weight"], new)
 
 
 def test_an_update_from_a_folder_reads_its_index(tmp_path: Path) -> None:
