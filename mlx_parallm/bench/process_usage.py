@@ -1,4 +1,4 @@
-"""What a run cost the processes of a server, by its metrics, and the load client itself."""
+"""The cost of a run to the processes of a server, by its metrics, and to the load client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Usage = Mapping[str, tuple[str, Mapping[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class ProcessCost:
-    """What processes of one role used in a run, those of the same role together.
+    """The resources that processes of one role used in a run, added up.
 
     Attributes:
         role: "server", "engine", "http" or "load client".

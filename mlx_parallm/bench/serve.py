@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a run has measured.
+    """The measurements of a run.
 
     Attributes:
         records: of each request.

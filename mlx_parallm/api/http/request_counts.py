@@ -19,7 +19,7 @@ OTHER = "other"
 
 
 class Answered(NamedTuple):
-    """What requests are counted by: the labels of ``http_requests_total``."""
+    """The labels that requests are counted by: those of ``http_requests_total``."""
 
     method: str
     handler: str

@@ -1,4 +1,4 @@
-"""What a request's line in the log says besides its route; filled while it is answered."""
+"""The facts about a request that its line in the log has; filled while it is answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes used in a run, from the metrics before and after it."""
+"""Resources of processes in a run, from the metrics before and after it."""
 
 from __future__ import annotations
 

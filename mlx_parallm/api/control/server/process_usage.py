@@ -1,4 +1,4 @@
-"""What the processes of a server use: processor time, memory and file descriptors."""
+"""The resources that processes of a server use: processor time, memory and file descriptors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SIZES = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUsage:
-    """What one process uses.
+    """The resources of one process.
 
     Attributes:
         pid: its number.

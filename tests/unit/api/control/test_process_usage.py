@@ -1,4 +1,4 @@
-"""What processes use, as the operating system tells it."""
+"""Resources of processes, as the operating system reports them."""
 
 from __future__ import annotations
 
