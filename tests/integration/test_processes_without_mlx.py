@@ -61,8 +61,9 @@ def test_an_encoder_is_read_without_a_large_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_engines_process_imports_mlx() -> None:
-    module = "mlx_parallm.cli.engine_process"
+def test_the_builders_of_engines_import_mlx() -> None:
+    # The process prepares itself first: its own module imports none.
+    module = "mlx_parallm.serving.build"
     assert "mlx" in heavy_modules(module)[module]
 
 
