@@ -20,6 +20,7 @@ from mlx_parallm.parsing.parts import (
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.parsing.writer import merge
+from tests.turn_texts import WRITTEN
 
 TOOLS: list[dict[str, Any]] = [
     {"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
@@ -30,24 +31,8 @@ COMMON = [
     *("functions.f:0", "1", "null", "é", "🗼", "a", "b", '"b": 2', "```json", "```", "<think>"),
     *("</think>", 'name="f">', 'name="a">', "<function=f>", "<parameter=b>", "<invoke ", "word"),
 ]
-FORMATS = [
-    ("hermes", "deepseek_r1"),
-    ("qwen3_coder", "deepseek_r1"),
-    ("minimax_m2", "deepseek_r1"),
-    ("deepseek_v32", "deepseek_r1"),
-    ("glm45", "deepseek_r1"),
-    ("kimi_k2", "kimi_k2"),
-    ("kimi_k3", "kimi_k3"),
-    ("deepseek_v3", "deepseek_r1"),
-    ("mistral", "mistral"),
-    ("llama3_json", None),
-    ("llama4_pythonic", None),
-    ("lfm2", "deepseek_r1"),
-    ("phi4_mini_json", None),
-    ("cohere_command3", "cohere_command3"),
-    ("gemma4", "gemma4"),
-    ("openai", "openai_gptoss"),
-    ("json_array", None),
+FORMATS: list[tuple[str | None, str | None]] = [
+    *((written.tool, written.reasoning) for written in WRITTEN),
     (None, "hunyuan_a13b"),
 ]
 
