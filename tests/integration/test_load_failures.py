@@ -124,7 +124,8 @@ def test_a_draft_model_is_named(tmp_path: Path) -> None:
 
 def test_serve_ends_with_one_line(tmp_path: Path) -> None:
     folder = changed(tmp_path / "model", DEMO_FOLDER, "config.json", "attention_bias", "yes")
-    command = [sys.executable, "-m", "mlx_parallm", "serve", "--model", str(folder), "--port", "0"]
+    flags = ["--model", str(folder), "--port", "0", "--log-level", "warning"]
+    command = [sys.executable, "-m", "mlx_parallm", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     (line,) = [text for text in done.stderr.splitlines() if "Loading" not in text]
