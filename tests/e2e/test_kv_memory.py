@@ -24,7 +24,7 @@ def limit_addresses() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit address spaces")
 @pytest.mark.parametrize("more", [[], ["--engine-process"]], ids=["thread", "process"])
 def test_more_than_the_limits_allow_is_one_line(more: list[str]) -> None:
-    flags = ["--port", "0", "--kv-cache-memory-bytes", "60GiB", *more]
+    flags = ["--port", "0", "--log-level", "warning", "--kv-cache-memory-bytes", "60GiB", *more]
     ended = child_process.run(
         ["mlx_parallm", "serve", *flags],
         stderr=subprocess.PIPE,

@@ -152,7 +152,7 @@ def test_a_model_that_cannot_be_compiled_runs_all_the_same(
         return original.__call__(self, x)
 
     norm.__class__ = type("Evaluated", (original,), {"__call__": call})
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         runner = runner_of(model, config)
     assert runner.info.path == "split"
     assert not runner.info.is_compiled
