@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,14 @@ async def test_no_more_pictures_are_prepared_than_memory_holds(
     with pytest.raises(OverloadedError):
         await pictures.prepare(sources(3)[2:], model)
     del held
-    assert await pictures.prepare(sources(3)[2:], model)
+    # The thread that made a picture may hold it a moment longer than its task.
+    while True:
+        try:
+            assert await pictures.prepare(sources(3)[2:], model)
+        except OverloadedError:
+            await asyncio.sleep(0)
+        else:
+            break
 
 
 async def test_a_picture_that_is_refused_is_named(model: Any) -> None:
