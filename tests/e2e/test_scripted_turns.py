@@ -50,7 +50,7 @@ AT_ONCE = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a client reads of a turn; ``arguments`` of calls are values of JSON, if they are."""
+    """The turn that a client reads; ``arguments`` of calls are values of JSON, if they are."""
 
     reasoning: str = ""
     content: str = ""
@@ -60,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a model writes, and what the client must read.
+    """A text that a model writes, and what the client must read.
 
     Attributes:
         script: what the model writes.

@@ -38,5 +38,5 @@ def test_token_types_are_given_where_the_config_does_not_count_them(
     folder = write_golden(tmp_path, golden)
     assert open_encoder(folder).model.args.type_vocab_size == 2
     runner = load_encoder_runner(folder, "float32", read_vector_spec(folder))
-    one, two = (PoolingInput((5, 6, 7, 8), second_at=second) for second in (None, 2))
-    assert np.abs(runner.run([one])[0] - runner.run([two])[0]).max() > 1e-3
+    single, pair = (PoolingInput((5, 6, 7, 8), second_at=second) for second in (None, 2))
+    assert np.abs(runner.run([single])[0] - runner.run([pair])[0]).max() > 1e-3

@@ -173,8 +173,8 @@ def test_arguments_may_hold_any_marker_of_their_format(name: str) -> None:
     markers = {*form.markers, *form.silent, call.begin, call.end, call.separator or "", "<think>"}
     for marker in markers:
         arguments = json.dumps({"text": f"x {marker} y"}, ensure_ascii=False)
-        one = call.call.replace("$name", "say-it").replace("$arguments", arguments)
-        text = f"{call.begin}{one}{call.end}"
+        written_call = call.call.replace("$name", "say-it").replace("$arguments", arguments)
+        text = f"{call.begin}{written_call}{call.end}"
         for size in (1, len(text)):
             parser = turn_parser(tool_format=form, reasoning_format=None, tools=TOOLS)
             pieces = [text[at : at + size] for at in range(0, len(text), size)]
