@@ -19,6 +19,7 @@ from mlx_parallm.client.results import (
     VersionSpan,
 )
 from mlx_parallm.client.rl import RLClient
+from mlx_parallm.client.sync import SyncMezoClient, SyncRLClient
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.client.training import (
     Checkpoint,
@@ -44,6 +45,8 @@ __all__ = [
     "Sample",
     "Score",
     "ServerUnreachableError",
+    "SyncMezoClient",
+    "SyncRLClient",
     "TrainingSession",
     "TrainingStep",
     "TrainingTotals",

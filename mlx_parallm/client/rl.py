@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -200,17 +201,18 @@ class RLClient:
         prompts_by_index: dict[int, Prompt] = {}
         failure: RequestFailedError | None = None
         is_complete = False
-        async for event in self._transport.events("/v1/rl/rollout", body):
-            failure = failure or failure_in(0, event)
-            is_complete = event.get("type") == "usage"
-            if event.get("type") != "sample":
-                continue
-            with expected("A sample"):
-                number = event["prompt_index"]
-                if number not in prompts_by_index:
-                    prompts_by_index[number] = prompt_of(event["prompt"])
-                sample = sample_of(event, prompts_by_index[number])
-            yield sample
+        async with contextlib.aclosing(self._transport.events("/v1/rl/rollout", body)) as events:
+            async for event in events:
+                failure = failure or failure_in(0, event)
+                is_complete = event.get("type") == "usage"
+                if event.get("type") != "sample":
+                    continue
+                with expected("A sample"):
+                    number = event["prompt_index"]
+                    if number not in prompts_by_index:
+                        prompts_by_index[number] = prompt_of(event["prompt"])
+                    sample = sample_of(event, prompts_by_index[number])
+                yield sample
         if failure is not None:
             raise failure
         if not is_complete:

@@ -16,6 +16,7 @@ from mlx_parallm.client import (
     RequestFailedError,
     RLClient,
     ServerUnreachableError,
+    SyncRLClient,
     UnexpectedAnswerError,
     VersionSpan,
 )
@@ -211,3 +212,19 @@ async def test_a_broken_stream_is_told(body: bytes, error: type[Exception]) -> N
     async with answering(body) as url, RLClient(url) as client:
         with pytest.raises(error):
             _ = [sample async for sample in client.stream_rollout(["a"])]
+
+
+def test_the_synchronous_client_gives_the_same(live_server: ServerProcess) -> None:
+    fields = {"n": 3, "max_tokens": 5, "seed": 3, "temperature": 1.5}
+    with SyncRLClient(live_server.url) as client:
+        client.wait_until_ready()
+        whole = client.rollout(["1, 2,", CHAT], **fields)
+        streamed = list(client.stream_rollout(["1, 2,", CHAT], **fields))
+        aborted = num_aborted(live_server)
+        for _ in client.stream_rollout(["1, 2,"], n=8, max_tokens=400, ignore_eos=True):
+            break
+    ordered = sorted(streamed, key=lambda sample: (sample.prompt.index, sample.index))
+    assert [sample.token_ids for sample in ordered] == [
+        sample.token_ids for sample in whole.samples
+    ]
+    assert num_aborted(live_server) >= aborted

@@ -1,0 +1,199 @@
+"""The client for programs without an event loop: it runs ``RLClient`` on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+from mlx_parallm.client.mezo import MezoClient
+from mlx_parallm.client.rl import RLClient
+
+C = TypeVar("C")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop on a daemon thread."""
+
+    def __init__(self) -> None:
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = runner.get_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._turn, args=(runner,), name="mlx_parallm client", daemon=True
+        )
+        self._thread.start()
+
+    def _turn(self, runner: asyncio.Runner) -> None:
+        # The runner cancels what other threads still wait for, so that none waits for ever.
+        with runner:
+            runner.run(self._stopped.wait())
+
+    @property
+    def is_closed(self) -> bool:
+        """True after ``close``."""
+        return self._loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns; raise RuntimeError if the loop is closed."""
+        if self.is_closed:
+            work.close()
+            raise RuntimeError("This client is closed.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # An interrupt of the caller ends the request too.
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        if not self.is_closed:
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
+
+
+class _Blocking(Generic[C]):
+    """An asynchronous client, and the thread that it runs on."""
+
+    def __init__(self, client: C, thread: _LoopThread) -> None:
+        self.client = client
+        self.thread = thread
+
+
+def _blocking(
+    method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[_Blocking[C], P], T]:
+    """Return a method that waits for the result of an asynchronous one."""
+
+    @functools.wraps(method)
+    def call(self: _Blocking[C], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.run(method(self.client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[C, P], AsyncIterator[T]],
+) -> Callable[Concatenate[_Blocking[C], P], Generator[T]]:
+    """Return a generator of what an asynchronous one yields; closing it closes that one."""
+
+    @functools.wraps(method)
+    def call(self: _Blocking[C], *args: P.args, **kwargs: P.kwargs) -> Generator[T]:
+        stream = _Stream(method(self.client, *args, **kwargs))
+        try:
+            while (items := self.thread.run(stream.take())) is not None:
+                yield items[0]
+        finally:
+            if not self.thread.is_closed:
+                self.thread.run(stream.close())
+
+    return call
+
+
+class _Stream(Generic[T]):
+    """An asynchronous generator. The lock lets an interrupted step end before it is closed."""
+
+    def __init__(self, items: AsyncIterator[T]) -> None:
+        self._items = items
+        self._lock = asyncio.Lock()
+
+    async def take(self) -> tuple[T] | None:
+        """Return the next item; None at the end."""
+        async with self._lock:
+            async for item in self._items:
+                return (item,)
+        return None
+
+    async def close(self) -> None:
+        """Close the generator."""
+        async with self._lock:
+            close: Callable[[], Coroutine[Any, Any, None]] = getattr(self._items, "aclose")  # noqa: B009
+            await close()
+
+
+class SyncMezoClient(_Blocking[MezoClient]):
+    """The training sessions of a server: ``SyncRLClient.mezo``, with ``MezoClient``'s methods."""
+
+    create = _blocking(MezoClient.create)
+    sessions = _blocking(MezoClient.sessions)
+    get = _blocking(MezoClient.get)
+    delete = _blocking(MezoClient.delete)
+    step = _blocking(MezoClient.step)
+    train_step = _blocking(MezoClient.train_step)
+    ask = _blocking(MezoClient.ask)
+    tell = _blocking(MezoClient.tell)
+    run = _blocking(MezoClient.run)
+    events = _iterating(MezoClient.events)
+    pause = _blocking(MezoClient.pause)
+    resume = _blocking(MezoClient.resume)
+    evaluate = _blocking(MezoClient.evaluate)
+    checkpoint = _blocking(MezoClient.checkpoint)
+    log = _blocking(MezoClient.log)
+    publish = _blocking(MezoClient.publish)
+    adapter = _blocking(MezoClient.adapter)
+    save_adapter = _blocking(MezoClient.save_adapter)
+
+
+class SyncRLClient(_Blocking[RLClient]):
+    """``RLClient`` for programs without an event loop, such as scripts and notebooks.
+
+    It has the same methods. They wait for the answer; ``stream_rollout`` and ``mezo.events`` are
+    generators, and leaving one early ends what it still waits for. It may be used on any thread.
+
+    Example:
+        >>> with SyncRLClient("http://127.0.0.1:8000") as client:
+        ...     rollout = client.rollout(["1, 2, 3,"], n=4, max_tokens=8)
+        ...     print(rollout.samples[0].token_ids, rollout.samples[0].logprobs)
+
+    Attributes:
+        mezo: the server's training sessions.
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Create a client, without sending anything; see ``RLClient`` for the arguments."""
+        client = RLClient(base_url, api_key=api_key, timeout_s=timeout_s)
+        super().__init__(client, _LoopThread())
+        self.mezo = SyncMezoClient(client.mezo, self.thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; the server aborts rollouts that still run."""
+        if not self.thread.is_closed:
+            self.thread.run(self.client.close())
+            self.thread.close()
+
+    wait_until_ready = _blocking(RLClient.wait_until_ready)
+    rollout = _blocking(RLClient.rollout)
+    stream_rollout = _iterating(RLClient.stream_rollout)
+    logprobs = _blocking(RLClient.logprobs)
+    rewards = _blocking(RLClient.rewards)
+    load_adapter = _blocking(RLClient.load_adapter)
+    update_adapter = _blocking(RLClient.update_adapter)
+    adapters = _blocking(RLClient.adapters)
+    unload_adapter = _blocking(RLClient.unload_adapter)
+    pause = _blocking(RLClient.pause)
+    resume = _blocking(RLClient.resume)
+    is_paused = _blocking(RLClient.is_paused)
+    sleep = _blocking(RLClient.sleep)
+    wake_up = _blocking(RLClient.wake_up)
+    update_weights = _blocking(RLClient.update_weights)
+    weight_version = _blocking(RLClient.weight_version)
