@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.llm import LLM
-    from mlx_parallm.types.request import SamplingParams
+    from mlx_parallm.types.request import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "mlx_parallm.llm", "SamplingParams": "mlx_parallm.types.request"}
+_HOMES = {
+    "LLM": "mlx_parallm.llm",
+    "SamplingParams": "mlx_parallm.types.request",
+    "StructuredOutputsParams": "mlx_parallm.types.request",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import (
@@ -22,6 +22,9 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
+from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation, per_prompt
+from mlx_parallm.offline.completions import RequestOutput, apply, empty_output
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.offline.outputs import (
     ClassificationRequestOutput,
@@ -33,51 +36,21 @@ from mlx_parallm.offline.outputs import (
 from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
-from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
-from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.weights import SLEEP_TAGS
 from mlx_parallm.worker.device.gpus import visible_devices
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:
     from mlx_parallm.offline.pooling import OfflinePooling
     from mlx_parallm.offline.training import OfflineSession
+    from mlx_parallm.tokenizer.loaded import HubTokenizer
 
 Prompt = str | Sequence[int]
 #: ``PromptMapping``: vLLM's form of a prompt, which may have pictures.
 PromptMapping = Mapping[str, Any]
 Message = Mapping[str, Any]
-T = TypeVar("T")
-
-
-@dataclass(slots=True, kw_only=True)
-class CompletionOutput:
-    """One sample of a prompt. Field names are vLLM's."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the sampled tokens' log-probabilities; None unless they were requested."""
-        return sum(entry.logprob for entry in self.logprobs) if self.logprobs else None
-
-
-@dataclass(slots=True, kw_only=True)
-class RequestOutput:
-    """The result of one prompt. Field names are vLLM's."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: list[CompletionOutput]
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -88,16 +61,11 @@ class LLM:
         >>> llm = LLM()  # the embedded demonstration model
         >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
 
-    ``cache`` and ``scheduler`` have the settings of the server's flags, such as
-    ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is for parameters that name none.
-    ``hf_overrides`` are other values of fields of the model's config.json.
-
     MLX's state belongs to a thread, so an LLM works only on the thread that made it.
 
     With ``data_parallel_size`` above 1, so many engine processes load the model, and the prompts of
-    each call are shared out among them; "auto" is one for each NVIDIA GPU. Then an LLM works on
-    any thread. ``data_parallel_devices`` has the index of each engine's GPU; see docs/scaling.md.
-    The processes end with ``close``, with a ``with`` block, or with the object.
+    each call are shared out among them. Then an LLM works on any thread. The processes end with
+    ``close``, with a ``with`` block, or with the object.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -117,6 +85,28 @@ class LLM:
         data_parallel_size: int | Literal["auto"] = 1,
         data_parallel_devices: Sequence[int | str] = (),
     ) -> None:
+        """Load the model.
+
+        Args:
+            model: a folder or a hub id; None: the embedded demonstration model.
+            dtype: of the weights: "auto", "float32", "float16" or "bfloat16".
+            max_model_len: most tokens of a prompt and its completion; None: the model's context.
+            chat_template: a Jinja template, or a file with one, in place of the model's.
+            trust_remote_code: run Python code that comes with the tokenizer.
+            hf_overrides: other values of fields of the model's config.json.
+            seed: draws the seeds of samples that have none.
+            cache: settings of the KV cache, such as ``CacheConfig(kv_cache_dtype="int8")``; the
+                flags of the server have the same names.
+            scheduler: settings of the scheduler, likewise.
+            speculative_config: see docs/speculation.md; None: no speculation.
+            logprobs_mode: for parameters that name none; see docs/logprobs.md.
+            data_parallel_size: engine processes; "auto" is one for each NVIDIA GPU.
+            data_parallel_devices: the index of each engine's GPU; see docs/scaling.md.
+
+        Raises:
+            ConfigError: a setting is wrong.
+            ModelLoadError: the model cannot be loaded.
+        """
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         config = EngineConfig(
@@ -144,6 +134,10 @@ class LLM:
         self._is_closed = False
         self._ids = count()
         self._offline: OfflinePooling | None = None
+        (self._config,) = config.models
+        self._hub_tokenizer: HubTokenizer | None = None
+        # Those of ``SLEEP_TAGS`` whose memory is freed.
+        self._asleep: tuple[str, ...] = ()
 
     def close(self) -> None:
         """Free the model, and end the processes; nothing else may be called afterwards."""
@@ -168,6 +162,22 @@ class LLM:
         if self._is_closed:
             raise InvalidRequestError("This LLM is closed.")
         return self._engines
+
+    @property
+    def _awake(self) -> OfflineEngines:
+        """The engines; raise InvalidRequestError if they are closed or asleep."""
+        if self._asleep:
+            raise InvalidRequestError("This LLM is asleep; call wake_up first.")
+        return self._open
+
+    def _check_generates(self) -> None:
+        """Raise InvalidRequestError for a pooling model."""
+        model = self._open.model
+        if not isinstance(model, GenerationModel):
+            raise InvalidRequestError(
+                f"{model.names[0]} is an encoder; only models that generate can sleep.",
+                param="model",
+            )
 
     @property
     def _model(self) -> GenerationModel:
@@ -208,6 +218,55 @@ class LLM:
         assert self._model.grammars is not None, "a loaded model has a compiler"
         return Grammar(text=self._model.grammars.compile(spec))
 
+    def get_tokenizer(self) -> HubTokenizer:
+        """Return transformers' tokenizer of the model's folder, a ``PreTrainedTokenizerBase``.
+
+        It has the ``chat_template`` of the LLM; changing it changes nothing in the LLM, which has a
+        tokenizer of its own (``tokenizer``).
+
+        Raises:
+            ModelLoadError: transformers cannot load it.
+        """
+        tokenizer = self._hub_tokenizer
+        if tokenizer is None:
+            tokenizer = self._hub_tokenizer = _part("hub_tokenizer").hub_tokenizer(self._config)
+        return tokenizer
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until ``wake_up``, for other work on the device; calls are refused meanwhile.
+
+        Args:
+            level: 1 frees KV, and moves weights to the host's memory where the device has its own.
+                2 also frees the weights, which ``wake_up`` reads again from the model's folder.
+
+        Raises:
+            InvalidRequestError: there is no such level, or it is a pooling model.
+        """
+        if level not in (1, 2):
+            raise InvalidRequestError("level must be 1 or 2.", param="level")
+        self._check_generates()
+        self._engines.sleep(level)
+        self._asleep = SLEEP_TAGS
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate memory again after ``sleep``; nothing happens if the LLM is awake.
+
+        Args:
+            tags: of "weights" and "kv_cache"; None: both. Other calls are refused until both are
+                there.
+
+        Raises:
+            InvalidRequestError: there is no such tag.
+        """
+        wanted = SLEEP_TAGS if tags is None else tuple(tags)
+        unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
+        if unknown:
+            raise InvalidRequestError(
+                f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
+            )
+        if self._asleep:
+            self._asleep = tuple(self._open.wake_up(wanted))
+
     def load_adapter(
         self, name: str, folder: str | Path, *, version: str | None = None
     ) -> AdapterInfo:
@@ -222,9 +281,10 @@ class LLM:
             InvalidRequestError: the folder has no adapter, or none that fits the model.
             ModelLoadError: there is no such folder, and no such adapter on the hub.
         """
+        engines = self._awake
         weights = read_adapter_folder(resolve_adapter(folder, log_download), param="folder")
         upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
-        return self._open.load_adapter(upload)
+        return engines.load_adapter(upload)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
@@ -232,7 +292,7 @@ class LLM:
         Raises:
             NotFoundError: no adapter has this name.
         """
-        self._open.unload_adapter(name)
+        self._awake.unload_adapter(name)
 
     def generate(
         self,
@@ -258,7 +318,7 @@ class LLM:
                 was generated.
             StepError: a step failed.
         """
-        items = [self._plain_prompt(prompt) for prompt in _as_prompts(prompts)]
+        items = [self._plain_prompt(prompt) for prompt in as_prompts(prompts)]
         return self._generate(items, sampling_params, adapter, on_finish)
 
     def _plain_prompt(self, prompt: Prompt | PromptMapping) -> Prompt | PicturePrompt:
@@ -274,8 +334,8 @@ class LLM:
         adapter: str | Sequence[str | None] | None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        params = _per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
-        adapters = _per_prompt(adapter, len(items), "adapter")
+        params = per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
+        adapters = per_prompt(adapter, len(items), "adapter")
         requests = [
             (item if isinstance(item, str) else None, self._request(item, item_params, name))
             for item, item_params, name in zip(items, params, adapters, strict=True)
@@ -298,7 +358,7 @@ class LLM:
         bytes of a file, a path or a Pillow image, or as ``image_url``. ``mm_processor_kwargs`` may
         have ``min_pixels`` and ``max_pixels``, to which pictures are resized.
         """
-        several = [conversations] if _is_conversation(conversations) else conversations
+        several = [conversations] if is_conversation(conversations) else conversations
         variables = self._model.template_variables(chat_template_kwargs or {})
         options = {"tools": tools, "template_kwargs": variables}
         sizes = mm_processor_kwargs
@@ -340,7 +400,7 @@ class LLM:
             InvalidRequestError: the model does not embed, or a prompt cannot be read.
             StepError: the model failed.
         """
-        prompts = _as_prompts(prompts)
+        prompts = as_prompts(prompts)
         return self._pooling.embed(prompts, truncate_prompt_tokens, dimensions, adapter)
 
     def classify(
@@ -351,7 +411,7 @@ class LLM:
         adapter: str | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probability of each label for each prompt; see ``embed``."""
-        return self._pooling.classify(_as_prompts(prompts), truncate_prompt_tokens, adapter)
+        return self._pooling.classify(as_prompts(prompts), truncate_prompt_tokens, adapter)
 
     def score(
         self,
@@ -373,13 +433,13 @@ class LLM:
             InvalidRequestError: the model scores no pairs, or the numbers of texts do not fit.
             StepError: the model failed.
         """
-        return self._pooling.score(_as_texts(data_1), _as_texts(data_2), truncate_prompt_tokens)
+        return self._pooling.score(as_texts(data_1), as_texts(data_2), truncate_prompt_tokens)
 
     def reward(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the reward of each prompt, an array of one number; see ``embed``."""
-        return self._pooling.reward(_as_prompts(prompts), truncate_prompt_tokens)
+        return self._pooling.reward(as_prompts(prompts), truncate_prompt_tokens)
 
     def encode(
         self,
@@ -400,7 +460,7 @@ class LLM:
             InvalidRequestError: the model cannot do the task, or a prompt cannot be read.
             StepError: the model failed.
         """
-        return self._pooling.encode(_as_prompts(prompts), pooling_task, truncate_prompt_tokens)
+        return self._pooling.encode(as_prompts(prompts), pooling_task, truncate_prompt_tokens)
 
     def fill_mask(
         self,
@@ -427,7 +487,7 @@ class LLM:
             InvalidRequestError: the model is no masked LM, or a text has no mask.
             StepError: the model failed.
         """
-        return self._pooling.fill_mask(_as_texts(prompts), top_k, targets, adapter)
+        return self._pooling.fill_mask(as_texts(prompts), top_k, targets, adapter)
 
     def mezo(
         self,
@@ -446,7 +506,7 @@ class LLM:
             path: a folder of its own, which keeps the session; None: a temporary one. A folder that
                 has a session already goes on with it; it is then the only argument.
             cache_bytes: most memory of the hidden states that the sessions of the model keep.
-            settings: the other fields of the route, such as ``adapter``, ``trainable``,
+            **settings: the other fields of the route, such as ``adapter``, ``trainable``,
                 ``estimator``, ``batch_size`` and ``seed``.
 
         Raises:
@@ -456,7 +516,7 @@ class LLM:
         named = {"objective": objective, "data": data}
         fields = {name: value for name, value in named.items() if value is not None} | settings
         session: OfflineSession = _part("training").open_session(
-            lambda: self._open, path, fields, cache_bytes=cache_bytes, max_rank=self._max_rank
+            lambda: self._awake, path, fields, cache_bytes=cache_bytes, max_rank=self._max_rank
         )
         return session
 
@@ -472,20 +532,35 @@ class LLM:
             request_id=f"offline-{next(self._ids)}",
             model=self._model.names[0],
             prompt_ids=tuple(ids),
-            params=params,
+            params=self._with_grammar(params),
             adapter=adapter,
             inputs=inputs,
         )
+
+    def _with_grammar(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose ``structured_outputs`` is compiled."""
+        if params.structured_outputs is None:
+            return params
+        spec = structured_outputs_spec(params.structured_outputs, param="structured_outputs")
+        if spec is None:
+            raise InvalidRequestError(
+                "structured_outputs names nothing to match.", param="structured_outputs"
+            )
+        try:
+            return replace(params, structured_outputs=None, grammar=self.grammar(spec))
+        except InvalidRequestError as refusal:
+            refusal.param = "structured_outputs"
+            raise
 
     def _run(
         self,
         requests: Sequence[tuple[str | None, GenerateRequest]],
         on_finish: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        outputs = {request.request_id: _empty_output(text, request) for text, request in requests}
-        with closing(self._open.events([request for _, request in requests])) as events:
+        outputs = {request.request_id: empty_output(text, request) for text, request in requests}
+        with closing(self._awake.events([request for _, request in requests])) as events:
             for event in events:
-                done = _apply(event, outputs[event.request_id])
+                done = apply(event, outputs[event.request_id])
                 if done and on_finish is not None:
                     on_finish(outputs[event.request_id])
         return list(outputs.values())
@@ -516,62 +591,3 @@ def _open_engines(
 def _part(name: str) -> Any:
     """Return a module of ``offline``, of which each caller needs few: they import much."""
     return importlib.import_module(f"mlx_parallm.offline.{name}")
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]
-    return list(prompts)
-
-
-def _as_texts(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
-
-
-def _per_prompt(value: T | Sequence[T], num_prompts: int, name: str) -> list[T]:
-    if not _is_per_prompt(value):
-        return [value] * num_prompts  # type: ignore[list-item]
-    if len(value) != num_prompts:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} entries for {num_prompts} prompts.", param=name
-        )
-    return list(value)
-
-
-def _is_per_prompt(value: T | Sequence[T]) -> TypeGuard[Sequence[T]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_conversation(value: Sequence[Any]) -> bool:
-    return bool(value) and isinstance(value[0], Mapping)
-
-
-def _empty_output(text: str | None, request: GenerateRequest) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=text,
-        prompt_token_ids=request.prompt_ids,
-        outputs=[CompletionOutput(index=i) for i in range(request.params.n)],
-    )
-
-
-def _apply(event: GenerateEvent, output: RequestOutput) -> bool:
-    """Fold an event into its output; return True if that completed the output."""
-    match event:
-        case PromptEvent():
-            output.num_cached_tokens = event.num_cached_tokens
-            output.prompt_logprobs = event.prompt_logprobs
-            return False
-        case ErrorEvent():
-            raise event.error
-        case TokenEvent():
-            sample = output.outputs[event.index]
-            sample.text += event.text
-            sample.token_ids += event.token_ids
-            sample.logprobs += event.logprobs
-            if event.finish_reason is not None:
-                sample.finish_reason = str(event.finish_reason)
-                sample.stop_reason = event.stop_reason
-            return all(choice.finish_reason is not None for choice in output.outputs)

@@ -25,6 +25,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     if not request.prompt_ids:
         raise InvalidRequestError("The prompt must not be empty.", param="prompt")
     params = request.params
+    assert params.structured_outputs is None, "its caller makes a grammar of it"
     _check_ids("prompt", request.prompt_ids, info.vocab_size)
     _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)

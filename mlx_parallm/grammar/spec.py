@@ -42,7 +42,11 @@ class GrammarSpec:
 
 
 def json_schema(
-    schema: Mapping[str, Any] | str | bool, *, strict: bool = True, param: str | None = None
+    schema: Mapping[str, Any] | str | bool,
+    *,
+    strict: bool = True,
+    is_compact: bool = False,
+    param: str | None = None,
 ) -> GrammarSpec:
     """Return the specification of JSON that a schema accepts, its properties in order.
 
@@ -50,6 +54,7 @@ def json_schema(
         schema: an object, or its JSON text.
         strict: True if the compiler refuses keywords that cannot be enforced; False if it drops
             them.
+        is_compact: True if there is no white space between the tokens of JSON.
         param: the request field it came from, for errors.
 
     Raises:
@@ -61,6 +66,10 @@ def json_schema(
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequestError("A JSON schema must be a JSON object.", param=param)
+    if is_compact:
+        options = schema.get("x-guidance")
+        compact: dict[str, Any] = dict(options) if is_mapping(options) else {}
+        schema = {**schema, "x-guidance": compact | {"whitespace_flexible": False}}
     kind = GrammarKind.JSON_SCHEMA if strict else GrammarKind.LENIENT_JSON_SCHEMA
     return GrammarSpec(kind, _json_text(schema, param))
 

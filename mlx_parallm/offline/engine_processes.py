@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
@@ -102,6 +103,14 @@ class EngineProcesses:
     def unload_adapter(self, name: str) -> None:
         """See ``OfflineEngines``."""
         self._run(self._engine.control.unload_adapter(name))
+
+    def sleep(self, level: int) -> None:
+        """See ``OfflineEngines``; no request is in flight."""
+        self._run(self._engine.control.sleep(level, PauseMode.ABORT))
+
+    def wake_up(self, tags: Sequence[str]) -> Sequence[str]:
+        """See ``OfflineEngines``."""
+        return self._run(self._engine.control.wake_up(tags))
 
     def close(self) -> None:
         """See ``OfflineEngines``; the processes have ended when it returns."""

@@ -52,6 +52,14 @@ class OfflineEngines(Protocol):
         """Unload an adapter; raise NotFoundError if it is not loaded."""
         ...
 
+    def sleep(self, level: int) -> None:
+        """Free the memory of KV (level 1), and that of the weights too (level 2)."""
+        ...
+
+    def wake_up(self, tags: Sequence[str]) -> Sequence[str]:
+        """Allocate the memory of these ``SLEEP_TAGS``; return those that are still asleep."""
+        ...
+
     def close(self) -> None:
         """Free the model. Nothing may be called afterwards."""
         ...

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.host_commands import live_weights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.engine import GenerationEngine
@@ -18,6 +19,8 @@ from mlx_parallm.training.service import Train
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.weights import SLEEP_TAGS
+from mlx_parallm.worker.ops import ForgetTraining
 
 T = TypeVar("T")
 
@@ -81,6 +84,18 @@ class OwnEngine:
     def unload_adapter(self, name: str) -> None:
         """See ``OfflineEngines``."""
         self._open.engine.policies.unload(name)
+
+    def sleep(self, level: int) -> None:
+        """See ``OfflineEngines``."""
+        # The worker also keeps what training sessions have computed.
+        self._open.worker.execute(ForgetTraining(model=self.model.names[0]))
+        live_weights(self._open.engine).sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> Sequence[str]:
+        """See ``OfflineEngines``."""
+        live = live_weights(self._open.engine)
+        live.wake(tags)
+        return [tag for tag in SLEEP_TAGS if tag in live.asleep]
 
     def close(self) -> None:
         """See ``OfflineEngines``."""

@@ -10,9 +10,8 @@ from tokenizers import Tokenizer
 
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer
-from mlx_parallm.tokenizer.libraries import (
-    load_with_mlx_lm,
-)
+from mlx_parallm.tokenizer.libraries import load_with_mlx_lm, load_with_transformers
+from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.json_values import is_list, is_object
@@ -42,6 +41,18 @@ def load_tokenizer(
             trust_remote_code=trust_remote_code,
         )
     return ParallmTokenizer(loaded)
+
+
+def load_hub_tokenizer(
+    path: Path, *, chat_template: str | None = None, trust_remote_code: bool = False
+) -> HubTokenizer:
+    """Return transformers' tokenizer of a folder; see ``load_tokenizer``."""
+    template = None if chat_template is None else _read_template(chat_template)
+    with load_failures(path, "has no tokenizer that can be loaded"):
+        loaded = load_with_transformers(path, trust_remote_code=trust_remote_code)
+    if template is not None:
+        loaded.chat_template = template
+    return loaded
 
 
 def _read_template(chat_template: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
@@ -97,6 +98,34 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """Structure that the text of a sample must match: exactly one. Names and meanings are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression for the whole text, in Rust's syntax.
+        choice: texts, of which it is one.
+        grammar: a context-free grammar, in llguidance's Lark or in GBNF.
+        json_object: True for any JSON object.
+        structural_tag: text with constrained parts, as an object or as JSON text; see
+            docs/structured-output.md.
+        disable_any_whitespace: with ``json`` or ``json_object``: no white space between tokens.
+        disable_additional_properties: must be False: write ``additionalProperties`` in the schema.
+        whitespace_pattern: must be None: it cannot be set here.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Mapping[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
 
@@ -121,6 +150,7 @@ class SamplingParams:
             and stop strings are not looked for.
         stop: strings that end generation; removed from the text unless
             ``include_stop_str_in_output``.
+        include_stop_str_in_output: keep the stop string that ended the text.
         stop_token_ids: tokens that end generation, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
@@ -145,6 +175,7 @@ class SamplingParams:
             depend on it.
         grammar: only tokens that can still lead to a match are sampled, and the end-of-sequence
             only after a match; None: any text.
+        structured_outputs: ``LLM`` makes the ``grammar`` of it, and takes one of the two.
         thinking_budget: the limit on reasoning, which also turns speculation off; None: no limit.
     """
 
@@ -177,6 +208,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     speculative: bool = True
     grammar: Grammar | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
@@ -204,6 +236,10 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must not be negative.", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
+        if self.grammar is not None and self.structured_outputs is not None:
+            raise InvalidRequestError(
+                "structured_outputs and grammar exclude each other.", param="structured_outputs"
+            )
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string.", param="stop")
 

@@ -274,3 +274,13 @@ def test_a_script_that_ends_leaves_no_process(tmp_path: Path, number: signal.Sig
     assert ("KeyboardInterrupt" in log) == (number == signal.SIGINT)
     while not are_gone(engines):
         sleep(0.05)
+
+
+def test_all_engines_sleep_and_wake(two: LLM) -> None:
+    before = said(two)
+    for level in (1, 2):
+        two.sleep(level)
+        with pytest.raises(InvalidRequestError, match="asleep"):
+            said(two)
+        two.wake_up()
+        assert said(two) == before

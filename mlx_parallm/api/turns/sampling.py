@@ -11,7 +11,8 @@ from mlx_parallm.types.request import ALL_TOKENS, SamplingParams
 
 # MAX_STOP_CHARS: of all stop strings; the engine's thread reads each when the request comes.
 MAX_STOP_CHARS = 65_536
-PARAMETERS = frozenset(SamplingParams.__dataclass_fields__)
+# PARAMETERS that bodies have by the same names. Their ``structured_outputs`` become a grammar.
+PARAMETERS = frozenset(SamplingParams.__dataclass_fields__) - {"structured_outputs"}
 
 
 def sampling_params(body: SamplingFields, *, max_logprobs: int, **changes: Any) -> SamplingParams:

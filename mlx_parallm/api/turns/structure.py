@@ -16,8 +16,9 @@ from mlx_parallm.api.turns.grammars import grammar_of
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.grammar.structured_outputs import choice_spec, structured_outputs_spec
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_list, is_mapping
+from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.request import Grammar
 
 # Where a body of the Responses API has its format: a field within a field.
@@ -111,55 +112,19 @@ def _named_schema(value: Any, param: str) -> GrammarSpec:
     return specs.json_schema(value["schema"], strict=strict is True, param=param)
 
 
-def _structured_outputs(value: Any, *, param: str) -> GrammarSpec | None:
-    if not is_mapping(value):
-        raise _wrong(param, "is an object")
-    wanted = {
-        key: option
-        for key, option in value.items()
-        if key in _STRUCTURED and option is not None and option is not False
-    }
-    if not wanted:
-        return None
-    if len(wanted) > 1:
-        raise _wrong(param, f"asks for {' and '.join(wanted)}, which exclude each other")
-    ((key, option),) = wanted.items()
-    return _STRUCTURED[key](option, param=param)
-
-
-def _json_object(value: Any, *, param: str) -> GrammarSpec:
-    if value is not True:
-        raise _wrong(param, "has a json_object that is not true")
-    return specs.json_object(param=param)
-
-
-def _choice(value: Any, *, param: str) -> GrammarSpec:
-    if not is_list(value):
-        raise _wrong(param, "takes a list of texts as choice")
-    return specs.choice(value, param=param)
-
-
 def _wrong(param: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {what}.", param=param)
 
 
 # What an answer must match, as vLLM and SGLang write it: the specification checks the value.
 _schema = partial(specs.json_schema, strict=False)
-_STRUCTURED: Mapping[str, _Read] = {
-    "json": _schema,
-    "regex": specs.regex,
-    "choice": _choice,
-    "grammar": specs.context_free,
-    "json_object": _json_object,
-    "structural_tag": specs.structural_tag,
-}
 _READERS: Mapping[str, _Read] = {
     "response_format": _response_format,
     TEXT_FORMAT: _response_format,
-    "structured_outputs": _structured_outputs,
+    "structured_outputs": structured_outputs_spec,
     "guided_json": _schema,
     "guided_regex": specs.regex,
-    "guided_choice": _choice,
+    "guided_choice": choice_spec,
     "guided_grammar": specs.context_free,
     "regex": specs.regex,
     "ebnf": partial(specs.context_free, kind=GrammarKind.GBNF),
