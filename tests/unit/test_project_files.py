@@ -6,14 +6,15 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 from mlx_parallm.cli.settings import SETTINGS
+from scripts import write_configuration_docs, write_python_docs
 from scripts.check_pins import TARGETS, pins, read_requirements
-from scripts.write_configuration_docs import TARGET, render
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "requirements"
@@ -112,8 +113,9 @@ def test_pins_are_judged_for_the_target_not_for_this_machine() -> None:
             assert len(names) == len(set(names))
 
 
-def test_the_settings_page_is_up_to_date() -> None:
-    assert TARGET.read_text(encoding="utf-8") == render(), "run: make docs"
+@pytest.mark.parametrize("page", [write_configuration_docs, write_python_docs])
+def test_the_generated_page_is_up_to_date(page: Any) -> None:
+    assert page.TARGET.read_text(encoding="utf-8") == page.render(), "run: make docs"
 
 
 def test_nothing_of_mlx_lm_generates_or_serves_here() -> None:
