@@ -1,4 +1,4 @@
-"""Limits the folders and hub ids that requests may name."""
+"""Folders and hub ids: which of both a path is, and which of them requests may name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.types.served_names import MAX_NAME
 
 # _HUB_ID is an owner and a name; a few models have no owner.
@@ -17,6 +17,22 @@ _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
 def is_hub_id(name: str, *, with_owner: bool = True) -> bool:
     """True if a name has the form of a hub id; ``with_owner`` refuses names without an owner."""
     return _HUB_ID.fullmatch(name) is not None and ("/" in name or not with_owner)
+
+
+def check_folder(path: str) -> Path | None:
+    """Return the folder that a path names; None if it can only be a hub id.
+
+    Raises:
+        ModelLoadError: it is a file, or written as a folder, and there is none.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelLoadError(f"There is no folder {path}.")
+    return None
 
 
 class Confinement:

@@ -40,7 +40,7 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "serve": Command(
-        "mlx_parallm.cli.serve",
+        "mlx_parallm.cli.serve_start",
         "serve models over HTTP with OpenAI's API",
         flags="mlx_parallm.cli.serve_flags",
     ),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import uvloop
 from fastapi import FastAPI
@@ -23,7 +19,6 @@ from starlette.types import ASGIApp
 from mlx_parallm.api.app import answers_in_any_process, create_app
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.api.http.hosts import is_loopback
-from mlx_parallm.api.http.listener import bind, inherit
 from mlx_parallm.cli.api_servers.connections import (
     FLUSH_TIMEOUT_S,
     FORCE_TIMEOUT_S,
@@ -33,10 +28,9 @@ from mlx_parallm.cli.api_servers.connections import (
 )
 from mlx_parallm.cli.api_servers.processes import HttpProcesses, SettledMiddleware
 from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
-from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.engines import open_engine, with_engine_count
-from mlx_parallm.cli.logs import configure_logging, take_over_handlers
-from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, wait_for_launcher, with_ranks
+from mlx_parallm.cli.logs import take_over_handlers
+from mlx_parallm.cli.ranks import wait_for_launcher
 from mlx_parallm.cli.watchdog import end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
@@ -64,27 +58,12 @@ STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
 KILL_TIMEOUT_S = 2.0
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve with the settings of arguments, environment and file; return the exit status."""
-    engine_config, server_config = read_settings(args)
-    if server_config.data_dir is None:
-        server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
-    engine_config = with_ranks(engine_config, server_config, os.environ)
-    # This is asked before the models load: a launcher that ends meanwhile must be noticed.
-    has_launcher = engine_config.ranks.size > 1 and is_open_pipe(LAUNCHER)
-    if engine_config.ranks.rank > 0:
-        return follow(engine_config, server_config)
-    return serve(engine_config, with_engine_count(server_config), has_launcher=has_launcher)
-
-
-def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+def follow(engine_config: EngineConfig) -> int:
     """Be a rank above 0, which ends when rank 0 does; return the exit status.
 
     Raises:
         ConfigError: this rank differs from rank 0, or cannot reach it.
     """
-    configure_logging(server_config.log_level, server_config.log_format)
-    warn_of_unknown_variables()
     # The launcher signals all ranks, or ssh hangs up. Rank 0 drains, then tells this one to end.
     ignore_signals()
     prepare_device_process()
@@ -96,33 +75,32 @@ def follow(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     return 0
 
 
-def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
-    """Return the user's data folder for this program (XDG Base Directory; Apple's guidelines)."""
-    if platform == "darwin":
-        return str(Path.home() / "Library" / "Application Support" / "mlx_parallm")
-    data = environment.get("XDG_DATA_HOME", "")
-    # The XDG specification says to ignore relative paths.
-    home = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
-    return str(home / "mlx_parallm")
-
-
 def serve(
-    engine_config: EngineConfig, server_config: ServerConfig, *, has_launcher: bool = False
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    listener: socket.socket,
+    *,
+    has_launcher: bool = False,
 ) -> int:
     """Load the models and serve them until SIGTERM or SIGINT, or until the launcher is gone.
+
+    Args:
+        engine_config: what is served.
+        server_config: how.
+        listener: is bound to the address; it is closed in the end.
+        has_launcher: True if a launcher of ranks waits for this process.
 
     Returns:
         0 after a signal, 1 if the engine died.
 
     Raises:
-        ConfigError: the address cannot be used, or a setting does not fit a model.
+        ConfigError: a setting does not fit a model.
         ModelLoadError: a model could not be loaded.
     """
-    configure_logging(server_config.log_level, server_config.log_format)
-    warn_of_unknown_variables()
+    take_over_handlers()
+    server_config = with_engine_count(server_config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # The port is bound before the models load, so that a port in use is reported at once.
-    with open_listener(server_config) as listener:
+    with listener:
         host, port = listener.getsockname()[:2]
         warn_if_exposed(server_config, host)
         engine = open_engine(engine_config, server_config)
@@ -139,13 +117,6 @@ def serve(
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(server.run(listener))
-
-
-def open_listener(config: ServerConfig) -> socket.socket:
-    """Return the bound socket to serve on; raise ConfigError if it cannot be had."""
-    if config.fd is not None:
-        return inherit(config.fd)
-    return bind(config.host, config.port)
 
 
 def warn_if_exposed(config: ServerConfig, host: str) -> None:

@@ -20,6 +20,7 @@ MODULES = (
     "mlx_parallm.api.app",
     "mlx_parallm.cli.api_servers.process",
     "mlx_parallm.cli.serve",
+    "mlx_parallm.cli.serve_start",
     "mlx_parallm.engine.core",
     "mlx_parallm.engine.parallel.life",
     "mlx_parallm.engine.remote.life",

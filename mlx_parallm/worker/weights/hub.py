@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm
 
+from mlx_parallm.confinement import check_folder
 from mlx_parallm.models.checkpoints.weight_files import missing_files
 from mlx_parallm.types.errors import ModelLoadError
 
@@ -59,13 +60,9 @@ def resolve_model(
     Raises:
         ModelLoadError: there is neither such a folder nor such a model, or it cannot be fetched.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = check_folder(path)
+    if folder is not None:
         return folder
-    if folder.exists():
-        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelLoadError(f"There is no folder {path}.")
     patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
     folder = _download(path, revision, on_progress, patterns)
     if missing := missing_files(folder):

@@ -1,0 +1,74 @@
+"""The beginning of ``mlx_parallm serve``: what can be refused before the server's modules load.
+
+Those take seconds. A wrong path, a port in use and a setting that cannot be are told before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mlx_parallm.api.http.listener import bind, inherit
+from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.confinement import check_folder
+
+SERVER = "mlx_parallm.cli.serve"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve with the settings of arguments, environment and file; return the exit status.
+
+    Raises:
+        ConfigError: a setting is wrong, or the address cannot be used.
+        ModelLoadError: a folder of a model is not there.
+    """
+    engine_config, server_config = read_settings(args)
+    if server_config.data_dir is None:
+        server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
+    configure_logging(server_config.log_level, server_config.log_format)
+    warn_of_unknown_variables()
+    check_folders(engine_config)
+    engine_config = with_ranks(engine_config, server_config, os.environ)
+    # This is asked before the models load: a launcher that ends meanwhile must be noticed.
+    has_launcher = engine_config.ranks.size > 1 and is_open_pipe(LAUNCHER)
+    if engine_config.ranks.rank > 0:
+        return importlib.import_module(SERVER).follow(engine_config)
+    listener = open_listener(server_config)
+    return importlib.import_module(SERVER).serve(
+        engine_config, server_config, listener, has_launcher=has_launcher
+    )
+
+
+def check_folders(config: EngineConfig) -> None:
+    """Raise ModelLoadError if a model is to come from a folder that is not there."""
+    for model in config.models:
+        if model.path is not None:
+            check_folder(model.path)
+    if config.speculative is not None and config.speculative.model is not None:
+        check_folder(config.speculative.model)
+
+
+def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
+    """Return the user's data folder for this program (XDG Base Directory; Apple's guidelines)."""
+    if platform == "darwin":
+        return str(Path.home() / "Library" / "Application Support" / "mlx_parallm")
+    data = environment.get("XDG_DATA_HOME", "")
+    # The XDG specification says to ignore relative paths.
+    home = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
+    return str(home / "mlx_parallm")
+
+
+def open_listener(config: ServerConfig) -> socket.socket:
+    """Return the bound socket to serve on; raise ConfigError if it cannot be had."""
+    if config.fd is not None:
+        return inherit(config.fd)
+    return bind(config.host, config.port)
