@@ -12,7 +12,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 SCHEME = "data:"
 # _HEADER: the part of a URL before the comma (RFC 2397). Its media type and parameters are not
 # read: clients label pictures wrongly, and the file's first bytes say what it is.
-_HEADER = re.compile(r"data:[^,\s]*;base64", re.IGNORECASE)
+_HEADER = re.compile(r"data:[^,\r\n]*;base64", re.IGNORECASE)
 # MAX_HEADER_CHARS: how far a comma is searched.
 MAX_HEADER_CHARS = 256
 #: Media types that say a format otherwise than by its name.

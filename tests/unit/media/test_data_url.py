@@ -44,7 +44,7 @@ def test_data_are_read_in_every_form(form, data):
     "header",
     [
         *("data:image/jpg", "DATA:IMAGE/JPEG", "data:image/svg+xml", "data:image/x-ms-bmp"),
-        *("data:image/png;charset=utf-8", 'data:image/png;name="a b.png"'.replace(" ", "%20")),
+        *("data:image/png;charset=utf-8", "data:image/png;name=a b.png", "data:image/png;n=a%20b"),
         *("data:application/octet-stream", "data:", "data:image/", "data:;charset=US-ASCII"),
     ],
 )

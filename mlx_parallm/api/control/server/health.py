@@ -14,6 +14,7 @@ from mlx_parallm.api.control.server.process_usage import usage_families
 from mlx_parallm.api.control.server.schema import LoadResponse, ReadyResponse
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.request_counts import RequestCounts
 from mlx_parallm.api.http.routing import Routes
@@ -81,7 +82,8 @@ async def metrics(engine: EngineDep, request: Request) -> Response:
     """Return Prometheus metrics under vLLM's names."""
     body, content_type = await engine.render_metrics()
     counts: RequestCounts = request.app.state.counts
-    body += _rendered([counts.family(), *usage_families()])
+    # A process may have thousands of descriptors, and a machine thousands of processes.
+    body += _rendered([counts.family(), *await in_thread(usage_families)])
     training: TrainingService | None = request.app.state.training
     if training is not None:
         body += training.metrics()
