@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, Protocol, Self
 
 from mlx_parallm.types.errors import ControlError, ParallmError, RankLostError
+from mlx_parallm.worker.device.room import freed, lacks_memory
 
 #: ``LONG_S``: seconds that an op may take that reads weights, or compiles kernels.
 LONG_S = 1800.0
@@ -36,6 +37,8 @@ class Refused:
     @classmethod
     def of(cls, problem: Exception) -> Self:
         """Return the verdict of a rank on which an op raised."""
+        if lacks_memory(problem):
+            return cls(freed(problem))
         if isinstance(problem, ParallmError):
             return cls(problem)
         return cls(ControlError(f"{type(problem).__name__}: {problem}"))

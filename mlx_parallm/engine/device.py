@@ -10,6 +10,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.engine.policies import AdapterHead
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.worker.device.room import naming_lack
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Checksums,
@@ -24,6 +25,10 @@ from mlx_parallm.worker.ops import (
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
+
+# What takes memory, in errors.
+ADAPTER = "An adapter"
+UPDATE = "An update of weights"
 
 
 class DeviceAdapters:
@@ -52,7 +57,8 @@ class DeviceAdapters:
         self.ensure([content])
         part = self._parts.pop((slot, content), 0)
         op = StageAdapter(model=self._model, content=content, slot=slot, part=part)
-        has_more = self._worker.execute(op)
+        with naming_lack(ADAPTER, self._adapters[content].num_bytes):
+            has_more = self._worker.execute(op)
         if has_more:
             self._parts[slot, content] = part + 1
         return has_more
@@ -78,14 +84,15 @@ class DeviceAdapters:
     def _send(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         layout, tensors = split_adapter(adapter)
         handle = f"{self._model} {content}"
-        try:
-            for op in tensor_ops(self._model, handle, tensors):
-                self._worker.execute(op)
-            return self._worker.execute(
-                AddAdapter(model=self._model, content=content, layout=layout, handle=handle)
-            )
-        finally:
-            self._worker.execute(DropTensors(model=self._model, handle=handle))
+        with naming_lack(ADAPTER, adapter.num_bytes):
+            try:
+                for op in tensor_ops(self._model, handle, tensors):
+                    self._worker.execute(op)
+                return self._worker.execute(
+                    AddAdapter(model=self._model, content=content, layout=layout, handle=handle)
+                )
+            finally:
+                self._worker.execute(DropTensors(model=self._model, handle=handle))
 
 
 class DeviceWeights:
@@ -95,29 +102,37 @@ class DeviceWeights:
         self._worker = worker
         self._model = model
         self._numbers = count()
+        # The size of the update that was prepared last.
+        self._num_bytes = 0
 
     def prepare_folder(self, folder: Path) -> None:
         """Prepare all weights of a checkpoint; raise InvalidRequestError if they do not fit."""
-        self._check(PrepareWeights(model=self._model, folder=folder))
+        num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        self._prepare(PrepareWeights(model=self._model, folder=folder), num_bytes)
 
     def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
         """Prepare some weights; raise InvalidRequestError if they do not fit."""
         handle = f"{self._model} weights {next(self._numbers)}"
-        try:
-            for op in tensor_ops(self._model, handle, tensors):
-                self._worker.execute(op)
-            self._check(PrepareWeights(model=self._model, handle=handle))
-        finally:
-            self._worker.execute(DropTensors(model=self._model, handle=handle))
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with naming_lack(UPDATE, num_bytes):
+            try:
+                for op in tensor_ops(self._model, handle, tensors):
+                    self._worker.execute(op)
+                self._prepare(PrepareWeights(model=self._model, handle=handle), num_bytes)
+            finally:
+                self._worker.execute(DropTensors(model=self._model, handle=handle))
 
-    def _check(self, op: PrepareWeights) -> None:
-        refusal = self._worker.execute(op)
+    def _prepare(self, op: PrepareWeights, num_bytes: int) -> None:
+        with naming_lack(UPDATE, num_bytes):
+            refusal = self._worker.execute(op)
+        self._num_bytes = num_bytes
         if refusal is not None:
             raise InvalidRequestError(refusal, param="weights")
 
     def commit(self) -> None:
         """Compute with the prepared weights from now on; no step may be in flight."""
-        self._worker.execute(CommitWeights(model=self._model))
+        with naming_lack(UPDATE, self._num_bytes):
+            self._worker.execute(CommitWeights(model=self._model))
 
     def drop_prepared(self) -> None:
         """Forget the prepared weights, if there are any."""
@@ -133,4 +148,5 @@ class DeviceWeights:
 
     def wake(self, tag: str) -> bool:
         """Allocate a tag's memory; True if weights were read from the folder loaded last."""
-        return self._worker.execute(Wake(model=self._model, tag=tag))
+        with naming_lack(UPDATE, None):
+            return self._worker.execute(Wake(model=self._model, tag=tag))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -77,16 +78,28 @@ class LiveWeights:
         Raises:
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: the update does not fit.
+            OutOfMemoryError: there is no memory for it.
         """
         self.drop_prepared()
         self._check_version(update)
-        if update.folder is not None:
-            self.model.prepare_folder(update.folder)
-        elif update.tensors:
-            self.model.prepare_tensors(update.tensors)
-        else:
-            raise InvalidRequestError("An update must have a folder or tensors.", param="weights")
+        with self._dropping():
+            if update.folder is not None:
+                self.model.prepare_folder(update.folder)
+            elif update.tensors:
+                self.model.prepare_tensors(update.tensors)
+            else:
+                problem = "An update must have a folder or tensors."
+                raise InvalidRequestError(problem, param="weights")
         self._prepared = update
+
+    @contextmanager
+    def _dropping(self) -> Generator[None]:
+        """Free what the context has prepared if it fails, however far it came."""
+        try:
+            yield
+        except Exception:
+            self.model.drop_prepared()
+            raise
 
     def drop_prepared(self) -> None:
         """Forget prepared weights, if there are any."""
@@ -107,11 +120,13 @@ class LiveWeights:
 
         Raises:
             InvalidRequestError: none are prepared.
+            OutOfMemoryError: there is no memory for it; the old weights stay.
         """
         update, self._prepared = self._prepared, None
         if update is None:
             raise InvalidRequestError("No new weights are prepared.", param="weights")
-        self.model.commit()
+        with self._dropping():
+            self.model.commit()
         if update.folder is not None:
             self.asleep.discard(WEIGHTS)
         self._num_updates += 1

@@ -52,7 +52,9 @@ def not_finite(arrays: Mapping[str, mx.array], modes: Mapping[str, str] | None =
     for name, mode in (modes or {}).items():
         if name in arrays and arrays[name].dtype == mx.uint8 and mode in NAN_SCALES:
             checks[name] = _scale_check(arrays[name], NAN_SCALES[mode])
-    mx.eval(list(arrays.values()), list(checks.values()))
+    for name, array in arrays.items():
+        # Together they would need memory for all that lazy arrays are computed from.
+        mx.eval(array, checks.get(name))
     return sorted(name for name, is_finite in checks.items() if not is_finite.item())
 
 

@@ -59,7 +59,19 @@ class ConfigError(ParallmError):
 
 
 class OutOfMemoryError(ParallmError):
-    """The device or the machine does not have enough memory."""
+    """The device or the machine does not have enough memory.
+
+    Attributes:
+        needed_bytes: what was to be allocated beside what is in use; None if unknown.
+        free_bytes: what was free; None if unknown.
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class ModelLoadError(ParallmError):

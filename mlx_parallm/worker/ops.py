@@ -2,8 +2,10 @@
 
 Ops are plain values: they can be pickled, name their model, and are applied in the order given.
 Applied in the same order, with the same plans, they compute the same tokens in another worker. No
-op reads a clock or how much memory is free: numbers of blocks and dtypes that depend on it are
-decided above the worker and part of the op. Tensors go first, in pieces, and ops name their handle.
+op reads a clock, and none computes otherwise for how much memory is free: numbers of blocks and
+dtypes that depend on it are decided above the worker and part of the op. Ops that allocate weights
+have no effect if there is too little: they raise OutOfMemoryError. Tensors go first, in pieces, and
+ops name their handle.
 """
 
 from __future__ import annotations

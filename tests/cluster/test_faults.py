@@ -125,8 +125,9 @@ def test_updates_that_one_rank_refuses_change_nothing(
     assert part.endswith("(rank 1)")
     assert "[3, 64]" in shape
     assert "Unable to allocate" in memory
+    assert "needs 256 bytes" in memory
     (used,) = world.all_said("memory", rank=1)
-    assert len(used) == NUM_TRIES * len(problems)
+    assert len(used) >= NUM_TRIES * len(problems)
     assert set(used[4:8]) == set(used[4:]), "memory is left behind"
 
 

@@ -19,6 +19,7 @@ from mlx_parallm.api.http.declared import facts_of, id_headers, local_path
 from mlx_parallm.api.http.dialect import Failure
 from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.types import errors
+from mlx_parallm.worker.device.memory_limits import host_free_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +148,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _on_validation)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(MemoryError, _on_lack)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -207,6 +209,17 @@ def _allowed(request: Request, listed: str) -> list[str]:
     methods = {method for route in fitting for method in route.methods}
     methods |= {method.strip() for method in listed.split(",")} - {""}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+
+
+async def _on_lack(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request whose body takes more memory than there is."""
+    del error
+    size, free = request.headers.get("content-length", "an unknown number of"), host_free_bytes()
+    lack = errors.OutOfMemoryError(
+        f"The server needs more memory to read this request, whose body has {size} bytes; "
+        f"{'an unknown number of' if free is None else free} bytes are free. Nothing changed."
+    )
+    return response_of(lack, request.scope)
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

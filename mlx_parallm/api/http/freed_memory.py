@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import sys
 from collections.abc import Callable
+
+from mlx_parallm.heap import trim_heap
 
 # LARGE_BYTES: size of bodies that trigger a trim; memory of smaller ones is reused.
 LARGE_BYTES = 4 * 1024 * 1024
 # PAUSE_S: wait after the last large body; while more of them come, their memory is reused.
 PAUSE_S = 1.0
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system, which glibc does only when it is called for that."""
-    if sys.platform != "linux":
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 class FreedMemory:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
-from mlx_parallm.worker.device.properties import give_back_memory
+from mlx_parallm.worker.device.room import give_back
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
@@ -49,11 +48,21 @@ class LiveModel:
         self._prepared = self._weights.read_tensors(tensors), None
 
     def commit(self) -> None:
-        """Replace the weights by the prepared ones."""
+        """Replace the weights by the prepared ones; if that fails, the old ones stay."""
         assert self._prepared is not None, "nothing was prepared"
         (arrays, folder), self._prepared = self._prepared, None
-        self._weights.put(arrays, folder)
-        self._refresh()
+        undo = self._weights.put(arrays, folder)
+        try:
+            self._refresh()
+        except Exception:
+            undo()
+            self._path.forget_weights()
+            # Some slots may have the gains of the new weights. Batches put their adapters anew.
+            self._adapters.release()
+            raise
+        # It holds the old weights.
+        del undo
+        give_back()
 
     def drop_prepared(self) -> None:
         """Drop the prepared weights, if there are any."""
@@ -71,10 +80,10 @@ class LiveModel:
                 pool.release_kv()
             self._adapters.release()
             self._has_kv = False
-        _free()
+        give_back()
         self._weights.offload(keeps=level == 1)
         self._path.forget_weights()
-        _free()
+        give_back()
 
     def wake(self, tag: str) -> bool:
         """See ``Wake``."""
@@ -86,16 +95,10 @@ class LiveModel:
             return False
         is_from_folder = self._weights.fetch()
         self._refresh()
+        give_back()
         return is_from_folder
 
     def _refresh(self) -> None:
         """Update what depends on the weights, after these were replaced."""
         self._path.forget_weights()
         self._adapters.refresh()
-        _free()
-
-
-def _free() -> None:
-    """Return the memory of unused arrays to the system."""
-    gc.collect()
-    give_back_memory()

@@ -268,12 +268,14 @@ class GeneratorModel:
     def _change(
         self, op: CommitWeights | DropPrepared | Sleep | Wake | Checksums
     ) -> bool | dict[str, str] | None:
-        if isinstance(op, CommitWeights | Sleep):
-            self._forget_sessions()
         live = self._runner.live
+        if isinstance(op, Sleep):
+            self._forget_sessions()
         match op:
             case CommitWeights():
-                return live.commit()
+                live.commit()
+                self._forget_sessions()
+                return None
             case DropPrepared():
                 return live.drop_prepared()
             case Sleep():

@@ -134,6 +134,8 @@ class AdapterStore:
             has_more = self._layers.put_modules(slot, MODULES_AT_A_TIME)
         except Exception:
             del self._begun[slot]
+            # What was put of it takes memory.
+            self._layers.drop(slot)
             raise
         if not has_more:
             del self._begun[slot]

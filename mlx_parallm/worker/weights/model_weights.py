@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.device.room import check_room
 from mlx_parallm.worker.device.shared_tensors import in_groups, on_devices
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
@@ -29,6 +31,10 @@ from mlx_parallm.worker.weights.renaming import PARAM, Renamer, checkpoint_shape
 from mlx_parallm.worker.weights.revision import DIGEST_BYTES, folder_revision
 
 Arrays = Mapping[str, mx.array]
+
+# FOLDER, TENSORS: what takes memory, in errors.
+FOLDER = "Reading the weights of the folder"
+TENSORS = "Preparing the tensors of an update"
 
 
 class ModelWeights:
@@ -70,6 +76,9 @@ class ModelWeights:
         current = parameters_of(self._model)
         _refuse("are missing", current.keys() - arrays.keys())
         _refuse("are unknown", arrays.keys() - current.keys())
+        # One tensor of the file is in memory at a time, beside those that are read.
+        largest = max((array.nbytes for array in arrays.values()), default=0)
+        check_room(largest + sum(array.nbytes for array in current.values()), FOLDER)
         fitting = self._fitting(arrays, current)
         _check_finite(fitting, scale_modes(self._model))
         return fitting
@@ -90,6 +99,7 @@ class ModelWeights:
             )
         current = parameters_of(self._model)
         if self._sharding is None:
+            check_room(sum(tensor.nbytes for tensor in tensors.values()), TENSORS)
             return self._read({name: to_mlx(tensor) for name, tensor in tensors.items()}, current)
         return self._read_parts(tensors, self._sharding.ranks, current)
 
@@ -104,6 +114,8 @@ class ModelWeights:
         groups = deque(in_groups(tensors) if is_known else [tensors])
         parts: dict[str, mx.array] = {}
         try:
+            sizes = [tensor.nbytes for tensor in tensors.values()]
+            check_room(max(sizes, default=0) + sum(sizes) // ranks.size, TENSORS)
             while groups:
                 parts |= self._read(on_devices(groups.popleft(), ranks), current)
         except RankLostError:
@@ -126,17 +138,35 @@ class ModelWeights:
             for name, array in self._packed(plain_name, value, current).items()
         }
         _refuse("are unknown", arrays.keys() - current.keys())
+        cast = [name for name, array in arrays.items() if array.dtype != current[name].dtype]
+        check_room(sum(current[name].nbytes for name in cast), TENSORS)
         fitting = self._fitting(arrays, current)
         # The model's dtype may be too narrow for what was sent.
         _check_finite(fitting, scale_modes(self._model))
         return fitting
 
-    def put(self, arrays: Arrays, path: Path | None = None) -> None:
-        """Replace weights of the model; ``path`` is where all of them came from."""
+    def put(self, arrays: Arrays, path: Path | None = None) -> Callable[[], None]:
+        """Replace weights of the model; return what puts those back that were there before.
+
+        ``path`` is where all of them came from.
+        """
+        current = parameters_of(self._model)
+        replaced = {name: current[name] for name in arrays}
+        undo = partial(self._set, replaced, self.path, is_away=self._is_away, kept=self._kept)
+        self._set(arrays, path or self.path, is_away=False, kept=None)
+        return undo
+
+    def _set(
+        self,
+        arrays: Arrays,
+        path: Path,
+        *,
+        is_away: bool,
+        kept: dict[str, HostTensor] | None,
+    ) -> None:
         release_products(self._model)
         self._model.update(tree_unflatten(list(arrays.items())))
-        self.path = path or self.path
-        self._is_away, self._kept = False, None
+        self.path, self._is_away, self._kept = path, is_away, kept
 
     def offload(self, *, keeps: bool) -> None:
         """Take the weights off the device until ``fetch``.

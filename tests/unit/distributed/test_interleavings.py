@@ -25,7 +25,7 @@ from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
-from mlx_parallm.types.errors import ControlError, InvalidRequestError, OverloadedError
+from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.weights import SLEEP_TAGS
@@ -238,7 +238,7 @@ class Interleaving:
         before = [(info.name, info.digest) for info in policies.infos()]
         try:
             action()
-        except (ControlError, InvalidRequestError, MemoryError, OverloadedError) as refusal:
+        except (InvalidRequestError, OutOfMemoryError, OverloadedError) as refusal:
             assert before == [(info.name, info.digest) for info in policies.infos()]
             assert self.live.version == version
             self.heard.append("refused")
@@ -378,7 +378,7 @@ def test_many_refusals_leave_nothing_behind(refusal: str, caplog: pytest.LogCapt
         assert live is not None
         update = WeightsUpdate(tensors={f"{WEIGHT}{refusal}": TENSOR})
         upload = AdapterUpload(name="p", weights=ADAPTER, opaque=refusal)
-        refused = pytest.raises((ControlError, InvalidRequestError, MemoryError), match=REFUSED)
+        refused = pytest.raises((InvalidRequestError, OutOfMemoryError), match=REFUSED)
         for _ in range(100):
             with refused:
                 live.prepare(update)

@@ -14,6 +14,9 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.types.errors import OutOfMemoryError
+from mlx_parallm.types.weights import WeightsVersion
+from tests.fake_control import FakeControl
 from tests.unit.api.control.test_adapters import BOTH, ScriptedEngine, call
 
 DATA = encode_safetensors({"model.norm.weight": np.ones(4, np.float32)})
@@ -45,6 +48,47 @@ async def test_tensors_come_in_any_body(body: dict[str, Any]) -> None:
     assert (name, arguments["model"], update.version) == ("update_weights", "alias", "v")
     assert update.tensors is not None
     assert update.tensors["model.norm.weight"].shape == (4,)
+
+
+class WithoutMemory(FakeControl):
+    """Lacks memory for every update: as the engine says it, or while a body is read."""
+
+    def __init__(self, problem: Exception) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def _new_version(self, label: str | None, expected: str | None) -> WeightsVersion:
+        del label, expected
+        raise self.problem
+
+
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("/update_weights", {"content": DATA, "headers": RAW}),
+    ("/update_weights", {"files": {"weights": ("x", DATA)}}),
+    ("/update_weights", {"json": {"tensors": b64(DATA)}}),
+    ("/update_weights", {"json": {"weight_dir": "/w/7"}}),
+    ("/update_weights_from_disk", {"json": {"model_path": "/w/7"}}),
+    (
+        "/update_weights_from_tensor",
+        {"json": {"serialized_named_tensors": [b64(DATA)], "load_format": "safetensors"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FORMS)
+async def test_an_update_without_memory_is_503(path: str, body: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    engine.control = WithoutMemory(OutOfMemoryError("It needs 8 bytes, and 7 bytes are free."))
+    response = await call(engine, "POST", path, **body)
+    assert response.status_code == 503, response.text
+    assert "needs 8 bytes, and 7 bytes are free" in response.text
+    assert "out_of_memory" in response.text
+    engine.control = WithoutMemory(MemoryError())
+    response = await call(engine, "POST", path, **body)
+    assert response.status_code == 503, response.text
+    length = response.request.headers["content-length"]
+    assert f"has {length} bytes" in response.text
+    assert "bytes are free" in response.text
 
 
 async def test_prime_rl_names_a_folder() -> None:
