@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from mlx_parallm.grammar.compiler import GrammarCompiler
@@ -111,19 +111,21 @@ class GrammarMasks:
 
     def _matching(self, samples: Sequence[SampleMatcher]) -> np.ndarray:
         """Return what the samples' matchers allow, computed without the interpreter lock."""
-        matching = [
-            (place, matcher)
-            for place, sample in enumerate(samples)
-            for matcher in sample.matchers()
-        ]
-        each = np.zeros((len(matching), self._vocabulary.num_words), dtype=np.uint32)
-        jobs = [(matcher, number) for number, (_, matcher) in enumerate(matching)]
+        num_rows = len(samples)
+        jobs: list[tuple[LLMatcher, int]] = []
+        # seconds: the places of samples with two matchers; the second's row is behind all others.
+        seconds: list[int] = []
+        for place, sample in enumerate(samples):
+            for number, matcher in enumerate(sample.matchers()):
+                jobs.append((matcher, num_rows + len(seconds) if number else place))
+                if number:
+                    seconds.append(place)
+        words = np.zeros((num_rows + len(seconds), self._vocabulary.num_words), dtype=np.uint32)
         if jobs:
-            fill_next_token_bitmask_par(self._executor, jobs, each.view(np.int32))
-        words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
-        for (place, _), allowed in zip(matching, each, strict=True):
-            words[place] |= allowed
-        return words
+            fill_next_token_bitmask_par(self._executor, jobs, words.view(np.int32))
+        for row, place in enumerate(seconds, num_rows):
+            words[place] |= words[row]
+        return words[:num_rows]
 
     def _finish_row(self, words: np.ndarray, spec: SampleSpec, sample: SampleMatcher) -> None:
         """Allow the sample's stop tokens, ban its banned ones; fail it if no token is left."""

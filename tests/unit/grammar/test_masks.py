@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLExecutor, LLMatcher
 
+from mlx_parallm.grammar import masks as module
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
 from mlx_parallm.types.request import Grammar, SamplingParams
@@ -183,6 +185,29 @@ def test_only_a_sample_that_begins_with_the_start_is_free() -> None:
     assert mask(ids_of("n"), of) == set(ids_of("o"))
     assert len(mask([THINK], of)) == len(TOKENS) - 1
     assert mask([THINK, *ids_of("hm"), THINK_END], of) == N
+
+
+def test_only_samples_with_two_matchers_cost_a_row_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mix samples with none, one and two matchers: each has the mask that it has alone."""
+    shapes: list[tuple[int, ...]] = []
+    fill = module.fill_next_token_bitmask_par
+
+    def note(executor: LLExecutor, jobs: list[tuple[LLMatcher, int]], words: np.ndarray) -> None:
+        shapes.append(words.shape)
+        fill(executor, jobs, words)
+
+    one = grammar(["no", "ab"])
+    two = grammar(["no", "abba"], begins_after="</think>", free_starts=("<think>",))
+    mixed = [([], two), ([], one), ([END], one), ([THINK], two), ([], two), (ids_of("a"), one)]
+    alone = [allowed(GrammarMasks(COMPILER).compute([row([], each)])) for each in (two, one)]
+    rows = [ConstrainedRow(i, i, row(output, of).spec) for i, (output, of) in enumerate(mixed)]
+    monkeypatch.setattr(module, "fill_next_token_bitmask_par", note)
+    masked = GrammarMasks(COMPILER).compute(rows)
+    assert shapes == [(len(mixed) + 2, COMPILER.vocabulary.num_words)]
+    assert masked.rows == [0, 1, 3, 4, 5]
+    free = set(range(len(TOKENS))) - {END}
+    masks = [allowed(masked, place) for place in range(5)]
+    assert masks == [alone[0], alone[1], free, alone[0], set(ids_of("b"))]
 
 
 STARTS = ("<call>ab", "abc:", "<call>a<think>b", "a<call>")
