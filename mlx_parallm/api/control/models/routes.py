@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from fastapi import Header, Query
@@ -14,9 +15,12 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.engine.interface import ModelLoad, ModelStatus
 from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import InvalidRequestError
 
 routes = Routes(SERVER, short=True)
 
+# _MAX_PAGE: models in a page of Anthropic's form.
+_MAX_PAGE = 1000
 #: Present in the requests of Anthropic's clients, which read answers of their own form.
 Version = Annotated[str | None, Header(alias="anthropic-version")]
 
@@ -25,7 +29,7 @@ Version = Annotated[str | None, Header(alias="anthropic-version")]
 async def list_models(
     engine: EngineDep,
     anthropic_version: Version = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    limit: Annotated[str, Query(description="1 to 1000.")] = "20",
     after_id: str | None = None,
     before_id: str | None = None,
 ) -> dict[str, Any]:
@@ -34,6 +38,7 @@ async def list_models(
     With the header ``anthropic-version`` the answer is a page in Anthropic's form; only there
     ``limit``, ``after_id`` and ``before_id`` have an effect.
     """
+    size = 0 if anthropic_version is None else _page_size(limit)
     memory = await engine.memory()
     statuses = engine.statuses()
     adapters = [_status(engine, info.name) for info in engine.control.adapters()]
@@ -41,7 +46,7 @@ async def list_models(
     ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
     cards = [model_card(name, each, memory) for each in ordered for name in each.names]
     if anthropic_version is not None:
-        return anthropic_page(cards, limit=limit, after=after_id, before=before_id)
+        return anthropic_page(cards, limit=size, after=after_id, before=before_id)
     return {"object": "list", "data": cards}
 
 
@@ -55,6 +60,12 @@ async def retrieve_model(
     """
     card = model_card(model_id, _status(engine, model_id), await engine.memory())
     return card if anthropic_version is None else anthropic_model(card)
+
+
+def _page_size(limit: str) -> int:
+    if re.fullmatch("[0-9]{1,4}", limit) and 1 <= int(limit) <= _MAX_PAGE:
+        return int(limit)
+    raise InvalidRequestError(f"limit must be 1 to {_MAX_PAGE}.", param="limit")
 
 
 def _status(engine: EngineClient, name: str) -> ModelStatus:

@@ -68,10 +68,10 @@ def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
     assert unknown["input_modalities"] is None
 
 
-async def ask(path: str, **params: Any) -> httpx2.Response:
+async def ask(path: str, *, is_anthropic: bool = True, **params: Any) -> httpx2.Response:
     transport = httpx2.ASGITransport(make_app(FakeEngine(), ServerConfig()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
-        headers = {"anthropic-version": "2023-06-01"}
+        headers = {"anthropic-version": "2023-06-01"} if is_anthropic else {}
         return await client.get(path, params=params, headers=headers)
 
 
@@ -83,7 +83,15 @@ async def test_anthropics_client_gets_its_own_form() -> None:
     assert first["created_at"].endswith("Z")
     assert (page["has_more"], page["first_id"], page["last_id"]) == (False, ids[0], ids[-1])
     assert (await ask(f"/v1/models/{ids[0]}")).json() == first
-    assert (await ask("/v1/models", limit=0)).status_code == 400
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "٣", "00001", "1.5"])
+async def test_a_limit_counts_for_anthropics_client_only(limit: str) -> None:
+    refused = await ask("/v1/models", limit=limit)
+    assert refused.status_code == 400
+    assert "limit must be 1 to 1000" in refused.text
+    answer = await ask("/v1/models", is_anthropic=False, limit=limit)
+    assert answer.json() == (await ask("/v1/models", is_anthropic=False)).json()
 
 
 CARDS = [{"id": name, "created": 0, "max_model_len": 9} for name in "abcd"]
