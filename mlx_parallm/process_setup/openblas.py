@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import importlib.metadata
 import logging
 import os
@@ -50,12 +51,14 @@ class OpenBlasError(Exception):
     """OpenBLAS cannot take the place of MLX's BLAS."""
 
 
+@functools.cache
 def load_openblas() -> None:
     """Load OpenBLAS for MLX, which must not be imported yet.
 
     It does nothing on macOS, beside a BLAS that the user preloaded, without the packages, and for
     an MLX with another BLAS than its wheels have. OpenBLAS reads ``OPENBLAS_NUM_THREADS`` now. A
-    warning is logged if it cannot be loaded.
+    warning is logged if it cannot be loaded. A second call does nothing, also if the first failed:
+    MLX may have been imported between the two.
     """
     if sys.platform != "linux" or has_global_blas():
         return
@@ -123,7 +126,8 @@ def make_copy(target: Path) -> None:
     """Write OpenBLAS with plain function names, and the name of the BLAS that MLX needs.
 
     Raises:
-        OpenBlasError: MLX needs no BLAS by its wheels' name, or patchelf fails.
+        OpenBlasError: MLX needs no BLAS by its wheels' name, the package's library cannot be read,
+            or patchelf fails.
     """
     library = mlx_library()
     needed = _patchelf("--print-needed", str(library)).split() if library else []
@@ -148,8 +152,21 @@ def package_library() -> Path:
     return _file_in(PACKAGE, "libscipy_openblas*.so")
 
 
-def dynamic_names(elf: bytes) -> Iterator[bytes]:
-    """Yield the names of the dynamic symbols of a 64-bit little-endian ELF file (elf(5))."""
+def dynamic_names(elf: bytes) -> list[bytes]:
+    """Return the names of the dynamic symbols of a 64-bit little-endian ELF file (elf(5)).
+
+    Raises:
+        OpenBlasError: it is no such file, or is cut.
+    """
+    try:
+        return list(_names(elf))
+    except (struct.error, ValueError, IndexError) as problem:
+        raise OpenBlasError(f"the library cannot be read: {problem}") from problem
+
+
+def _names(elf: bytes) -> Iterator[bytes]:
+    if elf[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("it is no 64-bit little-endian ELF file")
     (offset,) = struct.unpack_from("<Q", elf, 40)
     size, count = struct.unpack_from("<HH", elf, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", elf, offset + i * size) for i in range(count)]
@@ -224,7 +241,7 @@ def _patchelf(*arguments: str, data: bytes = b"") -> str:
     done = subprocess.run(command, input=data, capture_output=True, check=False)
     if done.returncode != 0:
         raise OpenBlasError(f"{EDITOR} failed: {done.stderr.decode(errors='replace').strip()}")
-    return done.stdout.decode()
+    return done.stdout.decode(errors="replace")
 
 
 def _file_in(package: str, pattern: str) -> Path:

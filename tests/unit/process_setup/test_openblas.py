@@ -158,6 +158,28 @@ def test_a_copy_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.parametrize("size", [0, 50, 63, 5_000, 1_000_000])
+def test_a_library_that_cannot_be_read_is_one_warning(tmp_path: Path, size: int) -> None:
+    cut = tmp_path / "cut.so"
+    cut.write_bytes(package_library().read_bytes()[:size])
+    with pytest.raises(OpenBlasError, match="cannot be read"):
+        dynamic_names(cut.read_bytes())
+    code = (
+        "from pathlib import Path\n"
+        "from mlx_parallm.process_setup import openblas\n"
+        f"openblas.package_library = lambda: Path({str(cut)!r})\n{PREPARE}{USED}{PREPARE}"
+    )
+    used, errors = run(code, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert used["is_slow"]
+    assert "OpenBLAS cannot be loaded for MLX: the library cannot be read" in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_what_is_no_library_is_refused() -> None:
+    with pytest.raises(OpenBlasError, match="ELF"):
+        dynamic_names(bytes(100))
+
+
 def test_other_libraries_keep_their_own_functions(copy: Path) -> None:
     """Look into the global scope, where a library would take the calls of every other one."""
     code = (
