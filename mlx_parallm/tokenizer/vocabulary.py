@@ -86,7 +86,8 @@ class Vocabulary:
     ) -> ByteLevelDetokenizer | WindowDetokenizer:
         """Return a fresh incremental detokenizer; see ``SamplingParams`` for its arguments."""
         special = self._hidden if skip_special_tokens else frozenset[int]()
-        left_out = special.difference(shown).union(hidden)
+        # Both methods copy, also without an argument's elements.
+        left_out = special.difference(shown).union(hidden) if shown or hidden else special
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, left_out)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=False), left_out)

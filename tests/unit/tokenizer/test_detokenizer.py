@@ -86,6 +86,13 @@ def stream(tokenizer, ids, skip):
     return [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
 
 
+def test_detokenizers_share_the_set_of_hidden_ids(byte_level, metaspace):
+    for tokenizer in (byte_level, metaspace):
+        first, second = (tokenizer.detokenizer(skip_special_tokens=True) for _ in range(2))
+        assert first._hidden
+        assert first._hidden is second._hidden
+
+
 def assert_exact(tokenizer, ids, skip):
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(stream(tokenizer, ids, skip)) == expected
