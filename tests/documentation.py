@@ -9,7 +9,6 @@ A comment before a block, with nothing but blank lines between, says how it is t
 from __future__ import annotations
 
 import ast
-import asyncio
 import contextlib
 import inspect
 import io
@@ -152,11 +151,11 @@ class PageRunner:
             BlockError: a block fails, prints something else than the page says, or is neither
                 run nor marked.
         """
-        with asyncio.Runner() as loop, contextlib.chdir(self.folder):
+        with contextlib.chdir(self.folder):
             for block in blocks:
-                self._handle(block, loop)
+                self._handle(block)
 
-    def _handle(self, block: Block, loop: asyncio.Runner) -> None:
+    def _handle(self, block: Block) -> None:
         if block.note and block.reason is None and not block.is_output:
             raise BlockError(f"{block.place}: what does {block.note!r} before the block mean?")
         if block.reason is not None:
@@ -165,7 +164,7 @@ class PageRunner:
         elif block.is_output:
             self._check_output(block)
         elif block.language == "python":
-            self._output = self._run_python(block, loop)
+            self._output = self._run_python(block)
         elif block.language == "sh":
             self._output = self._run_shell(block)
         else:
@@ -181,18 +180,13 @@ class PageRunner:
         if not is_right:
             raise BlockError(f"{block.place}: the block before prints\n{self._output}")
 
-    def _run_python(self, block: Block, loop: asyncio.Runner) -> str:
+    def _run_python(self, block: Block) -> str:
         source = self._here(block.text)
         printed = PrintRecorder()
         self._names["print"] = printed
         try:
             tree = ast.parse(source)
-            code = compile(
-                tree, block.place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
-            )
-            pending = eval(code, self._names)
-            if inspect.iscoroutine(pending):
-                loop.run(pending)
+            exec(compile(tree, block.place, "exec", dont_inherit=True), self._names)
         except Exception as error:
             raise BlockError(f"{block.place}: {type(error).__name__}: {error}") from error
         _check_comments(block, tree, source, printed)
@@ -273,6 +267,33 @@ def _check_comments(block: Block, tree: ast.AST, source: str, printed: PrintReco
 def _check_reason(block: Block) -> None:
     if len(block.reason or "") < len("needs a hub"):
         raise BlockError(f"{block.place}: give the reader a reason")
+
+
+def script_faults(block: Block) -> list[str]:
+    """Return what keeps a reader from running a block as a script, whether the test runs it or not.
+
+    That is syntax which scripts do not have, such as ``await`` outside a function.
+    """
+    if block.language != "python":
+        return []
+    try:
+        compile(block.text, block.place, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return [f"{block.place}: line {error.lineno}: {error.msg}"]
+    return []
+
+
+def imported_modules(block: Block) -> set[str]:
+    """Return the top-level modules that a block of Python imports."""
+    if block.language != "python" or script_faults(block):
+        return set()
+    modules = set[str]()
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module.partition(".")[0])
+    return modules
 
 
 def _check_text(block: Block) -> None:

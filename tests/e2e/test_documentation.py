@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from tests import adapter_files
 from tests.documentation import PageRunner, indented_code, read_blocks
 from tests.server_process import ROOT, ServerProcess
 
@@ -53,40 +48,11 @@ def test_every_block_of_a_page_runs_or_says_why_not(
 ) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert not indented_code(text), "write code between fences, with its language"
-    for name, content in readers_files(page).items():
-        (tmp_path / name).write_bytes(content)
     runner = PageRunner(demo_server.port, tmp_path, frozenset(MODELS))
     try:
         runner.run_page(read_blocks(page, text))
     finally:
         forget_adapters(demo_server)
-
-
-def readers_files(page: str) -> dict[str, bytes]:
-    """Return the files that a page expects its reader to have."""
-    config = json.dumps(adapter_files.CONFIG).encode()
-    if page == "docs/weights.md":
-        # The file has the model's own norm, so later pages find the same model.
-        norm = load_file(DEMO_FOLDER / "model.safetensors")["model.norm.weight"]
-        return {
-            "adapter_config.json": config,
-            "adapter_model.safetensors": adapter_files.upload(seed=1),
-            "model.safetensors": encode_safetensors({"model.norm.weight": norm}),
-        }
-    if page == "docs/encoders.md":
-        return {"adapter_config.json": config, "adapter_model.safetensors": reward_adapter()}
-    return {}
-
-
-def reward_adapter() -> bytes:
-    """Return a LoRA of the embedded reward model that changes almost nothing."""
-    width, rank = 96, adapter_files.RANK
-    random = np.random.default_rng(0)
-    layer = "model.layers.0.attn.Wo"
-    tensors = {f"{layer}.lora_a": (width, rank), f"{layer}.lora_b": (rank, width)}
-    return encode_safetensors(
-        {name: random.normal(0, 1e-3, shape).astype(np.float32) for name, shape in tensors.items()}
-    )
 
 
 def forget_adapters(server: ServerProcess) -> None:

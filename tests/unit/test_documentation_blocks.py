@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.documentation import BlockError, PageRunner, indented_code, read_blocks
+from tests.documentation import (
+    BlockError,
+    PageRunner,
+    imported_modules,
+    indented_code,
+    read_blocks,
+    script_faults,
+)
+from tests.server_process import ROOT
 
 
 def run(tmp_path: Path, page: str) -> PageRunner:
@@ -64,9 +74,52 @@ def test_a_curl_that_is_refused_fails(tmp_path: Path):
         run(tmp_path, fenced("sh", "curl http://127.0.0.1:8000/health"))
 
 
-def test_python_blocks_share_their_names_and_may_await(tmp_path: Path):
-    code = "import asyncio\nawait asyncio.sleep(0)\nb = a + 1\nprint(b)  # 3"
+def test_python_blocks_share_their_names(tmp_path: Path):
+    code = "import asyncio\nasyncio.run(asyncio.sleep(0))\nb = a + 1\nprint(b)  # 3"
     run(tmp_path, fenced("python", "a = 2") + fenced("python", code))
+
+
+@pytest.mark.parametrize(
+    "code", ["await f()", "async with f() as a:\n    pass", "[x async for x in f()]"]
+)
+def test_a_block_that_awaits_outside_a_function_is_no_script(tmp_path: Path, code: str):
+    with pytest.raises(BlockError, match=r"page\.md:2"):
+        run(tmp_path, fenced("python", code))
+    (block,) = read_blocks("page.md", fenced("python", code, "<!-- not run: needs a hub -->"))
+    assert script_faults(block)
+
+
+def all_pages() -> list[Path]:
+    folders = [ROOT, *(ROOT / name for name in ("docs", "examples", "benchmarks", "loadtests"))]
+    return [page for folder in folders for page in folder.glob("*.md")] + [
+        page for name in ("docs", "examples") for page in (ROOT / name).glob("*/*.md")
+    ]
+
+
+def test_every_block_of_every_page_is_a_script():
+    blocks = [
+        block
+        for page in all_pages()
+        for block in read_blocks(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8"))
+    ]
+    assert len(blocks) > 100
+    assert [fault for block in blocks for fault in script_faults(block)] == []
+
+
+def test_every_page_says_how_to_install_what_its_blocks_import():
+    # SERVER: what an installed server brings, by the names of its modules.
+    server = {*sys.stdlib_module_names, "mlx_parallm", "mlx", "numpy", "httpx2", "PIL"}
+    server |= {"pydantic", "huggingface_hub", "safetensors", "transformers"}
+    packages = {"art": "openpipe-art"}
+    missing = []
+    for page in all_pages():
+        text = page.read_text(encoding="utf-8")
+        for block in read_blocks(page.name, text):
+            for module in imported_modules(block) - server:
+                package = packages.get(module, module)
+                if not re.search(rf"pip install [^`\n]*\b{package}\b", text):
+                    missing.append((page.name, module))
+    assert missing == []
 
 
 def test_a_comment_behind_print_is_what_it_prints(tmp_path: Path):
