@@ -89,8 +89,9 @@ def systems_into_users(messages: Messages) -> list[Message]:
     """Let each system message become a part of the user's turn before it, else of that behind it.
 
     Where none is beside it, it becomes a user's turn; behind the results of tools if it is before
-    or between them.
+    or between them. One without text is left out, unless the conversation has nothing else.
     """
+    messages = [message for message in messages if not _is_empty_system(message)] or messages
     result: list[Message] = []
     waiting: Any = None
     for message in messages:
@@ -110,6 +111,12 @@ def systems_into_users(messages: Messages) -> list[Message]:
             result.append(message)
             waiting = None
     return result if waiting is None else [*result, {"role": "user", "content": waiting}]
+
+
+def _is_empty_system(message: Message) -> bool:
+    is_system = message.get("role") in SYSTEM_ROLES
+    texts = [part.get("text", part) for part in _parts(_content(message))]
+    return is_system and not any(text.strip() if isinstance(text, str) else text for text in texts)
 
 
 def system_beside_last_user(messages: Messages) -> list[Message]:
@@ -147,17 +154,31 @@ def one_call_at_a_time(messages: Messages) -> list[Message]:
 
 def _one_by_one(message: Message, results: Messages) -> list[Message]:
     """Return a message with calls as one for each call; results without a call come last."""
+    ids = [call.get("id") for call in message["tool_calls"]]
     left = list(results)
     written: list[Message] = []
     for place, call in enumerate(message["tool_calls"]):
         before = message if place == 0 else {"role": message["role"], "content": ""}
         written.append({**before, "tool_calls": [call]})
-        own = [each for each in left if each.get("tool_call_id") == call.get("id")]
-        # Messages without ids answer the calls in order.
-        own = own[:1] if own and call.get("id") is not None else left[:1]
+        own = _answer(call, left, ids)
         written += own
         left = [each for each in left if not any(each is answer for answer in own)]
     return [*written, *left]
+
+
+def _answer(call: Mapping[str, Any], results: Messages, ids: Sequence[Any]) -> Messages:
+    """Return the result of a call, if there is one; ``ids`` are those of all calls beside it.
+
+    The id decides; the order does only where the call or the result has none.
+    """
+    id_ = call.get("id")
+    named = [each for each in results if id_ is not None and each.get("tool_call_id") == id_]
+    in_order = [
+        each
+        for each in results
+        if each.get("tool_call_id") is None or (id_ is None and each["tool_call_id"] not in ids)
+    ]
+    return (named or in_order)[:1]
 
 
 def text_before_calls(messages: Messages) -> list[Message]:

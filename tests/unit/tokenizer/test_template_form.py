@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
-from mlx_parallm.tokenizer.rewrites import ACKNOWLEDGED, systems_into_users
+from mlx_parallm.tokenizer.rewrites import ACKNOWLEDGED, one_call_at_a_time, systems_into_users
 from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probed_tools
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.strict_templates import NO_SYSTEM, TEMPLATES
@@ -150,6 +150,47 @@ def test_calls_are_followed_by_their_own_results() -> None:
         ("tool", "result-b"),
     ]
     assert [each["tool_calls"][0]["id"] for each in fitted if "tool_calls" in each] == ["a", "b"]
+
+
+def unnamed(message: Message) -> Message:
+    """Return a message without the ids of its calls, or of the call it answers."""
+    calls = [{**call, "id": None} for call in message.get("tool_calls", ())]
+    named = {key: value for key, value in message.items() if key != "tool_call_id"}
+    return named | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize(
+    ("call", "results", "contents"),
+    [
+        (called("a", "b"), [result("b")], ["", "", "result-b"]),
+        (called("a", "b"), [result("a")], ["", "result-a", ""]),
+        (called("a", "b"), [result("c"), result("b")], ["", "", "result-b", "result-c"]),
+        (called("a", "b"), [unnamed(result("x")), result("a")], ["", "result-a", "", "result-x"]),
+        (called("a", "b"), [unnamed(result("x")), result("b")], ["", "result-x", "", "result-b"]),
+        (called("a", "b"), [unnamed(result("x"))], ["", "result-x", ""]),
+        (unnamed(called("a", "b")), [result("x"), result("y")], ["", "result-x", "", "result-y"]),
+    ],
+)
+def test_a_result_stays_with_the_call_that_it_names(
+    call: Message, results: list[Message], contents: list[str]
+) -> None:
+    fitted = one_call_at_a_time([call, *results])
+    assert [each["content"] for each in fitted] == contents
+
+
+@pytest.mark.parametrize("empty", ["", " \n", None, [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_message_makes_no_turn(empty: Any) -> None:
+    system, user, answer = said("system", empty), said("user", "u"), said("assistant", "a")
+    for messages in (
+        [system, user, answer],
+        [user, system, answer],
+        [user, answer, system, answer],
+        [user, answer, system],
+        [user, system, answer, system, user, system],
+    ):
+        expected = [message for message in messages if message is not system]
+        assert systems_into_users(messages) == expected
+    assert [turn["role"] for turn in systems_into_users([system])] == ["user"]
 
 
 def test_a_turn_of_the_assistant_stands_between_a_result_and_a_user() -> None:
