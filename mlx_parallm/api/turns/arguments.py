@@ -12,7 +12,7 @@ from mlx_parallm.types.json_values import is_object
 # What Anthropic's documentation calls the key of input that is no JSON
 # (https://platform.claude.com/docs/en/agents-and-tools/tool-use/fine-grained-tool-streaming).
 INVALID_JSON = "INVALID_JSON"
-# How pydantic tells text that is the beginning of JSON.
+# How pydantic's error for the beginning of JSON begins.
 TOO_SHORT = "EOF while parsing"
 
 
@@ -36,10 +36,18 @@ def _parsed(text: str) -> Any:
     except ValueError as error:
         if not str(error).startswith(TOO_SHORT):
             return None
-        value = from_json(text, allow_inf_nan=False, allow_partial=True)
+        value = _begun(text)
     try:
         # Numbers too large for a float are infinite here.
         json.dumps(value, allow_nan=False)
     except ValueError:
         return None
     return value
+
+
+def _begun(text: str) -> Any:
+    """Return the complete part of JSON; None if there is none, as in half a word or number."""
+    try:
+        return from_json(text, allow_inf_nan=False, allow_partial=True)
+    except ValueError:
+        return None

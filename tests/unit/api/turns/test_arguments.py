@@ -42,6 +42,7 @@ def test_arguments_that_are_an_object_or_begin_one(text: str, value: dict[str, A
         '{"a": NaN}',
         '{"a": 1e999}',
         '{"a": "\\ud800"}',
+        *('"', '"x', "tru", "nul", "-", "1e", "1.", "[", "[1", '"\\', '"\\u12'),
         '{"a": ' + "9" * 5000 + "}",
         '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
     ],
@@ -79,3 +80,12 @@ def test_every_beginning_of_an_object_is_an_object(value: dict[str, Any], is_asc
         assert INVALID_JSON not in begun
         assert set(begun) <= set(value)
         json.dumps(begun, ensure_ascii=False, allow_nan=False).encode()
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text())
+
+
+@given(VALUES.map(json.dumps), st.data())
+def test_every_beginning_of_another_value_is_kept_as_text(text: str, data: st.DataObject) -> None:
+    begun = text[: data.draw(st.integers(1, len(text)))]
+    assert arguments_object(begun) == {INVALID_JSON: begun}
