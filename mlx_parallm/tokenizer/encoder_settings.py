@@ -69,7 +69,7 @@ def read_backend(folder: Path) -> Tokenizer:
 
 
 def has_token_types(folder: Path) -> bool:
-    """True if a folder's model is told which tokens are of a second text."""
+    """True if a folder's model takes token types, which mark the tokens of a second text."""
     names = _read(folder, TOKENIZER_CONFIG).get("model_input_names")
     return _class(folder) not in UNTYPED if names is None else TYPES in names
 

@@ -116,7 +116,7 @@ def _before_answer(
 
 
 def _check(turn: TurnRequest, model: GenerationModel) -> None:
-    """Refuse tools that the model would not be told of, or whose calls nobody could read."""
+    """Refuse tools that the prompt would not have, or whose calls nobody could read."""
     if not turn.callable_tools or turn.tool_choice.mode is ToolMode.REQUIRED:
         return
     if not model.allows_auto_tools:

@@ -42,8 +42,8 @@ class TurnRequest:
             it is refused.
         truncation_side: the end of the prompt at which it is cut.
         priority: lower runs first.
-        parses_calls: whether the caller reads calls from the tokens by itself. Then the model is
-            told of the tools though the choice is none, as vLLM does.
+        parses_calls: whether the caller reads calls from the tokens by itself. Then the prompt
+            has the tools though the choice is none, as with vLLM.
         client: whose request it is.
         cache_salt: requests of different salts never share cached blocks.
     """
@@ -86,7 +86,7 @@ class TurnRequest:
 
     @property
     def shown_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is told of.
+        """The tools that the prompt has.
 
         A grammar keeps it from calling those that it may not: then it sees all, so that the prompt
         is the same whatever the choice.

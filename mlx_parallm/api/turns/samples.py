@@ -27,7 +27,7 @@ class Usage:
             self.completion_tokens += len(event.token_ids)
 
     def prompt_details(self) -> dict[str, int]:
-        """Return what is told of the prompt's tokens; ``image_tokens`` where it has pictures."""
+        """Return details of the prompt's tokens; ``image_tokens`` where it has pictures."""
         details = {"cached_tokens": self.cached_tokens}
         return details | {"image_tokens": self.image_tokens} if self.image_tokens else details
 

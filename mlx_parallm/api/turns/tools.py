@@ -44,7 +44,7 @@ class Tool:
     pattern: str | None = None
 
     def enforced(self) -> Mapping[str, Any]:
-        """Return the schema of the arguments, with what the model is told in words."""
+        """Return the schema of the arguments, with the pattern that the description asks for."""
         if self.pattern is None:
             return self.parameters
         text = {"type": "string", "pattern": f"^(?:{self.pattern})$"}
@@ -105,7 +105,7 @@ def function_tool(tool: BodyValue, *, schema_field: str = "parameters") -> Tool:
 def custom_tool(tool: BodyValue) -> Tool:
     """Return the custom tool, which takes a text, that an object describes.
 
-    A grammar in its format is told to the model as part of the description, and enforced.
+    A grammar in its format becomes part of the description, and is enforced.
 
     Raises:
         InvalidRequestError: it is malformed; names the field.
@@ -132,7 +132,7 @@ def tool_name(name: BodyValue) -> str:
     """Return a tool's name.
 
     Raises:
-        InvalidRequestError: models may not be told of a tool of this name.
+        InvalidRequestError: the name is not one that a tool may have.
     """
     if not isinstance(name.value, str) or not TOOL_NAME.fullmatch(name.value):
         raise name.refusal("must be 1 to 128 of letters, digits, _ . and -")
