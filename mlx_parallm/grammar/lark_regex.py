@@ -52,7 +52,8 @@ _ONE = re.compile(r"\\?.|\[(?:\\.|[^\[\]\\])+\]|\((?:\\.|[^()\\])*\)")
 _TEXT = r'"(?:\\.|[^"\\\n])*"i?'
 _TOKEN = re.compile(
     rf"(?P<space>[ \t]+|(?:\#|//)[^\n]*)|(?P<line>(?:\r?\n)\s*)|(?P<text>{_TEXT})"
-    r"|(?P<regex>/(?:\\.|[^/\\\n])+/[imslu]*)|(?P<name>[?!]?_?[A-Za-z]\w*)(?P<defines>(?:\.-?\d+)?\s*:)?"
+    r"|(?P<regex>/(?:\\.|[^/\\\n])+/[imslu]*)|(?P<template>[?!]?_?[A-Za-z]\w*\{(?!\d)[^}\n]*\}?)"
+    r"|(?P<name>[?!]?_?[A-Za-z]\w*)(?P<defines>(?:\.-?\d+)?\s*:)?"
     r"|(?P<alias>->\s*\w+)|(?P<times>~\s*\d+(?:\s*\.\.\s*\d+)?|\{\d+(?:,\d*)?\})|(?P<dots>\.\.)"
     r"|(?P<directive>%\w+)|(?P<sign>[()\[\]|*+?,.])|(?P<other>.)",
     re.DOTALL,
@@ -72,7 +73,7 @@ def lark_regex(text: str) -> str:
     pattern = None
     try:
         for depth in range(1, MAX_DEPTH + 1):
-            deeper = _Writer(grammar, depth).rule("start")
+            deeper = _Writer(grammar, depth).whole()
             if deeper == pattern and deeper is not None:
                 break
             pattern = deeper
@@ -115,6 +116,8 @@ class _Grammar:
             if kind == "defines":
                 body = self.bodies[match["name"].lstrip("?!")] = []
                 directive = ""
+            elif kind == "template":
+                raise _unsupported("templates of rules, as " + match["template"].strip())
             elif kind == "directive":
                 body, directive = [], match[0]
                 if directive == "%ignore":
@@ -124,19 +127,23 @@ class _Grammar:
             elif kind == "line" and directive:
                 self._end(directive, body)
                 directive = ""
-            elif kind not in ("space", "line", "alias"):
+            elif kind not in ("space", "line", "alias") or (kind == "alias" and directive):
                 body.append(token)
         self._end(directive, body)
 
     def _end(self, directive: str, body: list[_Token]) -> None:
-        """Take a line ``%import common.NAME`` or ``%import common (NAME, …)``."""
+        """Take ``%import common.NAME``, ``… -> OTHER``, or ``%import common (NAME, …)``."""
         if directive != "%import":
             return
         names = [token.text for token in body if token.kind == "name"]
         if names[:1] != ["common"] or not set(names[1:]) <= COMMON.keys():
             raise _unsupported(f"{directive} {'.'.join(names)}")
+        alias = next((token.text for token in body if token.kind == "alias"), "")
+        if alias and len(names) != 2:
+            raise _unsupported(alias)
         for name in names[1:]:
-            self.bodies[name] = [_Token("regex", f"/{COMMON[name]}/")]
+            known_as = alias.removeprefix("->").strip() or name
+            self.bodies[known_as] = [_Token("regex", f"/{COMMON[name]}/")]
 
 
 def _unsupported(part: str) -> InvalidRequestError:
@@ -151,6 +158,11 @@ class _Writer:
     depth: int
     open: list[str] = field(default_factory=list[str])
     left: int = MAX_PATTERN_CHARS
+
+    def whole(self) -> str | None:
+        """Return the rule ``start``, before which there may be what is ignored."""
+        written, before = self.rule("start"), self.ignored()
+        return self.spend(before) + _group(written) if written is not None and before else written
 
     def rule(self, name: str) -> str | None:
         """Return a rule, within itself up to the depth; terminals may not contain themselves."""
@@ -176,7 +188,7 @@ class _Writer:
         return text
 
     def ignored(self) -> str:
-        """Return what may stand behind a terminal."""
+        """Return what may stand before and behind a terminal."""
         bodies = self.grammar.ignored
         parts = [_Body(self, body, spaced=False).choice() for body in bodies]
         return f"(?:{'|'.join(part for part in parts if part)})*" if parts else ""
