@@ -31,28 +31,28 @@ def read_weights(folder: Path) -> Weights:
     return weights
 
 
-def reading_index(model_class: type, folder: Path) -> type:
-    """Return a class of mlx_lm that is loaded with ``read_weights``, whatever mlx_lm reads."""
+def reading_index(model_class: type, folder: Path) -> Any:
+    """Return what makes models of a class of mlx_lm that get ``read_weights`` when mlx_lm loads it.
+
+    It is the class itself if mlx_lm reads no other weights. A model keeps nothing of the load.
+    """
     own = read_weights(folder)
     if sum(len(_loaded(file)) for file in weight_files(folder)) == len(own):
         return model_class
 
-    class IndexedModel(model_class):
-        """A model whose checkpoint has weights that are not its own."""
+    def model_of(args: Any) -> Any:
+        """Return a model whose first ``sanitize``, the load's, converts the folder's weights."""
+        model = model_class(args)
 
-        def sanitize(self, weights: Weights) -> Weights:
+        def sanitize(weights: Weights) -> Weights:
             """Return the weights of the checkpoint by this model's names."""
-            del weights
-            parent: Any = super()
-            return parent.sanitize(own) if hasattr(parent, "sanitize") else own
+            del weights, model.sanitize
+            return model.sanitize(own) if hasattr(model, "sanitize") else own
 
-        def renamed(self, weights: Weights) -> Weights:
-            """Return some weights of a checkpoint by this model's names."""
-            parent: Any = super()
-            rename = getattr(parent, "renamed", getattr(parent, "sanitize", None))
-            return weights if rename is None else rename(weights)
+        model.sanitize = sanitize
+        return model
 
-    return IndexedModel
+    return model_of
 
 
 def _loaded(file: Path) -> Weights:

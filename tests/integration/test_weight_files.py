@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,21 @@ from mlx.utils import tree_flatten
 from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models import indexed_weights
+from mlx_parallm.models.checkpoint_names import Weights
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan
 from mlx_parallm.models.checkpoints.weight_files import INDEX, WHOLE, weight_files
+from mlx_parallm.models.indexed_weights import read_weights
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.lora.checkpoint_changes import CheckpointChanges
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
-from mlx_parallm.worker.weights.loader import load_model, load_parameters
+from mlx_parallm.worker.weights.loader import load_model, load_parameters, parameters_of
 from mlx_parallm.worker.weights.model_weights import ModelWeights
 from mlx_parallm.worker.weights.renaming import checkpoint_shapes
 from mlx_parallm.worker.weights.revision import folder_revision
+from tests.builders.architectures.configs import config_of
+from tests.builders.architectures.trial import build
 from tests.decoder_folders import read_decoder
 from tests.encoder_folders import golden_arrays, read_golden
 
@@ -119,6 +127,53 @@ def test_an_overlaid_model_takes_updates(tmp_path: Path) -> None:
     new = mx.ones((32,))
     read_back = ModelWeights(loaded).read_tensors({"model.norm.weight": to_host(new)})
     assert mx.array_equal(read_back["model.norm.weight"], new)
+
+
+def write_overlaid(folder: Path, name: str, **changed: Any) -> Path:
+    """Write an architecture's tiny model, and a tensor that the index does not name."""
+    config = {**config_of(name), **changed}
+    weights = parameters_of(build(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights, WHOLE)}))
+    mx.save_safetensors(str(folder / WHOLE), weights | {"unknown.weight": mx.zeros((2,))})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "llama", "gemma3"])
+def test_an_overlaid_model_converts_later_weights_as_any_other(name: str, tmp_path: Path) -> None:
+    """Adapters and updates call ``sanitize`` with weights of their own."""
+    model = load_model(CONFIG, write_overlaid(tmp_path, name)).model
+    assert type(model) is type(build(config_of(name)))
+    assert "sanitize" not in vars(model)
+
+
+def test_adapters_of_an_overlaid_model_are_scaled_as_its_weights(tmp_path: Path) -> None:
+    path = "model.layers.0.self_attn.k_proj"
+    loaded = load_model(CONFIG, write_overlaid(tmp_path, "falcon_h1", attention_in_multiplier=0.5))
+    changes = CheckpointChanges(loaded.model, loaded.config)
+    weight = mx.random.normal((4, 3))
+    assert mx.array_equal(changes.weight(path, weight), 0.5 * weight)
+
+
+def test_nothing_keeps_the_weights_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[Weights]] = []
+
+    class Read(dict[str, mx.array]):
+        """Weights that can be watched."""
+
+    def read_watched(folder: Path) -> Weights:
+        weights = Read(read_weights(folder))
+        kept.append(weakref.ref(weights))
+        return weights
+
+    monkeypatch.setattr(indexed_weights, "read_weights", read_watched)
+    model = load_model(CONFIG, write_overlaid(tmp_path, "llama")).model
+    gc.collect()
+    assert kept
+    assert [each() for each in kept] == [None]
+    assert model is not None
 
 
 def test_an_update_from_a_folder_reads_its_index(tmp_path: Path) -> None:

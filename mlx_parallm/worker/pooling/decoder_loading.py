@@ -101,7 +101,7 @@ def drop_lm_head(model: nn.Module) -> None:
         module.pop("lm_head", None)
 
 
-def _extended(config: dict[str, Any], plan: DecoderPlan, folder: Path) -> tuple[type, type]:
+def _extended(config: dict[str, Any], plan: DecoderPlan, folder: Path) -> tuple[Any, type]:
     """Return the classes for a config, the model's extended as the module docstring says."""
     base, args = decoder_classes(config)
 

@@ -224,7 +224,7 @@ def _read(config: ModelConfig, path: Path, ranks: Ranks | None) -> tuple[Any, di
 
 def _readable_classes(
     config: dict[str, Any], folder: Path, max_model_len: int | None
-) -> tuple[type, type]:
+) -> tuple[Any, type]:
     """Return the classes of a config, which gets the fields that these would miss."""
     config |= readable_config(config, max_model_len=max_model_len)
     model, args = decoder_classes(config)
@@ -233,7 +233,7 @@ def _readable_classes(
 
 def _text_classes(
     config: dict[str, Any], folder: Path, max_model_len: int | None
-) -> tuple[type, type]:
+) -> tuple[Any, type]:
     """Return the classes of a config without its tower, which ranks cannot compute together."""
     kept = {name: value for name, value in config.items() if name != "vision_config"}
     model, args = _readable_classes(kept, folder, max_model_len)
