@@ -60,8 +60,10 @@ class ByteTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
-    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(variables)
+    def template_variables(
+        self, variables: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {**(defaults or {}), **variables}
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         return self.encode(self.render_chat(messages, **options))

@@ -115,8 +115,13 @@ class Tokenizer(Protocol):
         """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
         ...
 
-    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return variables with the names and values of thinking that the template reads."""
+    def template_variables(
+        self, variables: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return variables, over default ones, with the names and values that the template reads.
+
+        These are those of thinking and its effort.
+        """
         ...
 
     def encode_chat(
@@ -273,8 +278,7 @@ class GenerationModel(ServedModel):
 
     def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the template's variables: the model's default ones, and a request's over them."""
-        own = self.tokenizer.template_variables
-        return {**own(self.chat_template_kwargs), **own(variables)}
+        return self.tokenizer.template_variables(variables, self.chat_template_kwargs)
 
     def vocabulary_string(self, token_id: int) -> str:
         """Return a token as it is written in the vocabulary."""

@@ -89,6 +89,25 @@ class ThinkingVariables:
             result.setdefault(switch.name, value)
         return result
 
+    def merged(self, defaults: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the translated variables of a request over default ones.
+
+        What the request says of thinking or its effort, by either name, replaces the defaults of
+        both names. Defaults that are no contradiction stay, such as a budget of thinking.
+        """
+        kept = dict(defaults)
+        switch, effort = self.switch, self.effort
+        if switch is not None and (ENABLE in variables or switch.name in variables):
+            kept.pop(ENABLE, None)
+            if not variables.get(ENABLE, True) or kept.get(switch.name) in (switch.off, NONE):
+                kept.pop(switch.name, None)
+            if kept.get(EFFORT) == NONE:
+                del kept[EFFORT]
+        if effort is not None and (EFFORT in variables or effort in variables):
+            kept.pop(EFFORT, None)
+            kept.pop(effort, None)
+        return self.translated({**kept, **variables})
+
     def _as_effort(self, variables: Mapping[str, Any], switch: Switch) -> dict[str, Any]:
         """Return the effort where that is the switch too."""
         if ENABLE not in variables:

@@ -118,9 +118,11 @@ class ParallmTokenizer:
         """Return how conversations are rewritten for the template, with tools or without."""
         return self._forms[has_tools]
 
-    def template_variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def template_variables(
+        self, variables: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return variables with the template's own names of thinking; see ``ThinkingVariables``."""
-        return self._thinking.translated(variables)
+        return self._thinking.merged(defaults or {}, variables)
 
     @functools.cached_property
     def _thinking(self) -> ThinkingVariables:

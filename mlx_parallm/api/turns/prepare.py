@@ -125,7 +125,6 @@ async def prepare_turn(
             model cannot answer as it is asked to, or a picture cannot be read.
         ContextLengthError: it is longer than the model's context.
     """
-    turn = replace(turn, template_kwargs=model.tokenizer.template_variables(turn.template_kwargs))
     limit = prompt_limit(
         turn.truncate,
         turn.truncation_side,
@@ -133,6 +132,8 @@ async def prepare_turn(
         max_model_len=model.info.max_model_len,
     )
     rendered, prompt_ids, inputs = await render_turn(turn, model, limit=limit, pictures=pictures)
+    # A request may ask for thinking by the template's own name.
+    turn = replace(turn, template_kwargs=model.tokenizer.template_variables(turn.template_kwargs))
     constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,

@@ -94,3 +94,35 @@ def test_a_template_that_reads_the_common_names_gets_the_wantedas_they_are() -> 
     thinking = probed(TEMPLATES["qwen"][0])
     for wanted in ({"enable_thinking": False, "x": 1}, effort_kwargs("low"), {}):
         assert thinking.translated(wanted) == wanted
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_request_turns_thinking_on_or_off_whatever_the_default_is(name: str) -> None:
+    template, off, on = TEMPLATES[name]
+    thinking = probed(template)
+    switch = thinking.switch
+    assert switch is not None
+    own_off, own_on = {switch.name: switch.off}, {switch.name: switch.on}
+    defaults = [{"enable_thinking": False}, {"enable_thinking": True}, effort_kwargs("none"), {}]
+    for default in (*defaults, own_off, own_on, thinking.translated({"enable_thinking": False})):
+        for wanted in ({"enable_thinking": False}, own_off, effort_kwargs("none")):
+            assert render(template, thinking.merged(default, wanted)) == off, (default, wanted)
+        for wanted in ({"enable_thinking": True}, own_on):
+            if wanted.get(switch.name, True) is not None:
+                assert render(template, thinking.merged(default, wanted)) == on, (default, wanted)
+        assert thinking.merged(default, {"x": 1}) == {**thinking.translated(default), "x": 1}
+
+
+def test_a_default_that_is_no_contradiction_stays() -> None:
+    wanted = {"enable_thinking": True}
+    assert probed(TEMPLATES["seed"][0]).merged({"thinking_budget": 512}, wanted) == {
+        **wanted,
+        "thinking_budget": 512,
+    }
+    hunyuan = probed(TEMPLATES["hunyuan"][0])
+    assert hunyuan.merged({"reasoning_effort": "low"}, wanted)["reasoning_effort"] == "low"
+
+
+def test_the_effort_of_a_request_replaces_the_default_of_the_templates_name() -> None:
+    variables = probed(KIMI).merged({"thinking_effort": "max"}, effort_kwargs("low"))
+    assert render(KIMI, variables) == "low"
