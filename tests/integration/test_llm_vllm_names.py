@@ -130,6 +130,21 @@ def test_sleep_frees_memory_and_changes_no_token(llm: LLM, level: int) -> None:
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("levels", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_sleep_may_be_deepened_and_woken_from_in_parts(
+    llm: LLM, levels: tuple[int, int], tag: str
+) -> None:
+    (before,) = llm.generate(PROMPT, GREEDY)
+    llm.sleep(levels[0])
+    llm.wake_up([tag])
+    llm.sleep(levels[1])
+    llm.wake_up(["kv_cache"])
+    llm.wake_up(["weights"])
+    (after,) = llm.generate(PROMPT, GREEDY)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
 def test_levels_and_tags_are_checked(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="level"):
         llm.sleep(3)

@@ -42,6 +42,14 @@ def named(**more: Any) -> dict[str, Any]:
         ({"response_format": TAG}, specs.structural_tag(TAG)),
         ({"structured_outputs": {"json": SCHEMA}}, specs.json_schema(SCHEMA, strict=False)),
         ({"structured_outputs": {"json": "{}"}}, specs.json_schema({}, strict=False)),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            specs.json_schema(SCHEMA, strict=False, is_compact=True),
+        ),
+        (
+            {"structured_outputs": {"json": "{}", "whitespace_pattern": None}},
+            specs.json_schema({}, strict=False),
+        ),
         ({"structured_outputs": {"regex": "a"}}, specs.regex("a")),
         ({"structured_outputs": {"choice": ["a"]}}, specs.choice(["a"])),
         ({"structured_outputs": {"grammar": "x"}}, specs.context_free("x")),
@@ -84,6 +92,15 @@ def test_fields_ask_for(fields: dict[str, Any], wanted: GrammarSpec | None) -> N
         ({"structured_outputs": []}, "structured_outputs"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            "structured_outputs",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs",
+        ),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
         ({"guided_choice": {}}, "guided_choice"),
         ({"guided_regex": 5}, "guided_regex"),
