@@ -17,12 +17,12 @@ from mlx_parallm.bench.step_times import Span
 from mlx_parallm.bench.step_trace import TraceRecorder
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.life import spare_garbage_collection
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.step import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.types.tracing import Phase
