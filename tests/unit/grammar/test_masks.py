@@ -196,10 +196,17 @@ def test_only_samples_with_two_matchers_cost_a_row_more(monkeypatch: pytest.Monk
         shapes.append(words.shape)
         fill(executor, jobs, words)
 
-    one = grammar(["no", "ab"])
-    two = grammar(["no", "abba"], begins_after="</think>", free_starts=("<think>",))
-    mixed = [([], two), ([], one), ([END], one), ([THINK], two), ([], two), (ids_of("a"), one)]
-    alone = [allowed(GrammarMasks(COMPILER).compute([row([], each)])) for each in (two, one)]
+    plain = grammar(["no", "ab"])
+    thinking = grammar(["no", "abba"], begins_after="</think>", free_starts=("<think>",))
+    mixed = [
+        ([], thinking),
+        ([], plain),
+        ([END], plain),
+        ([THINK], thinking),
+        ([], thinking),
+        (ids_of("a"), plain),
+    ]
+    alone = [allowed(GrammarMasks(COMPILER).compute([row([], each)])) for each in (thinking, plain)]
     rows = [ConstrainedRow(i, i, row(output, of).spec) for i, (output, of) in enumerate(mixed)]
     monkeypatch.setattr(module, "fill_next_token_bitmask_par", note)
     masked = GrammarMasks(COMPILER).compute(rows)
