@@ -13,8 +13,9 @@ from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
-from mlx_parallm.parsing.forced import ForcedCalls, arguments_schema, forced_calls
-from mlx_parallm.parsing.formats import CallText, ReasoningFormat, ToolFormat, tools_of
+from mlx_parallm.parsing.forced import ForcedCalls, forced_calls
+from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
+from mlx_parallm.parsing.strict import strict_calls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import Grammar
 
@@ -61,7 +62,7 @@ async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) ->
         return Constraint(_before_calls(grammar, turn, model, rendered), calls.tool_format)
     if turn.structure is not None:
         return await _structured(turn, turn.structure, model, rendered)
-    strict = _strict_calls(turn, form)
+    strict = _strict_calls(turn, form, rendered)
     if strict is None:
         return Constraint(None, form)
     grammar = await grammar_of(strict, model, param="tools")
@@ -189,39 +190,13 @@ def _node(spec: GrammarSpec) -> Mapping[str, Any]:
             return {"type": "grammar", "grammar": spec.text}
 
 
-def _strict_calls(turn: TurnRequest, form: ToolFormat | None) -> GrammarSpec | None:
+def _strict_calls(turn: TurnRequest, form: ToolFormat | None, rendered: str) -> GrammarSpec | None:
     """Free text in which every call is valid; None where no tool asks for that, or none can be."""
     if form is None or not any(tool.strict for tool in turn.callable_tools):
         return None
-    trigger = _trigger(form)
-    if form.forced is None or trigger is None:
-        return None
-    tags = [_tag(form.forced, tool) for tool in _for_grammar(turn)]
-    triggered = {
-        "type": "triggered_tags",
-        "triggers": [trigger],
-        "tags": tags,
-        "stop_after_first": not turn.parallel_tool_calls,
-    }
-    return specs.structural_tag({"format": triggered}, param="tools")
-
-
-def _trigger(form: ToolFormat) -> str | None:
-    """Return the marker that every call begins with, if it has one of its own."""
-    if form.forced is None or form.forced.begin or form.is_harmony:
-        return None
-    return next((marker for marker in form.markers if form.forced.call.startswith(marker)), None)
-
-
-def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
-    (known,) = tools_of([tool])
-    begin, _, end = text.call.replace("$name", known.name).partition("$arguments")
-    content = {
-        "type": "json_schema",
-        "json_schema": arguments_schema(known),
-        "strict": known.strict,
-    }
-    return {"begin": begin, "content": content, "end": end}
+    tools = _for_grammar(turn)
+    calls = strict_calls(form, tools, parallel=turn.parallel_tool_calls, prompt=rendered)
+    return None if calls is None else specs.structural_tag({"format": calls}, param="tools")
 
 
 def _before_calls(

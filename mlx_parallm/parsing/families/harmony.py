@@ -27,6 +27,8 @@ _MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _BODY_ENDS = (END, CALL, RETURN, START)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+#: ``ASSISTANT`` begins a message of the model.
+ASSISTANT = f"{START}assistant"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
 

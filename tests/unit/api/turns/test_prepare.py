@@ -167,6 +167,18 @@ async def test_strict_tools_are_called_as_their_schemas_say() -> None:
     assert not accepts(prepared, sub.replace("sub", "other"))
 
 
+async def test_strict_tools_are_enforced_in_harmony() -> None:
+    model = replace(
+        demo("{{ tools }}<|channel|><|message|><|start|>assistant"),
+        tool_format=registry.tool_format("openai"),
+        reasoning_format=registry.reasoning_format("openai_gptoss"),
+    )
+    prepared = await prepare(STRICT, model=model)
+    call = "<|channel|>commentary to=functions.sub <|constrain|>json<|message|>"
+    assert accepts(prepared, call + '{"n": 1}')
+    assert not accepts(prepared, call + '{"n": "x"}')
+
+
 STRUCTURES = [
     (specs.json_schema(SCHEMA), '{"n": 5}', '{"n": "x"}'),
     (specs.json_schema(SCHEMA, strict=False), '{"n": 5}', '{"n": "x"}'),
