@@ -91,6 +91,7 @@ SAVED = """
 Folders that transformers 5.23 saves compute what transformers computes.
 `tests/integration/test_families.py` compares tiny models of every family that both have.
 Both generations of `config.json` are read, and transformers' defaults count.
+Where neither `config.json` nor the files untie the LM head, it is tied, and a warning says so.
 
 If a folder has `model.safetensors.index.json`, each weight is read from the file that it names.
 Without an index `model.safetensors` is read, and without both all `model*.safetensors`.

@@ -58,9 +58,14 @@ def splits_window(config: Mapping[str, Any]) -> bool:
     return _value(config, "use_bidirectional_attention") in (True, "all")
 
 
-def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with fields that mlx_lm reads, in place of those that it does not know."""
-    fields = rope_fields.readable_config(config)
+def readable_config(
+    config: Mapping[str, Any], *, max_model_len: int | None = None
+) -> dict[str, Any]:
+    """Return a config with fields that mlx_lm reads, in place of those that it does not know.
+
+    ``max_model_len`` is as in ``rope_fields.readable_config``.
+    """
+    fields = rope_fields.readable_config(config, max_model_len=max_model_len)
     model_type = str(config.get("model_type"))
     if "tie_word_embeddings" not in config and model_type not in TIED:
         # The field concerns only the LM head, but some of mlx_lm's models require it.

@@ -21,6 +21,7 @@ from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.indexed_weights import reading_index
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.tied_heads import tied_as_saved
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.weights.loader import (
@@ -30,6 +31,7 @@ from mlx_parallm.worker.weights.loader import (
     cast_model,
     check_dtype,
     loaded_model,
+    warn_of_differences,
 )
 
 Weights = dict[str, mx.array]
@@ -55,14 +57,20 @@ def open_decoder(
     """
     check_dtype(config.dtype)
     with load_failures(path):
+        own = read_config(path)
+        read = readable_config(own, max_model_len=config.max_model_len)
+        if plan.head == "choice":
+            # Other heads need no LM head.
+            read = tied_as_saved(read, own, path)
         with mlx_lm_folder(path) as folder:
             model, model_config = mlx_lm_utils.load_model(
                 folder,
                 lazy=True,
-                model_config=readable_config(read_config(path)),
+                model_config=read,
                 get_model_classes=lambda config: _extended(config, plan, path),
                 trust_remote_code=config.trust_remote_code,
             )
+        warn_of_differences(model_config, path)
         model, is_cast = cast_model(model, config.dtype, cast)
         if plan.head == "choice":
             model.score = _choice_layer(model, plan.chosen)

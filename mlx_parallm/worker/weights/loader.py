@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.indexed_weights import reading_index
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.tied_heads import tied_as_saved
 from mlx_parallm.models.vision.registry import family_of, why_no_family
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
@@ -138,10 +140,7 @@ def load_model(
         with all_succeed(ranks):
             model, model_config = _read(config, path, ranks)
         _warn_of_tower(model, model_config, path, is_cut=ranks is not None)
-        for difference in known_differences(model_config):
-            logger.warning(
-                "%s: mlx_lm differs from transformers in %s (docs/models.md)", path, difference
-            )
+        warn_of_differences(model_config, path)
         model, is_cast = cast_model(model, config.dtype, cast)
         with all_succeed(ranks):
             sharding = None if ranks is None else cut_model(model, ranks)
@@ -226,7 +225,8 @@ def _readable_classes(
     config: dict[str, Any], folder: Path, max_model_len: int | None
 ) -> tuple[Any, type]:
     """Return the classes of a config, which gets the fields that these would miss."""
-    config |= readable_config(config, max_model_len=max_model_len)
+    read = readable_config(config, max_model_len=max_model_len)
+    config |= tied_as_saved(read, config, folder)
     model, args = decoder_classes(config)
     return reading_index(model, folder), args
 
@@ -239,6 +239,14 @@ def _text_classes(
     model, args = _readable_classes(kept, folder, max_model_len)
     config |= kept
     return model, args
+
+
+def warn_of_differences(config: Mapping[str, Any], path: Path) -> None:
+    """Log what a model computes otherwise than transformers; ``config`` is a readable one."""
+    for difference in known_differences(config):
+        logger.warning(
+            "%s: mlx_lm differs from transformers in %s (docs/models.md)", path, difference
+        )
 
 
 def _warn_of_tower(model: Any, config: dict[str, Any], path: Path, *, is_cut: bool) -> None:
