@@ -19,6 +19,15 @@ def _uses_window(config: Mapping[str, Any]) -> bool:
     return bool(config.get("use_sliding_window")) and _has_window(config)
 
 
+def _slides_in_some(config: Mapping[str, Any]) -> bool:
+    """True if a window counts in some layers, by transformers' rules of Qwen2 and Qwen3."""
+    if not _uses_window(config):
+        return False
+    if layers := config.get("layer_types"):
+        return "sliding_attention" in layers
+    return int(config["num_hidden_layers"]) > int(config.get("max_window_layers", 28))
+
+
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_scaling") or {}
 
@@ -49,7 +58,7 @@ LONG_FACTOR = (
     "long_factor is used for short texts too, unless --max-model-len is in the original one",
     _has_long_rope,
 )
-UNUSED_WINDOW = ("sliding_window", "attention reaches all tokens", _uses_window)
+ALL_TOKENS = ("sliding_window", "attention reaches all tokens")
 #: ``DIFFERENCES``: field, what mlx_lm does, and when, by ``model_type``.
 DIFFERENCES: Mapping[str, tuple[tuple[str, str, Test], ...]] = {
     "ernie4_5_moe": (
@@ -63,10 +72,10 @@ DIFFERENCES: Mapping[str, tuple[tuple[str, str, Test], ...]] = {
     "olmo3": (("rope_parameters", "all layers turn by one base", _has_two_ropes),),
     "phi3": (LONG_FACTOR,),
     "phimoe": (LONG_FACTOR,),
-    "qwen2": (UNUSED_WINDOW,),
-    "qwen2_moe": (UNUSED_WINDOW,),
-    "qwen3": (UNUSED_WINDOW,),
-    "qwen3_moe": (UNUSED_WINDOW,),
+    "qwen2": ((*ALL_TOKENS, _slides_in_some),),
+    "qwen2_moe": ((*ALL_TOKENS, _uses_window),),
+    "qwen3": ((*ALL_TOKENS, _slides_in_some),),
+    "qwen3_moe": ((*ALL_TOKENS, _uses_window),),
 }
 
 
