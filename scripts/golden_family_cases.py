@@ -106,6 +106,32 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.0, 2.0, 4.0, 8.0],
     "original_max_position_embeddings": 64,
 }
+#: ``FALCON_H1``: multipliers of which none is 1.
+FALCON_H1: dict[str, Any] = {
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.75,
+    "embedding_multiplier": 2.5,
+    "key_multiplier": 0.4,
+    "lm_head_multiplier": 0.25,
+    "mlp_multipliers": [0.75, 0.5],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.5, 0.25, 0.75, 0.6, 1.25],
+    "ssm_out_multiplier": 0.7,
+}
+GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.5,
+    "logits_scaling": 1.7,
+    "residual_multiplier": 0.6,
+}
+MINIMAX: dict[str, Any] = {
+    "full_attn_alpha_factor": 1.3,
+    "full_attn_beta_factor": 0.7,
+    "linear_attn_alpha_factor": 1.2,
+    "linear_attn_beta_factor": 0.8,
+    "mlp_alpha_factor": 1.1,
+    "mlp_beta_factor": 0.9,
+}
 
 FAMILIES: tuple[FamilyCase, ...] = (
     FamilyCase("afmoe", {"layer_types": SLIDING_FULL, "num_dense_layers": 1}),
@@ -141,7 +167,20 @@ FAMILIES: tuple[FamilyCase, ...] = (
     ),
     FamilyCase("exaone4", {"layer_types": SLIDING_FULL, "sliding_window_pattern": 2}),
     FamilyCase("exaone_moe", {"layer_types": SLIDING_FULL, "mlp_layer_types": DENSE_SPARSE}),
-    FamilyCase("falcon_h1"),
+    FamilyCase("falcon_h1", FALCON_H1),
+    FamilyCase(
+        "falcon_h1_biases",
+        {
+            **FALCON_H1,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_rms_norm": True,
+            "mlp_bias": True,
+            "projectors_bias": True,
+        },
+        "falcon_h1",
+    ),
+    FamilyCase("falcon_h1_tied", {**FALCON_H1, "tie_word_embeddings": True}, "falcon_h1"),
     FamilyCase("falcon_mamba"),
     FamilyCase("gemma", {"hidden_size": 64}),
     FamilyCase("gemma2", {"hidden_size": 64, "sliding_window": 256}),
@@ -166,16 +205,19 @@ FAMILIES: tuple[FamilyCase, ...] = (
         "glm_moe_dsa", {**LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}
     ),
     FamilyCase("gpt2"),
+    FamilyCase("gpt2_inverse", {"scale_attn_by_inverse_layer_idx": True}, "gpt2"),
+    FamilyCase("gpt2_unscaled", {"scale_attn_weights": False}, "gpt2"),
     FamilyCase("gpt_bigcode"),
     FamilyCase("gpt_neox", {"intermediate_size": 128}),
     FamilyCase("gpt_oss", {"layer_types": SLIDING_FULL}),
     FamilyCase("gpt_oss_truncated", {"layer_types": SLIDING_FULL}, "gpt_oss", {"truncate": True}),
     FamilyCase("gptj", {"rotary_dim": 4}),
-    FamilyCase("granite"),
-    FamilyCase("granitemoe"),
+    FamilyCase("granite", GRANITE),
+    FamilyCase("granitemoe", GRANITE),
     FamilyCase(
         "granitemoehybrid",
         {
+            **GRANITE,
             "layer_types": LINEAR_FULL,
             "position_embedding_type": "rope",
             "shared_intermediate_size": 48,
@@ -227,7 +269,7 @@ FAMILIES: tuple[FamilyCase, ...] = (
         {"layer_types": SLIDING_FULL, "head_dim": 24, "mlp_layer_types": DENSE_SPARSE},
     ),
     FamilyCase("minicpm3", {**LATENT, "v_head_dim": 8, "tie_word_embeddings": False}),
-    FamilyCase("minimax", {"layer_types": LINEAR_FULL}),
+    FamilyCase("minimax", {**MINIMAX, "layer_types": LINEAR_FULL}),
     FamilyCase("minimax_m2"),
     FamilyCase("ministral3"),
     FamilyCase("mistral"),

@@ -48,10 +48,9 @@ FALCON_H1: dict[str, Any] = {
     "mamba_rms_norm": False,
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.25,
-    # mlx_lm leaves this one out of the values.
-    "attention_in_multiplier": 1.0,
+    "attention_in_multiplier": 0.8,
     "attention_out_multiplier": 0.75,
-    "key_multiplier": 1.0,
+    "key_multiplier": 0.4,
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.5,
     "mlp_multipliers": [0.75, 0.5],

@@ -7,7 +7,17 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.models import gemma2, glm, gpt2, gpt_oss, idefics3, internvl, llava_next, opt
+from mlx_parallm.models import (
+    falcon_h1,
+    gemma2,
+    glm,
+    gpt2,
+    gpt_oss,
+    idefics3,
+    internvl,
+    llava_next,
+    opt,
+)
 from mlx_parallm.models.readable_decoders import readable_decoder
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
@@ -23,6 +33,7 @@ OWN_DECODERS: dict[str, ModuleType] = {
 }
 #: ``EXTENDED_DECODERS``: modules that extend those of mlx_lm.
 EXTENDED_DECODERS: dict[str, ModuleType] = {
+    "falcon_h1": falcon_h1,
     "gemma2": gemma2,
     "glm": glm,
     "gpt2": gpt2,
