@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ from mlx_parallm.worker.device.room import check_room
 from mlx_parallm.worker.device.shared_tensors import in_groups, on_devices
 from mlx_parallm.worker.layers.row_layers import release_products
 from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
-from mlx_parallm.worker.weights.renaming import PARAM, Renamer, checkpoint_shapes, renamed_as_in
+from mlx_parallm.worker.weights.renaming import (
+    PARAM,
+    Renamer,
+    checkpoint_shapes,
+    left_alone,
+    renamed_as_in,
+)
 from mlx_parallm.worker.weights.revision import DIGEST_BYTES, folder_revision
 
 Arrays = Mapping[str, mx.array]
@@ -55,6 +61,8 @@ class ModelWeights:
         self._rename = Renamer(loaded.model)
         # Folder of a checkpoint, and the shapes of its weights.
         self._shapes: tuple[Path, dict[str, tuple[int, ...]]] | None = None
+        # Names of weights that are the model's as they are; None: not computed.
+        self._left_alone: frozenset[str] | None = None
 
     def read_folder(self, path: Path) -> Arrays:
         """Return the weights of a checkpoint of the same architecture, checked and evaluated.
@@ -80,7 +88,7 @@ class ModelWeights:
         largest = max((array.nbytes for array in arrays.values()), default=0)
         check_room(largest + sum(array.nbytes for array in current.values()), FOLDER)
         fitting = self._fitting(arrays, current)
-        _check_finite(fitting, scale_modes(self._model))
+        _check_finite(fitting, self._scale_modes)
         return fitting
 
     def read_tensors(self, tensors: Mapping[str, HostTensor]) -> Arrays:
@@ -142,7 +150,7 @@ class ModelWeights:
         check_room(sum(current[name].nbytes for name in cast), TENSORS)
         fitting = self._fitting(arrays, current)
         # The model's dtype may be too narrow for what was sent.
-        _check_finite(fitting, scale_modes(self._model))
+        _check_finite(fitting, self._scale_modes)
         return fitting
 
     def put(self, arrays: Arrays, path: Path | None = None) -> Callable[[], None]:
@@ -220,18 +228,38 @@ class ModelWeights:
         if arrays.keys() <= current.keys() and not arrays.keys() <= shapes.keys():
             return arrays
         try:
-            if arrays.keys() < shapes.keys():
-                return renamed_as_in(shapes, arrays, self._rename)
-            return self._rename(arrays)
+            if not arrays.keys() < shapes.keys():
+                return self._rename(arrays)
+            same = self._same(arrays, shapes)
+            others = {name: array for name, array in arrays.items() if name not in same}
+            return same | (renamed_as_in(shapes, others, self._rename) if others else {})
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as cause:
             raise InvalidRequestError(
                 f"These tensors alone cannot be given the model's own names: {cause!r}.",
                 param=PARAM,
             ) from None
 
+    def _same(self, arrays: Arrays, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, mx.array]:
+        """Return those arrays that a load would leave as they are.
+
+        That is computed once: it takes as long as a load gives names to the whole checkpoint.
+        """
+        if self._left_alone is None:
+            self._left_alone = left_alone(shapes, self._rename)
+        return {
+            name: array
+            for name, array in arrays.items()
+            if name in self._left_alone and array.shape == shapes[name]
+        }
+
+    @cached_property
+    def _scale_modes(self) -> Mapping[str, str]:
+        return scale_modes(self._model)
+
     def _checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the weights in the folder; empty if it cannot be read."""
         if self._shapes is None or self._shapes[0] != self.path:
+            self._left_alone = None
             try:
                 self._shapes = self.path, checkpoint_shapes(self.path)
             except (ModelLoadError, OSError, RuntimeError, ValueError):

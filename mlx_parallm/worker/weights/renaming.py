@@ -69,6 +69,56 @@ def renamed_as_in(
     return own
 
 
+def left_alone(shapes: Mapping[str, tuple[int, ...]], rename: Rename) -> frozenset[str]:
+    """Return the names of weights that stay as they are, and that nothing else is made of.
+
+    Args:
+        shapes: those of the whole checkpoint.
+        rename: returns the weights of a whole checkpoint by the model's names.
+    """
+    given = {name: _Watched(array) for name, array in _empty(shapes, mx.float32).items()}
+    renamed = rename({**given})
+    same = [
+        name for name, array in given.items() if renamed.get(name) is array and not array.is_changed
+    ]
+    return frozenset(_without_results(same, shapes, rename))
+
+
+def _without_results(
+    names: list[str], shapes: Mapping[str, tuple[int, ...]], rename: Rename
+) -> list[str]:
+    """Return those of some weights of which no weight by another name is made."""
+    marked = {name: shapes[name] for name in names}
+    renamed = rename({**_empty(shapes, mx.float32), **_empty(marked, MARK)})
+    if not any(array.dtype == MARK for name, array in renamed.items() if name not in marked):
+        return names
+    middle = len(names) // 2
+    parts = (names[:middle], names[middle:]) if middle else ()
+    return [name for part in parts for name in _without_results(part, shapes, rename)]
+
+
+class _Watched(mx.array):
+    """An array that shows if it is changed: results of operators in place are other objects."""
+
+    is_changed = False
+
+    def __iadd__(self, other: Any) -> Any:
+        return mx.add(self, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return mx.subtract(self, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return mx.multiply(self, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return mx.divide(self, other)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.is_changed = True
+        super().__setitem__(key, value)
+
+
 class Renamer:
     """Gives weights of a checkpoint the names that a model has for them.
 
