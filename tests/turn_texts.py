@@ -23,7 +23,7 @@ class Written:
         end: text after all calls.
         separator: text between calls.
         parameter: writes a parameter whose value is plain text; None: values are quoted.
-        parameter_end: the tag that ends it.
+        parameter_end: the tag that ends it; ``$`` stands for its name.
         without_arguments: calls of ``now`` that lack their arguments, with their section.
         bare: True if calls have no marker.
     """
@@ -43,6 +43,18 @@ class Written:
         """Return the text of calls."""
         written = self.separator.join(self.call(name, arguments) for name, arguments in calls)
         return f"{self.begin}{written}{self.end}"
+
+    def end_of(self, key: str) -> str:
+        """Return the tag that ends a parameter."""
+        return self.parameter_end.replace("$", key)
+
+    def without_end(self, text: str, key: str, number: int) -> str:
+        """Return a call's text without the end tag of a parameter, which is that of a number."""
+        end = self.end_of(key)
+        pieces = text.split(end)
+        number = 0 if "$" in self.parameter_end else number
+        line = "\n" if end.endswith("\n") else ""
+        return end.join(pieces[: number + 1]) + line + end.join(pieces[number + 1 :])
 
 
 def _json(value: Any) -> str:
@@ -147,11 +159,12 @@ def _kimi_k3_parameter(key: str, value: str) -> str:
 
 
 def _minimax_m3(name: str, arguments: Arguments) -> str:
-    space = "]<]minimax[>["
-    pairs = "".join(
-        f"{space}<{key}>{_plain(value)}{space}</{key}>" for key, value in arguments.items()
-    )
-    return f'{space}<invoke name="{name}">{pairs}{space}</invoke>\n'
+    pairs = "".join(_minimax_m3_parameter(key, _plain(value)) for key, value in arguments.items())
+    return f'{_M3}<invoke name="{name}">{pairs}{_M3}</invoke>\n'
+
+
+def _minimax_m3_parameter(key: str, value: str) -> str:
+    return f"{_M3}<{key}>{value}{_M3}</{key}>"
 
 
 def _python(value: Any) -> str:
@@ -184,7 +197,8 @@ _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = (
     "<|tool_call_end|>",
 )
 _K3_TOOLS = ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>")
-_M3_TOOLS = ("]<]minimax[>[<tool_call>\n", "]<]minimax[>[</tool_call>")
+_M3 = "]<]minimax[>["
+_M3_TOOLS = (f"{_M3}<tool_call>\n", f"{_M3}</tool_call>")
 _HARMONY = "<|channel|>commentary to=functions."
 
 WRITTEN = (
@@ -268,6 +282,8 @@ WRITTEN = (
         call=_minimax_m3,
         begin=_M3_TOOLS[0],
         end=_M3_TOOLS[1],
+        parameter=_minimax_m3_parameter,
+        parameter_end=f"{_M3}</$>",
         without_arguments=(
             _minimax_m3("now", {}).join(_M3_TOOLS),
             ']<]minimax[>[<invoke name="now"/>'.join(_M3_TOOLS),

@@ -92,7 +92,7 @@ def turns_of(written: Written) -> Iterator[tuple[str, Turn]]:
             answer=called(("save", {"a": SPECIAL_TEXT, "b": 2})),
         ),
     )
-    end = written.parameter_end.strip() or "</tool_call>"
+    end = written.end_of("a").strip() or "</tool_call>"
     yield (
         "end tag in arguments",
         Turn(
@@ -133,12 +133,10 @@ def turns_of(written: Written) -> Iterator[tuple[str, Turn]]:
         yield f"no arguments {number}", Turn(script=[text], answer=called(("now", {})))
     if written.parameter is not None:
         full = {"a": "x y", "b": 2, "c": "z"}
-        head, *rest = written.calls(("save", full)).split(written.parameter_end)
-        line = "\n" if written.parameter_end.endswith("\n") else ""
         yield (
             "missing end tag",
             Turn(
-                script=[head + line + written.parameter_end.join(rest)],
+                script=[written.without_end(written.calls(("save", full)), "a", 0)],
                 answer=called(("save", full)),
             ),
         )

@@ -13,6 +13,7 @@ from mlx_parallm.parsing.families.text_values import (
     TEXT,
     Parameters,
     ValueMarkup,
+    expect_parameters,
     pass_text_value,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
@@ -47,9 +48,13 @@ def _call(context: ReadContext) -> Steps[None]:
     name = (yield from _attributes(reader)).get("tool")
     if not name:
         raise MalformedError
-    writer.begin_call(name)
     yield from reader.skip_space()
-    if (yield from reader.accept(_JSON)):
+    has_json = yield from reader.next_is(_JSON)
+    if not has_json:
+        yield from expect_parameters(reader, _VALUES)
+    writer.begin_call(name)
+    if has_json:
+        reader.take(len(_JSON))
         yield from reader.until(SEP, limit=LONGEST_NAME)
         yield from reader.skip_space()
         if not (yield from reader.next_is(_JSON_END)):

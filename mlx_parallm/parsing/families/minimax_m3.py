@@ -9,7 +9,13 @@ import re
 from typing import Any
 
 from mlx_parallm.parsing.families.marked import LONGEST_NAME
-from mlx_parallm.parsing.families.text_values import TEXT
+from mlx_parallm.parsing.families.text_values import (
+    TEXT,
+    Parameters,
+    ValueMarkup,
+    expect_parameters,
+    pass_text_value,
+)
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import decode, encode, string_inside
 from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
@@ -24,6 +30,7 @@ _ITEM = "item"
 _DEEPEST = 32
 # _EMPTY: JSON of elements without text.
 _EMPTY = {frozenset(["array"]): "[]", frozenset(["object"]): "{}"}
+_NESTED = frozenset(["array", "object"])
 
 
 def _calls(context: ReadContext) -> Steps[None]:
@@ -45,11 +52,14 @@ def _call(context: ReadContext) -> Steps[None]:
     name = _NAME.fullmatch(tag)
     if name is None:
         raise MalformedError
+    is_closed = tag.endswith("/")
+    if not is_closed:
+        yield from expect_parameters(reader, _VALUES)
     writer.begin_call(name["name"])
-    if not tag.endswith("/"):
+    if not is_closed:
         writer.arguments("{")
         try:
-            yield from _parameters(context, parameters_of(context.tool(name["name"])))
+            yield from _parameters(context, Parameters(context.tool(name["name"])))
         except TruncatedError:
             raise
         except MalformedError:
@@ -60,20 +70,24 @@ def _call(context: ReadContext) -> Steps[None]:
     writer.end_call()
 
 
-def _parameters(context: ReadContext, schema: SchemaNode) -> Steps[None]:
+def _parameters(context: ReadContext, parameters: Parameters) -> Steps[None]:
     reader, writer = context.reader, context.writer
+    schema = parameters_of(parameters.tool)
     separator = ""
     while True:
         yield from reader.skip_space()
         if (yield from reader.accept(_CALL_END)) or (yield from reader.next_is(_SECTION_END)):
             return
         key = yield from _tag(reader)
-        member = schema.member(key)
-        writer.arguments(f'{separator}"{string_inside(key)}": ')
-        if member.types == TEXT:
-            yield from _text(context, key)
+        parameters.keys.add(key)
+        types = schema.member(key).types
+        written_key = f'{separator}"{string_inside(key)}": '
+        if types is None or types & _NESTED:
+            value = yield from _element(reader, key, schema.member(key), _DEEPEST)
+            writer.arguments(f"{written_key}{encode(value)}")
         else:
-            writer.arguments(encode((yield from _element(reader, key, member, _DEEPEST))))
+            writer.arguments(written_key)
+            yield from pass_text_value(context, (f"{_CLOSE}{key}>",), types, _VALUES, parameters)
         separator = ", "
 
 
@@ -86,22 +100,20 @@ def _tag(reader: Reader) -> Steps[str]:
     return name
 
 
-def _text(context: ReadContext, key: str) -> Steps[None]:
-    """Write a text while it arrives, up to the element's end, which is read too."""
-    reader, writer = context.reader, context.writer
-    writer.arguments('"')
-    end = f"{_CLOSE}{key}>"
-    marker = yield from reader.pass_until(
-        (end,), lambda text: writer.arguments(string_inside(text))
-    )
-    if marker is None:
-        raise TruncatedError
-    reader.take(len(end))
-    writer.arguments('"')
+_VALUES = ValueMarkup(
+    _OPEN,
+    _tag,
+    (_CALL_END, _SECTION_END),
+    (_CALL, _SECTION),
+    has_lines=False,
+    no_parameter=(_CLOSE, _CALL, _SECTION),
+)
 
 
 def _element(reader: Reader, key: str, schema: SchemaNode, depth: int) -> Steps[Any]:
     """Read the rest of an element and return its value: an object, an array or a scalar.
+
+    Without its end tag, an element ends before another's end, and a text before any element.
 
     Raises:
         MalformedError: it is none, or is nested too deeply.
@@ -116,6 +128,9 @@ def _element(reader: Reader, key: str, schema: SchemaNode, depth: int) -> Steps[
             raise TruncatedError
         if (yield from reader.accept(end)):
             return _value("".join(held), children, schema)
+        has_text = bool("".join(held).strip())
+        if (yield from reader.next_is(_CLOSE)) or (has_text and not children):
+            return _value("".join(held).rstrip("\n"), children, schema)
         name = yield from _tag(reader)
         is_item = name == _ITEM and not schema.names
         child = schema.item() if is_item else schema.member(name)

@@ -23,6 +23,7 @@ class ValueMarkup:
         call_ends: the tags that end a call or a section of calls.
         call_starts: the tags that begin one.
         has_lines: True if these tags stand on lines of their own.
+        no_parameter: the beginnings of other tags, if they begin as a parameter's does.
     """
 
     parameter: str
@@ -30,6 +31,7 @@ class ValueMarkup:
     call_ends: tuple[str, ...]
     call_starts: tuple[str, ...]
     has_lines: bool
+    no_parameter: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,6 +51,23 @@ class Parameters:
         return key not in self.keys and (not declared or key in declared)
 
 
+def expect_parameters(reader: Reader, markup: ValueMarkup) -> Steps[None]:
+    """Check that a parameter or the end follows a call's tag: text may mention such a tag.
+
+    Raises:
+        MalformedError: something else follows.
+        TruncatedError: the text ends, though its writer had not reached a limit.
+    """
+    yield from reader.skip_space()
+    if (yield from reader.next_is(*markup.call_ends)):
+        return
+    try:
+        yield from reader.look(reader.expect(markup.parameter, *markup.call_ends))
+    except TruncatedError:
+        if not reader.is_cut:
+            raise
+
+
 def pass_text_value(
     context: ReadContext,
     ends: Sequence[str],
@@ -60,9 +79,9 @@ def pass_text_value(
 ) -> Steps[None]:
     """Write the value up to its end tag, which is read too: text while it comes, others as a whole.
 
-    An end tag counts where the next parameter, or the end of the call or text follows; elsewhere
-    it is text. Without an end tag, a value ends before the tool's next parameter, and before the
-    end of the call if that of its section, another call or the end of the text follows.
+    An end tag counts where the next parameter, or the end of the call, section or text follows;
+    elsewhere it is text. Without an end tag, a value ends before the tool's next parameter, and
+    before the end of the call if that of its section, another call or the end of the text follows.
 
     Args:
         context: where to read and write.
@@ -91,15 +110,18 @@ def pass_text_value(
     on_lines = tuple(f"\n{tag}" for tag in tags)
     markers = (*ends, *on_lines, *(() if markup.has_lines else tags))
     while marker := (yield from reader.pass_until(markers, emit)):
-        if marker in ends:
-            is_end = yield from reader.look(_closes(reader, marker, markup))
+        end = yield from reader.next_is(*ends)
+        if end:
+            is_end = yield from reader.look(_closes(reader, end, markup))
         else:
-            is_end = yield from reader.look(_replaces_end(reader, marker, markup, parameters))
+            is_end = may_lack_end and (
+                yield from reader.look(_replaces_end(reader, markup, parameters))
+            )
         if is_end:
-            reader.take(len(marker) if marker in ends else 0)
+            reader.take(len(end or ""))
             writer.arguments('"' if is_text else json_text("".join(held), types))
             return
-        emit(reader.take(len(marker)))
+        emit(reader.take(len(end or marker)))
     writer.arguments("".join(held))
     raise TruncatedError
 
@@ -108,25 +130,27 @@ def _closes(reader: Reader, end: str, markup: ValueMarkup) -> Steps[bool]:
     """True if what follows an end tag shows that it is one."""
     reader.take(len(end))
     yield from reader.skip_space()
-    return (yield from _is_next(reader, (markup.parameter, *markup.call_ends, *markup.call_starts)))
+    if (yield from _is_next(reader, markup.call_ends)):
+        return True
+    if (yield from reader.next_is(*markup.no_parameter)):
+        return False
+    return (yield from _is_next(reader, (markup.parameter,)))
 
 
-def _replaces_end(
-    reader: Reader, marker: str, markup: ValueMarkup, parameters: Parameters
-) -> Steps[bool]:
+def _replaces_end(reader: Reader, markup: ValueMarkup, parameters: Parameters) -> Steps[bool]:
     """True if a tag within a value shows that its end tag is missing."""
     yield from reader.skip_space()
-    if marker.endswith(markup.parameter):
-        try:
-            key = yield from markup.read_key(reader)
-        except MalformedError:
-            return False
-        return parameters.may_give(key)
     num_ends = 0
     while (yield from reader.accept(*markup.call_ends)):
         yield from reader.skip_space()
         num_ends += 1
-    return num_ends > 1 or (yield from _is_next(reader, markup.call_starts))
+    if num_ends:
+        return num_ends > 1 or (yield from _is_next(reader, markup.call_starts))
+    try:
+        key = yield from markup.read_key(reader)
+    except MalformedError:
+        return False
+    return parameters.may_give(key)
 
 
 def _is_next(reader: Reader, markers: Sequence[str]) -> Steps[bool]:

@@ -19,6 +19,7 @@ from mlx_parallm.parsing.families.text_values import (
     TEXT,
     Parameters,
     ValueMarkup,
+    expect_parameters,
     pass_text_value,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
@@ -105,10 +106,12 @@ def _call(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.expect(syntax.call)
     name, rest = yield from _header(reader)
-    writer.begin_call(name)
     if rest.endswith("/"):
+        writer.begin_call(name)
         writer.end_call()
         return
+    yield from expect_parameters(reader, syntax.values)
+    writer.begin_call(name)
     writer.arguments("{")
     try:
         yield from _parameters(context, syntax, Parameters(context.tool(name)))

@@ -162,11 +162,14 @@ def test_calls_without_arguments(written: Written) -> None:
 
 @every_format
 def test_markup_inside_an_argument(written: Written) -> None:
-    markers = [*tool_format(written.tool).markers, written.parameter_end.strip()]
+    form = tool_format(written.tool)
+    markers = [*form.markers, written.end_of("a").strip()]
+    if written.parameter is not None:
+        markers += [f"{written.end_of('a').strip()}\n{start}" for start in form.starts]
     quote = {"functiongemma": "<escape>", "gemma4": '<|"|>'}.get(written.tool)
-    # Quotes without an escape, and the name space of tags, cannot be in a text.
+    # Quotes without an escape cannot be in a text.
     for marker in markers:
-        if not marker or marker in (quote, "]<]minimax[>["):
+        if not marker or marker == quote:
             continue
         value = f'END = "{marker}" and more'
         parts = parse(written, written.calls(("save", {"a": value, "b": 2})))
@@ -178,15 +181,42 @@ def test_markup_inside_an_argument(written: Written) -> None:
 def test_a_missing_end_tag_loses_nothing(written: Written) -> None:
     assert written.parameter is not None
     whole = written.calls(("save", {"a": "x y", "b": 2, "c": "z"}))
-    end = written.parameter_end
-    line = "\n" if end.endswith("\n") else ""
-    for number in range(3):
-        # Leave out one of the three end tags.
-        pieces = whole.split(end)
-        broken = end.join(pieces[: number + 1]) + line + end.join(pieces[number + 1 :])
+    for number, key in enumerate("abc"):
+        broken = written.without_end(whole, key, number)
         parts = parse(written, broken)
         assert calls_of(parts) == [("save", {"a": "x y", "b": 2, "c": "z"})], broken
         assert text_of(parts, ContentText) == ""
+
+
+def test_a_missing_end_tag_of_nested_elements_loses_nothing() -> None:
+    space = "]<]minimax[>["
+    inner = (
+        f"{space}<o>{space}<k>x{space}</k>{space}<n>1{space}</n>{space}</o>{space}<b>3{space}</b>"
+    )
+    tool = {"o": {"type": "object", "properties": {"n": {"type": "integer"}}}, "b": {}}
+    tools = [{"name": "save", "parameters": {"type": "object", "properties": tool}}]
+    written = next(written for written in WRITTEN if written.tool == "minimax_m3")
+    for end in ("", "</k>", "</n>", "</o>", "</b>"):
+        broken = inner.replace(f"{space}{end}", "") if end else inner
+        call = f'{space}<invoke name="save">{broken}{space}</invoke>'
+        parts = parse(written, f"{written.begin}{call}{written.end}", tools=tools)
+        [(name, arguments)] = calls_of(parts)
+        expected = {"o": {"k": "x", "n": 1}, "b": "3"}
+        if end == "</o>":
+            expected = {"o": {"k": "x", "n": 1, "b": "3"}}
+        assert (name, arguments) == ("save", expected), end
+        assert text_of(parts, ContentText) == ""
+
+
+@with_text_values
+def test_a_tag_that_a_text_mentions_is_no_call(written: Written) -> None:
+    assert written.parameter is not None
+    parameter = written.parameter("a", "x")
+    head = written.calls(("save", {"a": "x"})).partition(parameter)[0].rstrip()
+    bare = [head.removeprefix(written.begin.strip()).lstrip()] * ("<function" in head)
+    for tag in (head, *bare):
+        for text in (f"Use {tag} like this: x.", f"Use {tag}"):
+            assert parse(written, text) == [ContentText(text)]
 
 
 @with_text_values
