@@ -31,7 +31,7 @@ from mlx_parallm.cli.child_modules import SWITCH_INTERVAL_S
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.cli.ranks import wait_for_launcher
-from mlx_parallm.cli.watchdog import end_at_once, watching
+from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
 from mlx_parallm.engine.remote.life import ignore_signals
@@ -56,6 +56,8 @@ NOTICE_S = 1.0
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 5
 # KILL_TIMEOUT_S: time that a killed engine gets to be gone.
 KILL_TIMEOUT_S = 2.0
+# STEP_CHECK_S: seconds between two looks at the step that the end of an engine waits for.
+STEP_CHECK_S = 1.0
 
 
 def follow(engine_config: EngineConfig) -> int:
@@ -176,30 +178,43 @@ class EngineServer:
         await self._http.run(listener)
         if self._ending is not None:
             await asyncio.wait([self._ending])
-        has_died = self._engine.ended.is_set()
+        status = int(self._engine.ended.is_set())
         # Even after its death, the engine's thread may still be ending.
-        await self._stop_engine()
-        return int(has_died)
+        await self._stop_engine(status)
+        return status
 
-    async def _stop_engine(self) -> None:
+    async def _stop_engine(self, status: int) -> None:
         """Stop the engine; end this process without it if it hangs on a thread of this one.
 
-        The loop turns meanwhile, so that a second signal can make it short.
+        A step may take long, so it is waited for up to ``LONG_STEP_S``. The loop turns meanwhile,
+        so that a second signal can make it short.
+
+        Args:
+            status: the exit status if a second signal ends the process before the step has ended.
         """
         stopping = asyncio.ensure_future(asyncio.to_thread(self._engine.stop))
         forced = asyncio.ensure_future(self._is_forced.wait())
-        await asyncio.wait(
-            {stopping, forced},
-            timeout=END_TIMEOUT_S + KILL_TIMEOUT_S,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        patience_s, hangs = END_TIMEOUT_S + KILL_TIMEOUT_S, False
+        while not (stopping.done() or forced.done() or hangs):
+            await asyncio.wait(
+                {stopping, forced}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            patience_s, hangs = STEP_CHECK_S, self._has_long_step()
         if forced.done():
             self._engine.stop_within(FORCE_TIMEOUT_S)
             await asyncio.wait({stopping}, timeout=FORCE_TIMEOUT_S + KILL_TIMEOUT_S)
+            hangs = self._has_long_step()
         forced.cancel()
-        if not stopping.done():
+        if stopping.done():
+            return
+        if hangs:
             logger.critical("the engine hangs; the server ends without it")
-            end_at_once()
+        else:
+            logger.warning("the step in flight did not end; the server ends without it")
+        end_at_once(1 if hangs else status)
+
+    def _has_long_step(self) -> bool:
+        return max(self._engine.steps_s(), default=0.0) >= LONG_STEP_S
 
     def _on_signal(self) -> None:
         if self._ending is None:

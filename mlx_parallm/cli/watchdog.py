@@ -100,7 +100,7 @@ def watching(
         is_over.set()
 
 
-def end_at_once() -> None:
+def end_at_once(status: int = 1) -> None:
     """End this process without its threads and its loop, which hang; its children end then too."""
     logging.shutdown()
-    os._exit(1)
+    os._exit(status)

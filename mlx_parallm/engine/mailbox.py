@@ -79,7 +79,7 @@ class Mailbox:
         self.post(take)
 
     def stop_pacing(self) -> None:
-        """Stop pacing deliveries, because the loop is about to wait for the thread."""
+        """Stop pacing deliveries: the thread is to end, whether the loop turns or waits for it."""
         self._is_paced = False
         self._room.release()
 
