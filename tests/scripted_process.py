@@ -85,6 +85,8 @@ class Death(BaseException):
 
 def main(script: str, fd: str) -> int:
     """Be the process: "hello" is what its model says; some are never loaded."""
+    if script == "before beats":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def build(
         config: EngineConfig, families: MetricFamilies, worker: Worker, on_progress: Callable

@@ -68,8 +68,6 @@ class _Host:
     ) -> None:
         self._channel = channel
         self._silence_timeout_s = start.silence_timeout_s
-        # While it joins a group of ranks, MLX keeps the GIL, and so no thread could beat.
-        self._joins_ranks = start.config.ranks.size > 1
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
             start.config,
@@ -83,8 +81,7 @@ class _Host:
 
     def run(self) -> int:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
-        if not self._joins_ranks:
-            self._begin_beats()
+        self._begin_beats()
         try:
             self._life.run(self._inbox, self._deliver, self._on_loaded)
         except ParallmError as refusal:
@@ -105,8 +102,6 @@ class _Host:
                 (started.config, started.model.packed(), started.is_loaded) for started in loaded
             ]
             self._channel.send(Ready(models))
-            if self._joins_ranks:
-                self._begin_beats()
         except ControlError as cause:
             raise ConfigError(
                 f"--engine-process: a tokenizer cannot be handed to another process: {cause}"

@@ -54,6 +54,8 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DEATH_TIMEOUT_S = 1.0
 # SILENCE_TIMEOUT_S: a process that says nothing for this long, not even that it runs, is killed.
 SILENCE_TIMEOUT_S = 60.0
+# START_TIMEOUT_S: likewise while it starts and may not be able to beat; see ``_Pulse``.
+START_TIMEOUT_S = 600.0
 
 
 class RemoteLife:
@@ -100,7 +102,7 @@ class RemoteLife:
         ranks = config.ranks
         self._silence_timeout_s = ranks.timeout_s if ranks.size > 1 else silence_timeout_s
         self._query_timeout_s = query_timeout_s
-        self._pulse = _Pulse()
+        self._pulse = self._new_pulse()
         # The process while there is one, and what kills it unless it ends before.
         self._deadline: _Deadline | None = None
         find_remote_code(config)
@@ -115,7 +117,7 @@ class RemoteLife:
         gc.unfreeze()
         with (
             _spawned(self._command, self._environment) as (process, channel),
-            self._guarded(process) as deadline,
+            self._guarded(process, channel) as deadline,
         ):
             link, has_loaded = Link(channel), False
             try:
@@ -202,27 +204,36 @@ class RemoteLife:
             with self._lock:
                 self._loading = None
 
+    def _new_pulse(self) -> _Pulse:
+        ranks = self._config.ranks
+        timeout_s = START_TIMEOUT_S + (ranks.join_timeout_s if ranks.size > 1 else 0.0)
+        start_checks = max(CHECKS, math.ceil(CHECKS * timeout_s / self._silence_timeout_s))
+        return _Pulse(start_checks, Ready if ranks.size > 1 else Beat)
+
     @contextlib.contextmanager
-    def _guarded(self, process: subprocess.Popen[bytes]) -> Generator[_Deadline]:
+    def _guarded(self, process: subprocess.Popen[bytes], channel: Channel) -> Generator[_Deadline]:
         """Kill a process that is silent for too long, or does not end in time."""
-        timeout_s = self._silence_timeout_s
+        pulse = self._new_pulse()
 
         def kill(why: str) -> None:
             logger.critical("engine %d %s; process %d is killed", self._rank, why, process.pid)
             process.kill()
+            # A process that waits for a device may not die, and would keep its end open.
+            channel.hang_up()
 
-        pulse = _Pulse()
+        def kill_silent() -> None:
+            silent_s = self._silence_timeout_s * pulse.limit / CHECKS
+            kill(f"has been silent for {silent_s:g} s")
+
         deadline = _Deadline(lambda: kill("does not end"))
         with self._lock:
             self._pulse, self._deadline = pulse, deadline
         try:
-            with watched(
-                pulse.silence, timeout_s, lambda: kill(f"has been silent for {timeout_s:g} s")
-            ):
+            with watched(pulse.silence, self._silence_timeout_s, kill_silent, lambda: pulse.limit):
                 yield deadline
         finally:
             with self._lock:
-                self._pulse, self._deadline = _Pulse(), None
+                self._pulse, self._deadline = self._new_pulse(), None
             deadline.cancel()
 
     @contextlib.contextmanager
@@ -251,21 +262,25 @@ class _Pulse:
     """The signs of life of a process: its beats, and when nothing came.
 
     Attributes:
-        silence: knows for how long nothing has come. It counts from the first beat on, because a
-            process cannot beat before it has imported its modules.
+        silence: knows for how long nothing has come.
+        limit: the checks in a row for which nothing may come. It is larger while the process
+            starts: it cannot beat before it has imported its modules, and while ranks join each
+            other, MLX keeps the GIL.
         step_s: for how long the step in flight has run by the latest beat, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start_checks: int, has_started: type[Beat | Ready]) -> None:
+        """Begin; ``start_checks`` is the ``limit`` up to the first message of ``has_started``."""
+        self._has_started = has_started
         self.silence = Silence()
+        self.limit = start_checks
         self.step_s = 0.0
-        self._beats = False
         self._is_reported = False
 
     @property
     def is_weak(self) -> bool:
         """True if nothing came for half of the timeout."""
-        return self.silence.num_checks >= CHECKS // 2
+        return self.silence.num_checks >= self.limit // 2
 
     def report_silence(self, message: str) -> None:
         """Log a message once until the process says something again."""
@@ -276,16 +291,17 @@ class _Pulse:
     def receive(self, channel: Channel) -> tuple[Any, int]:
         """Return the next message that is no beat, and its number; see ``Channel.receive``."""
         while True:
-            if self._beats:
-                self.silence.begin()
+            self.silence.begin()
             try:
                 message, number = channel.receive()
             finally:
                 self.silence.end()
             self._is_reported = False
+            if isinstance(message, self._has_started):
+                self.limit = CHECKS
             if not isinstance(message, Beat):
                 return message, number
-            self._beats, self.step_s = True, message.step_s
+            self.step_s = message.step_s
 
 
 class _Deadline:

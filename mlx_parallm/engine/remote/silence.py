@@ -47,13 +47,25 @@ class Silence:
 
 
 @contextmanager
-def watched(silence: Silence, timeout_s: float, on_silent: Callable[[], None]) -> Generator[None]:
-    """Call ``on_silent``, once and on another thread, if a process is silent for ``timeout_s``."""
+def watched(
+    silence: Silence,
+    timeout_s: float,
+    on_silent: Callable[[], None],
+    limit: Callable[[], int] = lambda: CHECKS,
+) -> Generator[None]:
+    """Call ``on_silent``, once and on another thread, if a process is silent for ``timeout_s``.
+
+    Args:
+        silence: of the process.
+        timeout_s: the time of ``CHECKS`` checks, in seconds.
+        on_silent: called then.
+        limit: returns how many checks in a row it may be silent now.
+    """
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(timeout_s / CHECKS):
-            if silence.check() >= CHECKS:
+            if silence.check() >= limit():
                 on_silent()
                 return
 

@@ -32,6 +32,7 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.remote import life as remote_life_module
 from mlx_parallm.engine.remote.host import ORPHANED, _Host
 from mlx_parallm.engine.remote.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
 from mlx_parallm.engine.remote.messages import (
@@ -201,6 +202,43 @@ async def test_a_stopped_process_counts_as_dead_after_the_deadline(num_ranks: in
     await asyncio.to_thread(engine.stop)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_process_that_hangs_before_its_first_beat_is_killed(
+    num_ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_life_module, "START_TIMEOUT_S", 1.0)
+    ranks = RanksConfig(size=num_ranks, timeout_s=0.5, join_timeout_s=0.5)  # time limit: of beats
+    config = EngineConfig(ranks=ranks)
+    engine = remote_engine("before beats", config, silence_timeout_s=0.5)  # time limit: of beats
+    with pytest.raises(EngineDeadError):
+        await asyncio.to_thread(engine.start)
+    assert f"silent for {1.0 if num_ranks == 1 else 1.5:g} s" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["silence", "stop"])
+async def test_a_killed_process_that_cannot_die_keeps_no_request(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It may wait for a device: the kernel ends it only after that."""
+    timeout_s = DEADLINE_S if how == "silence" else SILENCE_TIMEOUT_S
+    engine = remote_engine(silence_timeout_s=timeout_s)  # time limit: of beats
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request())
+    pid = await engine.call(pid_of)
+    killed: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
+    os.kill(pid, signal.SIGSTOP)
+    if how == "silence":
+        assert isinstance([event async for event in handle.events][-1], ErrorEvent)
+    monkeypatch.setattr(remote_life_module, "END_TIMEOUT_S", 0.1)
+    stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop))
+    engine.stop_within(0)
+    await stopping
+    os.kill(pid, signal.SIGKILL)
+    killed[0].wait()
 
 
 async def test_a_process_that_hangs_is_told_and_ended() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mlx_parallm.engine.remote.silence import CHECKS, Silence
+import threading
+
+from mlx_parallm.engine.remote.silence import CHECKS, Silence, watched
 
 
 def checks(silence: Silence, count: int = CHECKS) -> list[bool]:
@@ -31,3 +33,12 @@ def test_nobody_is_silent_to_whom_nobody_listens() -> None:
     silence.begin()
     silence.end()
     assert not any(checks(silence, 3 * CHECKS))
+
+
+def test_a_silence_may_last_as_long_as_the_limit_says() -> None:
+    silence, is_silent, limits = Silence(), threading.Event(), iter([3 * CHECKS] * CHECKS)
+    silence.begin()
+    # The process has begun to beat then.
+    with watched(silence, 0.001, is_silent.set, lambda: next(limits, CHECKS)):
+        is_silent.wait()
+    assert silence.num_checks == CHECKS + 1
