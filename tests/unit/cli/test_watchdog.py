@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pdb
+import sys
 import threading
 
 import pytest
 
-from mlx_parallm.cli.watchdog import CHECK_S, END_CHECKS, STACK_S, Watchdog
+from mlx_parallm.cli.watchdog import (
+    CHECK_S,
+    END_CHECKS,
+    LONG_STEP_S,
+    STACK_S,
+    Watchdog,
+    is_debugged,
+)
 from mlx_parallm.engine.remote.silence import CHECKS
+from mlx_parallm.types.errors import EngineDeadError
 
 
 class Ends:
@@ -76,6 +86,53 @@ async def test_a_long_step_is_logged_whenever_its_time_has_doubled(
             await asyncio.sleep(0)
     assert logged == [0, 0, 1, 1, 1, 2, 2, 3, 3, 4]
     assert "engine 0" not in caplog.text
+
+
+async def test_a_loop_in_a_debugger_is_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``breakpoint()`` waits for its user on the loop's thread."""
+    ends = Ends()
+    watchdog = Watchdog(asyncio.get_running_loop(), list, ends)
+    replies = iter(["check"] * 2 * END_CHECKS + ["continue"])
+
+    def next_command(_prompt: str) -> str:
+        checking = threading.Thread(target=watchdog.check)
+        checking.start()
+        checking.join()
+        return next(replies)
+
+    debugger = pdb.Pdb(nosigint=True, readrc=False)
+    debugger.use_rawinput = True
+    monkeypatch.setattr("builtins.input", next_command)
+    monkeypatch.setattr(debugger, "do_check", lambda _: None, raising=False)
+    before = sys.gettrace()
+    try:
+        debugger.set_trace()
+        has_gone_on = True
+    finally:
+        sys.settrace(before)
+    assert (has_gone_on, caplog.text, ends.count, list(replies)) == (True, "", 0, [])
+    # The loop has gone on, so it is watched again.
+    assert not is_debugged(sys._getframe())
+
+
+async def test_times_that_cannot_be_read_end_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+    ends, has_failed = Ends(), iter([True, True, False, True, False])
+
+    def steps_s() -> list[float]:
+        if next(has_failed):
+            raise EngineDeadError("No engine is loaded.")
+        return [LONG_STEP_S]
+
+    watchdog = Watchdog(asyncio.get_running_loop(), steps_s, ends)
+    told: list[tuple[int, int]] = []
+    for _ in range(5):
+        watchdog.check()
+        text = caplog.text
+        told.append((text.count("cannot be read"), text.count("has run for")))
+        await asyncio.sleep(0)
+    assert told == [(1, 0), (1, 0), (1, 1), (2, 1), (2, 1)]
 
 
 def test_the_checks_are_those_of_the_promised_times() -> None:
