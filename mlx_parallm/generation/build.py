@@ -407,7 +407,7 @@ def _probe_template(tokenizer: ParallmTokenizer, name: str) -> None:
     losses = tokenizer.probe_template()
     if losses:
         logger.warning(
-            "The chat template of %s refuses or leaves out: %s.", name, ", ".join(losses)
+            "The chat template of %s refuses or leaves out: %s.", name, "; ".join(losses)
         )
 
 

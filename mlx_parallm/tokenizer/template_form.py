@@ -19,6 +19,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 Rewrite = Callable[[Messages], list[Message]]
 ToolRewrite = Callable[[Tools], list[dict[str, Any]]]
 Render = Callable[[list[dict[str, Any]]], str]
+# UNPROBED: the loss of a template that does not write a short question.
+UNPROBED = "a question alone, so that it cannot be probed and gets conversations as they are"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +78,24 @@ def probed_form(render: Render, write_calls: WriteCalls | None = None) -> Templa
     """
     form = TemplateForm()
     if not _writes(render, form, _QUESTION):
-        # It wants variables or roles of its own: nothing can be said about it.
-        return form
+        # It wants variables or roles of its own: nothing more can be said about it.
+        return TemplateForm(losses=(UNPROBED,))
     calls = _CALLS
     if write_calls is not None:
         as_text = (rewrites.calls_as_text, rewrites.calls_and_results_as_text)
         written = (partial(rewrite, write=write_calls) for rewrite in as_text)
         calls = replace(calls, rewrites=(*calls.rewrites, *written))
-    for probe in (calls, *_PROBES):
+    probes = (calls, *_PROBES)
+    for probe in probes:
         if not (probe.has_calls and _CALLS.what in form.losses):
             form = _extended(form, probe, render)
-    return form
+    # A later rewrite may have helped with an earlier probe too.
+    helped = {
+        probe.what
+        for probe in probes
+        if _writes(render, form, probe.messages) and _writes(render, form, probe.checked)
+    }
+    return replace(form, losses=tuple(loss for loss in form.losses if loss not in helped))
 
 
 def probed_tools(render: Render) -> ToolRewrite | None:

@@ -110,9 +110,17 @@ class ParallmTokenizer:
         return copied
 
     def probe_template(self) -> Sequence[str]:
-        """Find out what the template takes; return what it leaves out of chats with tools."""
+        """Find out what the template takes; return what it leaves out, with tools or without."""
         self.template_variables({})
-        return self.template_form(has_tools=True).losses if self.takes_tools else ()
+        without, with_tools = (self.template_form(has_tools=flag).losses for flag in (False, True))
+        if not self.takes_tools:
+            # Requests with tools are refused.
+            return without
+        return [
+            *(loss for loss in without if loss in with_tools),
+            *(f"without tools, {loss}" for loss in without if loss not in with_tools),
+            *(f"with tools, {loss}" for loss in with_tools if loss not in without),
+        ]
 
     def template_form(self, *, has_tools: bool) -> TemplateForm:
         """Return how conversations are rewritten for the template, with tools or without."""
@@ -141,14 +149,17 @@ class ParallmTokenizer:
         if not self._has_chat_template:
             return {False: TemplateForm(), True: TemplateForm()}
         question = {"role": "user", "content": _PROBE_TEXT}
-        tools = probed_tools(lambda tools: self._written([dict(question)], _options(tools)))
+        tools = probed_tools(
+            lambda tools: self._written(
+                [dict(question)], _options(tools, add_generation_prompt=True)
+            )
+        )
         with_tools = replace(self._probed([_PROBE_TOOL]), tools=tools)
         return {False: self._probed(None), True: with_tools}
 
     def _probed(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateForm:
-        return probed_form(
-            lambda messages: self._written(messages, _options(tools)), self._write_calls
-        )
+        options = _options(tools, add_generation_prompt=True)
+        return probed_form(lambda messages: self._written(messages, options), self._write_calls)
 
     def _written(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Return what the template writes for messages that it takes."""

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.template_form import UNPROBED
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 
 TEMPLATE = (
@@ -163,11 +164,41 @@ def test_threads_can_share_it(tokenizer):
     assert results == {text: f"{text}<user>hi<|end|><assistant>" for text in texts}
 
 
-@pytest.mark.parametrize(("tools", "losses"), [("{{ tools }}", True), ("", False)])
-def test_losses_are_known_at_load_where_a_template_takes_tools(tmp_path, tools, losses):
-    talks = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    tokenizer = load_tokenizer(save(tmp_path, talks + tools))
-    assert ("tool calls" in tokenizer.probe_template()) == losses
+WHOLE = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+TALKS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+CHOOSES = "{% if tools %}{{ tools }}WITH{% else %}WITHOUT{% endif %}"
+NOTHING = "{{ raise_exception('wants tools') if not tools }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "losses"),
+    [
+        (WHOLE, []),
+        (TALKS, ["tool calls"]),
+        (TALKS + "{{ tools }}", ["tool calls"]),
+        (CHOOSES.replace("WITHOUT", WHOLE).replace("WITH", TALKS), ["with tools, tool calls"]),
+        (CHOOSES.replace("WITHOUT", TALKS).replace("WITH", WHOLE), ["without tools, tool calls"]),
+        (WHOLE + NOTHING + "{{ tools }}", [f"without tools, {UNPROBED}"]),
+        ("{{ raise_exception('no') }}", [UNPROBED]),
+    ],
+)
+def test_losses_with_tools_and_without_are_known_at_load(tmp_path, template, losses):
+    tokenizer = load_tokenizer(save(tmp_path, template))
+    found = tokenizer.probe_template()
+    assert [loss for loss in found if "tool calls" in loss or UNPROBED in loss] == losses
+    assert {"_forms", "_thinking"} <= vars(tokenizer).keys(), "no request has to probe"
+
+
+def test_a_template_is_probed_as_requests_are_rendered(tmp_path):
+    """A template may write the system message only where it opens the assistant's turn."""
+    opens = (
+        "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{% for m in messages if m.role == 'system' %}"
+        "{{ m.content }}{% endfor %}{% endif %}"
+    )
+    tokenizer = load_tokenizer(save(tmp_path, opens))
+    messages = [USER, {"role": "system", "content": "rule"}]
+    assert tokenizer.render_chat(messages) == "hirule"
 
 
 def test_a_template_of_parts_gets_a_later_system_message_in_a_users_turn(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
 from mlx_parallm.tokenizer.rewrites import ACKNOWLEDGED, one_call_at_a_time, systems_into_users
-from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probed_tools
+from mlx_parallm.tokenizer.template_form import UNPROBED, TemplateForm, probed_form, probed_tools
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.strict_templates import NO_SYSTEM, TEMPLATES
 
@@ -86,11 +86,28 @@ def test_a_form_can_be_sent_to_another_process() -> None:
         assert pickle.loads(pickle.dumps(form)) == form
 
 
-def test_nothing_is_said_about_a_template_that_refuses_a_question() -> None:
+def test_a_template_that_refuses_a_question_cannot_be_probed() -> None:
     def refuse(messages: list[Message]) -> str:
         raise InvalidRequestError("wants variables", param="messages")
 
-    assert probed_form(refuse) == TemplateForm()
+    assert probed_form(refuse) == TemplateForm(losses=(UNPROBED,))
+
+
+def test_what_a_later_rewrite_helps_with_is_no_loss() -> None:
+    """As Gemma 2: turns alternate, and calls are not written."""
+    template = (
+        "{% for m in messages %}{% if m.role not in ['user', 'assistant'] or "
+        "(m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception(m.role) }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+
+    def write(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        return "".join(f"!{arguments}" for _, arguments in calls)
+
+    form = probed_form(lambda messages: render(template, messages), write)
+    assert form.losses == ()
+    messages = [said("user", "u"), called("a", "b"), result("a"), result("b")]
+    assert "result-a\n\nresult-b" in render(template, form.fit(messages))
 
 
 def test_what_cannot_be_helped_is_named() -> None:
