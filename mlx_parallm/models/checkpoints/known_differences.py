@@ -48,6 +48,21 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
     return (config.get("num_experts") or config.get("moe_num_experts") or 0) > 1
 
 
+def _norms_groups(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("mamba_rms_norm")) and config.get("mamba_n_groups", 1) > 1
+
+
+def _scales_queries(config: Mapping[str, Any]) -> bool:
+    longest, first = config.get("max_position_embeddings"), config.get("floor_scale", 8192)
+    is_reached = longest is None or longest > first
+    return bool(config.get("attn_temperature_tuning", True)) and is_reached
+
+
+def _has_chunks(config: Mapping[str, Any]) -> bool:
+    longest, chunk = config.get("max_position_embeddings"), config.get("attention_chunk_size", 8192)
+    return chunk is not None and (longest is None or longest > chunk)
+
+
 def _ties_scaled_head(config: Mapping[str, Any]) -> bool:
     is_scaled = config.get("hidden_size") != config.get("dim_model_base")
     return bool(config.get("tie_word_embeddings")) and is_scaled
@@ -58,22 +73,44 @@ LONG_FACTOR = (
     "long_factor is used for short texts too, unless --max-model-len is in the original one",
     _has_long_rope,
 )
+
+
+def _fixed(field: str, value: Any) -> tuple[str, str, Test]:
+    """Return the row of a field that mlx_lm's class does not read, but computes as one value."""
+    return field, f"it counts as {value}", lambda config: config.get(field, value) != value
+
+
 ALL_TOKENS = ("sliding_window", "attention reaches all tokens")
 #: ``DIFFERENCES``: field, what mlx_lm does, and when, by ``model_type``.
 DIFFERENCES: Mapping[str, tuple[tuple[str, str, Test], ...]] = {
+    "deepseek_v3": (_fixed("rope_interleave", True),),
     "ernie4_5_moe": (
         ("moe_num_experts", "experts are chosen without e_score_correction_bias", _has_experts),
     ),
+    "falcon_h1": (("mamba_n_groups", "one norm is over all groups", _norms_groups),),
+    "gemma3_text": (
+        _fixed("attn_logit_softcapping", None),
+        _fixed("final_logit_softcapping", None),
+    ),
+    "glm4_moe_lite": (_fixed("rope_interleave", True),),
+    "gpt_bigcode": (_fixed("scale_attn_weights", True),),
+    "gpt_oss": (_fixed("swiglu_alpha", 1.702), _fixed("swiglu_limit", 7.0)),
     "jamba": (("num_experts", "the weights of chosen experts add up to 1", _has_experts),),
+    "llama4_text": (
+        ("attention_chunk_size", "attention reaches all tokens", _has_chunks),
+        ("attn_temperature_tuning", "queries are not scaled from floor_scale on", _scales_queries),
+    ),
     "minicpm3": (
         LONG_FACTOR,
         ("tie_word_embeddings", "logits of a tied head are not scaled", _ties_scaled_head),
     ),
+    "nanochat": (_fixed("final_logit_softcapping", 15.0),),
     "olmo3": (("rope_parameters", "all layers turn by one base", _has_two_ropes),),
+    "olmoe": (_fixed("clip_qkv", None),),
     "phi3": (LONG_FACTOR,),
     "phimoe": (LONG_FACTOR,),
     "qwen2": ((*ALL_TOKENS, _slides_in_some),),
-    "qwen2_moe": ((*ALL_TOKENS, _uses_window),),
+    "qwen2_moe": ((*ALL_TOKENS, _uses_window), _fixed("norm_topk_prob", False)),
     "qwen3": ((*ALL_TOKENS, _slides_in_some),),
     "qwen3_moe": ((*ALL_TOKENS, _uses_window),),
 }
