@@ -136,6 +136,7 @@ class FakeLife:
 
     def __init__(self) -> None:
         self.num_lives = 0
+        self.is_silent = False
         self.requests: dict[str, Request] = {}
         # What the next request is refused with, if it is.
         self.refusal: ParallmError | None = None
@@ -218,7 +219,7 @@ class FakeLife:
         self.requests[request.request_id] = request
 
     def readiness(self) -> Sequence[Readiness]:
-        return [Readiness.READY]
+        return [Readiness.SILENT if self.is_silent else Readiness.READY]
 
     def stop_within(self, timeout_s: float) -> None:
         pass

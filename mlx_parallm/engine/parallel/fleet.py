@@ -374,6 +374,7 @@ class Fleet:
 
     def _hand_over(self, rank: int) -> None:
         """Let other engines begin what a dead one has given no token of, and end the rest."""
+        self._note_silence()
         anew, lost = self._router.on_death(rank)
         error = EngineDeadError("The engine that computed this request died.")
         for part_id in lost:
@@ -387,8 +388,14 @@ class Fleet:
             gathering.drop(rank)
             self._end_if_complete(gathering)
 
+    def _note_silence(self) -> None:
+        """Let the router know which engines answer, before it chooses."""
+        for load, member in zip(self._router.loads, self._members, strict=True):
+            load.is_silent = member.life.readiness()[0] is Readiness.SILENT
+
     def _place(self, request: OpenRequest) -> dict[str, int]:
         """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
+        self._note_silence()
         work, request_id = request.command.request.work(), request.request_id
         shares = self._router.divide(work)
         ranks: dict[str, int] = {}
@@ -500,6 +507,7 @@ class Fleet:
 
     def _move_waiting(self) -> None:
         """Let an engine that has nothing to do begin what waits at another."""
+        self._note_silence()
         while (move := self._router.next_move()) is not None:
             self._members[move.source].inbox.put(Abort(request_id=move.request_id))
             self._router.move(move)

@@ -63,6 +63,7 @@ class EngineLoad:
     Attributes:
         cache: what it keeps of earlier requests.
         is_alive: False while it can be given nothing.
+        is_silent: True while it does not answer, and may be dead soon.
         waiting_tokens: tokens of prompts that it has yet to compute.
         num_open: samples that have not ended, those of prompts that wait included.
         clients: samples that have not ended, by client.
@@ -71,6 +72,7 @@ class EngineLoad:
 
     cache: CacheMirror
     is_alive: bool = True
+    is_silent: bool = False
     waiting_tokens: int = 0
     num_open: int = 0
     clients: Counter[str] = field(default_factory=Counter[str])
@@ -159,20 +161,21 @@ class Router:
         self._put(request_id, work, rank, keys_of(work))
 
     def _alive(self) -> list[int]:
-        return [rank for rank, load in enumerate(self.loads) if load.is_alive]
+        """Return the engines that live; if some of them answer, those only."""
+        alive = [rank for rank, load in enumerate(self.loads) if load.is_alive]
+        return [rank for rank in alive if not self.loads[rank].is_silent] or alive
 
     def _able(self, work: RequestWork) -> list[int]:
         """Return the engines that may have a request.
 
         It is the engine that keeps what the request names, or else the one that the client chose;
-        all of them if that one is dead.
+        all of them if that one is dead or silent.
         """
         home = self._homes.rank_of(work.sticky)
         if home is not None:
             return [home]
-        if work.rank is not None and self.loads[work.rank].is_alive:
-            return [work.rank]
-        return self._alive()
+        alive = self._alive()
+        return [work.rank] if work.rank in alive else alive
 
     def _choose(self, alive: list[int], work: RequestWork, keys: WorkKeys) -> int:
         """Return the engine of least cost."""
@@ -348,4 +351,4 @@ class Router:
 
 
 def _is_idle(load: EngineLoad) -> bool:
-    return load.is_alive and not load.requests
+    return load.is_alive and not load.is_silent and not load.requests

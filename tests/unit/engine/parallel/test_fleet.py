@@ -21,6 +21,7 @@ from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.work import RequestWork
 from tests.fleet_harness import MAX_LOADED, Answer, Death, Die, FakeFleet
 from tests.version_harness import BAD_DIGEST, adapter
 
@@ -221,3 +222,34 @@ def test_an_engine_that_catches_up_is_not_ready() -> None:
         fleet.settle()
         assert fleet.fleet.readiness() == [Readiness.READY] * 2
         assert life.state == fleet.lives[0].state
+
+
+def test_an_engine_that_is_silent_gets_requests_only_if_all_are() -> None:
+    with fleet_of(3) as fleet:
+
+        def ranks() -> set[int]:
+            return {placed.rank for placed in fleet.router.placements.values()}
+
+        fleet.lives[1].is_silent = True
+        for number in range(6):
+            assert fleet.submit(str(number), num_samples=1 + number % 3) is None
+        assert ranks() == {0, 2}
+        # The requests of a dead engine have given nothing: another one begins them anew.
+        fleet.kill(0)
+        assert 1 not in ranks()
+        for number in range(6):
+            fleet.abort(str(number))
+        for life in fleet.lives:
+            life.is_silent = True
+        for number in range(6):
+            assert fleet.submit(f"later {number}") is None
+        assert ranks() == {0, 1, 2}
+
+
+def test_a_client_that_chooses_a_silent_engine_gets_another() -> None:
+    with fleet_of(2) as fleet:
+        work = RequestWork(num_tokens=4, num_samples=1, rank=1)
+        fleet.router.loads[1].is_silent = True
+        assert [share.rank for share in fleet.router.divide(work)] == [0]
+        fleet.router.loads[1].is_silent = False
+        assert [share.rank for share in fleet.router.divide(work)] == [1]
