@@ -28,6 +28,8 @@ from typing import Any, Self, cast
 TELL_S = 0.5
 # SILENT_S: a rank that was not heard for so long has ended.
 SILENT_S = 5.0
+# BLOCKED_S: datagrams are taken for blocked if nothing came for so long, and no port was closed.
+BLOCKED_S = 10.0
 # RING_PATIENCE_S: seconds for which MLX's ring waits for another rank.
 RING_PATIENCE_S = 31.0
 # NOTICE_S: seconds between two messages about ranks that are missing.
@@ -85,6 +87,7 @@ class Presence:
         self._clock = clock
         # When each rank was heard last.
         self._heard_s: dict[int, float] = {}
+        self._began_s, self._has_answer = clock(), False
         self._others = {
             other: [_parse(address) for address in addresses]
             for other, addresses in enumerate(hosts)
@@ -92,6 +95,12 @@ class Presence:
         }
         with ExitStack() as stack:
             self.ends = [stack.enter_context(_bound(_parse(each))) for each in hosts[rank]]
+            # A connected socket is told that nobody has the port.
+            self._probes = [
+                stack.enter_context(_connected(address))
+                for addresses in self._others.values()
+                for address in addresses
+            ]
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -110,6 +119,14 @@ class Presence:
                     # An address of another network cannot be reached from each of the ports.
                     with suppress(OSError):
                         end.sendto(HERE + b"%d" % self._rank, address)
+        for probe in self._probes:
+            try:
+                probe.send(HERE + b"%d" % self._rank)
+            except ConnectionRefusedError:
+                self._has_answer = True
+            except OSError:
+                # A network that cannot be reached says nothing about the rank.
+                continue
 
     def hear(self, end: socket.socket) -> None:
         """Read a datagram that has come to one of the ports."""
@@ -117,9 +134,12 @@ class Presence:
             data = end.recv(64)
             if data.startswith(HERE):
                 self._heard_s[int(data.removeprefix(HERE))] = self._clock()
+                self._has_answer = True
 
-    def missing(self) -> list[int]:
-        """Return the ranks that were not heard lately."""
+    def missing(self) -> list[int] | None:
+        """Return the ranks that were not heard lately; None if datagrams seem to be blocked."""
+        if not self._has_answer and self._clock() >= self._began_s + BLOCKED_S:
+            return None
         since = self._clock() - SILENT_S
         heard = {rank for rank, heard_s in self._heard_s.items() if heard_s >= since}
         return sorted(self._others.keys() - heard)
@@ -128,6 +148,15 @@ class Presence:
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _connected(address: tuple[str, int]) -> socket.socket:
+    end = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_DGRAM)
+    end.setblocking(False)
+    # What cannot be reached is no reason to fail: ``send`` fails then.
+    with suppress(OSError):
+        end.connect(address)
+    return end
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:

@@ -19,6 +19,7 @@ import pytest
 
 from mlx_parallm.distributed import join_watch
 from mlx_parallm.distributed.join_watch import (
+    BLOCKED_S,
     RING_PATIENCE_S,
     SILENT_S,
     Presence,
@@ -177,6 +178,35 @@ def test_a_rank_that_has_ended_is_missing_again() -> None:
         assert first.missing() == []
         now = SILENT_S + 0.1
         assert first.missing() == [1]
+
+
+def test_a_rank_that_hears_nothing_at_all_takes_datagrams_for_blocked() -> None:
+    hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(2)]
+    now = 0.0
+    # It has the port of rank 1 and says nothing, as a firewall.
+    with (
+        Presence(hosts, 0, lambda: now) as presence,
+        Presence(hosts, 1) as other,
+    ):
+        presence.tell()
+        now = BLOCKED_S - 0.1
+        assert presence.missing() == [1]
+        now = BLOCKED_S
+        assert presence.missing() is None
+        other.tell()
+        hear(presence, 1)
+        assert presence.missing() == []
+
+
+def test_a_closed_port_tells_that_the_rank_is_missing() -> None:
+    hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(2)]
+    now = 0.0
+    with Presence(hosts, 0, lambda: now) as presence:
+        # The refusal of the one is told to the next.
+        presence.tell()
+        presence.tell()
+        now = 10 * BLOCKED_S
+        assert presence.missing() == [1]
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 99, b"mlx_parallm rank ", b"mlx_parallm rank x"])
