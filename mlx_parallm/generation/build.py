@@ -38,6 +38,7 @@ from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.pictures.form import PictureForm, picture_form
 from mlx_parallm.tokenizer.loading import load_tokenizer
+from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
@@ -383,7 +384,7 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
     runner = DeviceRunner(context.worker, loaded.name, plan)
     tool_format = tool_format_of(config, tokenizer)
     tokenizer = tokenizer.writing_calls(call_writer(tool_format))
-    _probe_template(tokenizer, loaded.name)
+    log_losses(loaded.name, tokenizer.probe_template())
     model = GenerationModel(
         names=loaded.folder.names,
         root=config.path or DEMO_NAME,
@@ -400,15 +401,6 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         pictures=_pictures(loaded, runner.info),
     )
     return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
-
-
-def _probe_template(tokenizer: ParallmTokenizer, name: str) -> None:
-    """Find out what the chat template takes, and log what it leaves out."""
-    losses = tokenizer.probe_template()
-    if losses:
-        logger.warning(
-            "The chat template of %s refuses or leaves out: %s.", name, "; ".join(losses)
-        )
 
 
 def _pictures(loaded: _Loaded, info: RunnerInfo) -> PictureForm | None:

@@ -14,6 +14,7 @@ from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.pooling.decoder_task import task_of
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.pooling.tokenizers import tokenizer_of
+from mlx_parallm.tokenizer.template_form import log_losses
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
@@ -48,7 +49,10 @@ class PoolingKind(Kind):
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Read the tokenizer; see ``Kind``."""
-        return OpenPooling(ModelFolder(config, path), settings, tokenizer_of(config, path))
+        tokenizer = tokenizer_of(config, path)
+        (name, *_) = config.served_names or (path.name,)
+        log_losses(name, tokenizer.probe_template())
+        return OpenPooling(ModelFolder(config, path), settings, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,10 @@ class ChatTemplate:
         }
         return self._written(self._form.fit(messages), options)
 
+    def probe(self) -> Sequence[str]:
+        """Find out what the template takes; return what it leaves out."""
+        return self._form.losses
+
     @functools.cached_property
     def _form(self) -> TemplateForm:
         options = {"add_generation_prompt": False}

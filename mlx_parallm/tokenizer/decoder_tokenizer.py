@@ -55,6 +55,10 @@ class DecoderTokenizer(EncoderTokenizer):
             self._pairs = self._written
             self._begin, self._end = self._plain([QWEN3_BEGIN, QWEN3_END])
 
+    def probe_template(self) -> Sequence[str]:
+        """See ``EncoderTokenizer.probe_template``; templates of rerankers write no chats."""
+        return () if self._pairs else self._chat.template_form(has_tools=False).losses
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

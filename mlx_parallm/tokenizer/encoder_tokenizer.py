@@ -90,6 +90,10 @@ class EncoderTokenizer:
         """True if ``encode_chat`` works."""
         return self._template is not None
 
+    def probe_template(self) -> Sequence[str]:
+        """Find out what the chat template takes, if there is one; return what it leaves out."""
+        return () if self._template is None else self._template.probe()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -7,7 +7,8 @@ that writes the whole probe gets its conversations as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from mlx_parallm.tokenizer import rewrites
 from mlx_parallm.tokenizer.rewrites import Message, Messages, Tools, WriteCalls
 from mlx_parallm.types.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 Rewrite = Callable[[Messages], list[Message]]
 ToolRewrite = Callable[[Tools], list[dict[str, Any]]]
@@ -96,6 +99,14 @@ def probed_form(render: Render, write_calls: WriteCalls | None = None) -> Templa
         if _writes(render, form, probe.messages) and _writes(render, form, probe.checked)
     }
     return replace(form, losses=tuple(loss for loss in form.losses if loss not in helped))
+
+
+def log_losses(name: str, losses: Sequence[str]) -> None:
+    """Log what the chat template of a model leaves out, if anything."""
+    if losses:
+        logger.warning(
+            "The chat template of %s refuses or leaves out: %s.", name, "; ".join(losses)
+        )
 
 
 def probed_tools(render: Render) -> ToolRewrite | None:

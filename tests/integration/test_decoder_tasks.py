@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.config import ModelConfig, ModelTask
+from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.pooling.kind import is_read
+from mlx_parallm.pooling.kind import PoolingKind, is_read
 from mlx_parallm.pooling.pending import pooling_spec
 from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
@@ -48,6 +48,25 @@ def write_causal(folder: Path, name: str = "qwen3_chosen", template: str | None 
     write_golden(folder, golden)
     write_words(folder, golden["config"]["vocab_size"], ends="", template=template)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "is_logged"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", True),
+        ("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", False),
+        (PAIR_TEMPLATE, False),
+        (None, False),
+    ],
+)
+def test_what_a_chat_template_leaves_out_is_logged_when_the_folder_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str | None, is_logged: bool
+) -> None:
+    folder = write_causal(tmp_path, template=template)
+    config = ModelConfig(path=str(folder), task="embed", served_names=("films",))
+    PoolingKind().read(config, folder, EngineConfig())
+    line = "The chat template of films refuses or leaves out: tool calls"
+    assert (line in caplog.text) == is_logged
 
 
 def expected_logit(folder: Path, ids: tuple[int, ...], plus: int, minus: int) -> float:

@@ -40,7 +40,9 @@ def test_it_is_rendered(file: str, form: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     assert tokenizer.has_chat_template
     assert tokenizer.render_chat(MESSAGES) == WRITTEN
-    assert load_encoder_tokenizer(folder).has_chat_template
+    encoder = load_encoder_tokenizer(folder)
+    assert encoder.has_chat_template
+    assert "tool calls" in encoder.probe_template()
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -74,4 +76,6 @@ def test_files_without_a_template_are_no_template(content: str, tmp_path: Path) 
     folder = write(tmp_path, FILES[0], TEMPLATE)
     (folder / FILES[0]).write_text(content)
     assert not load_tokenizer(folder).has_chat_template
-    assert not load_encoder_tokenizer(folder).has_chat_template
+    encoder = load_encoder_tokenizer(folder)
+    assert not encoder.has_chat_template
+    assert not encoder.probe_template()
