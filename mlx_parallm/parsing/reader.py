@@ -33,6 +33,7 @@ class Reader:
     Attributes:
         ended: True once no text follows.
         is_cut: True if the text ended before its writer did, at a limit or a stop string.
+        furthest: the most characters that were read before a ``rewind``.
     """
 
     def __init__(self) -> None:
@@ -41,12 +42,41 @@ class Reader:
         self._kept = 0
         self.ended = False
         self.is_cut = False
+        self.furthest = 0
+        self._dropped = 0
+        self._branch: Reader | None = None
+        self._pieces: list[str] = []
 
     def add(self, text: str) -> None:
         """Append text that has arrived."""
+        if self._branch is not None:
+            self._pieces.append(text)
+            self._branch.add(text)
+            return
         self._text = self._text[self._kept :] + text
+        self._dropped += self._kept
         self._at -= self._kept
         self._kept = 0
+
+    def branch(self) -> Reader:
+        """Return a reader of the unread text, and of what arrives until ``rejoin``.
+
+        This one is not read meanwhile, so that it only collects what arrives.
+        """
+        self._branch = Reader()
+        self._branch.add(self.unread)
+        return self._branch
+
+    def rejoin(self) -> None:
+        """Go on reading here, where the branch began."""
+        self._branch = None
+        pieces, self._pieces = self._pieces, []
+        self.add("".join(pieces))
+
+    @property
+    def position(self) -> int:
+        """How many characters were read."""
+        return self._dropped + self._at
 
     def keep(self) -> None:
         """Make everything read so far final."""
@@ -54,6 +84,7 @@ class Reader:
 
     def rewind(self) -> None:
         """Go back to the position of the last ``keep``."""
+        self.furthest = max(self.furthest, self.position)
         self._at = self._kept
 
     def look(self, steps: Steps[Result]) -> Steps[Result]:
@@ -62,23 +93,6 @@ class Reader:
         result = yield from steps
         self._at = self._kept + distance
         return result
-
-    def ahead(self, skip: int, markers: Sequence[str]) -> tuple[str, bool]:
-        """Return unread text that certainly precedes the markers; it stays unread.
-
-        Args:
-            skip: unread characters before the text.
-            markers: where the text ends.
-
-        Returns:
-            The text, and True if nothing more precedes the markers or the end.
-        """
-        pattern, beginning, longest = _finder(tuple(markers))
-        start = self._at + skip
-        match = pattern.search(self._text, start) if markers else None
-        end = len(self._text) if self.ended else self._certain(start, beginning, longest)
-        end = match.start() if match else end
-        return self._text[start:end], match is not None or self.ended
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """Read and return the longest match within the text that has arrived."""

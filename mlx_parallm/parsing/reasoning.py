@@ -8,7 +8,7 @@ from collections.abc import Container
 from mlx_parallm.parsing.families.harmony import HARMONY_REASONING
 from mlx_parallm.parsing.families.kimi_k3 import ANSWER as KIMI_K3_ANSWER
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
-from mlx_parallm.parsing.families.marked import MOST_ATTEMPTS, read_call_within
+from mlx_parallm.parsing.families.marked import Lookout, read_call_within
 from mlx_parallm.parsing.families.muse import MUSE_REASONING
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reader import Steps
@@ -50,28 +50,29 @@ def _read_until_calls(
     """
     reader, writer = context.reader, context.writer
     bare = tuple(f"\n{start}" for start in calls.bare_starts)
+    lookout = Lookout((form.end,), calls.starts)
     yield from reader.skip_space()
     first = yield from reader.next_is(*calls.bare_starts)
-    if first and (yield from _read_call(context, form, calls, first)):
+    if first and (yield from _read_call(context, lookout, calls, first)):
         return True
-    for _ in range(MOST_ATTEMPTS):
+    while lookout.left > 0:
         marker = yield from reader.pass_until((form.end, *calls.starts, *bare), writer.reasoning)
         if marker is None or marker == form.end:
             return False
-        if (yield from _read_call(context, form, calls, marker)):
+        if (yield from _read_call(context, lookout, calls, marker)):
             return True
         writer.reasoning(reader.take(len(marker)))
     return False
 
 
 def _read_call(
-    context: ReadContext, form: ReasoningFormat, calls: ToolFormat, marker: str
+    context: ReadContext, lookout: Lookout, calls: ToolFormat, marker: str
 ) -> Steps[bool]:
     """Read calls that begin with a marker, or bare ones; see ``read_call_within``."""
     is_bare = marker not in calls.starts
     call = calls.bare if is_bare else calls.call
     assert call is not None, "bare calls have a parser"
-    return (yield from read_call_within(context, call, ends=(form.end,), is_last=is_bare))
+    return (yield from read_call_within(context, call, lookout, is_last=is_bare))
 
 
 def _format(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
+
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -68,7 +71,7 @@ class TurnWriter:
 
     def take(self) -> list[Part]:
         """Return the parts collected since the last call."""
-        parts, self._parts = self._parts, []
+        parts, self._parts = merge(self._parts), []
         return parts
 
     def content(self, text: str) -> None:
@@ -141,12 +144,7 @@ class TurnWriter:
 
     def _append(self, part: Part) -> None:
         self._seen.add(type(part))
-        last = self._parts[-1] if self._parts else None
-        joined = _join(last, part)
-        if joined is None:
-            self._parts.append(part)
-        else:
-            self._parts[-1] = joined
+        self._parts.append(part)
 
     def _without_outer_space(self, text: str) -> str:
         if self._strips:
@@ -163,21 +161,16 @@ class TurnWriter:
 def merge(parts: list[Part]) -> list[Part]:
     """Return the parts with neighbours of the same kind joined."""
     merged: list[Part] = []
-    for part in parts:
-        joined = _join(merged[-1], part) if merged else None
-        if joined is None:
-            merged.append(part)
+    for _, group in groupby(parts, _kind):
+        first, *rest = group
+        if isinstance(first, ToolCallBegin):
+            merged += [first, *rest]
         else:
-            merged[-1] = joined
+            texts = [part.text for part in rest if not isinstance(part, ToolCallBegin)]
+            merged.append(replace(first, text="".join([first.text, *texts])))
     return merged
 
 
-def _join(first: Part | None, second: Part) -> Part | None:
-    if isinstance(first, ContentText) and isinstance(second, ContentText):
-        return ContentText(first.text + second.text)
-    if isinstance(first, ReasoningText) and isinstance(second, ReasoningText):
-        return ReasoningText(first.text + second.text)
-    if isinstance(first, ToolCallArguments) and isinstance(second, ToolCallArguments):
-        same = first.index == second.index
-        return ToolCallArguments(first.index, first.text + second.text) if same else None
-    return None
+def _kind(part: Part) -> tuple[type[Part], int]:
+    """Return what neighbours that are joined have in common: their kind, and a call's number."""
+    return type(part), part.index if isinstance(part, (ToolCallBegin, ToolCallArguments)) else 0

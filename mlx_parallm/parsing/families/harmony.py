@@ -11,7 +11,7 @@ import re
 
 from mlx_parallm.parsing.families.marked import (
     LONGEST_NAME,
-    MOST_ATTEMPTS,
+    Lookout,
     pass_content,
     read_call_within,
     try_call,
@@ -128,11 +128,12 @@ def _read_text(context: ReadContext, *, is_reasoning: bool) -> Steps[None]:
 def _read_until_calls(context: ReadContext) -> Steps[None]:
     """Read reasoning up to its end, or calls in it."""
     reader, writer = context.reader, context.writer
-    for _ in range(MOST_ATTEMPTS):
+    lookout = Lookout()
+    while lookout.left > 0:
         marker = yield from reader.pass_until((*_BODY_ENDS, CHANNEL), writer.reasoning)
         if marker != CHANNEL:
             return
-        if (yield from read_call_within(context, _read_call)):
+        if (yield from read_call_within(context, _read_call, lookout)):
             # The reasoning's end may come after the call.
             yield from reader.skip_space()
             yield from reader.accept(END)

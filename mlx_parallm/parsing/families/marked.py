@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mlx_parallm.parsing.formats import CallReader, ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import decode
@@ -13,8 +13,11 @@ from mlx_parallm.parsing.writer import TurnWriter, merge
 
 # LONGEST_NAME: most characters of a function's name or a call's id; longer text is no call.
 LONGEST_NAME = 256
-# MOST_ATTEMPTS: calls looked for within one reasoning. Each attempt may read all of its rest.
-MOST_ATTEMPTS = 100
+# MOST_READ_AGAIN: most characters that attempts to read calls within one reasoning may cost. Each
+# may read all of its rest, so that more of them would keep other requests waiting.
+MOST_READ_AGAIN = 100_000
+# _ATTEMPT: what an attempt costs besides its text, in characters.
+_ATTEMPT = 250
 
 
 def read_calls(
@@ -146,45 +149,87 @@ def try_call(context: ReadContext, call: CallReader, marker: str = "") -> Steps[
             writer.content(reader.take(len(marker)))
 
 
+@dataclass(slots=True)
+class Lookout:
+    """A reasoning in which calls are looked for.
+
+    Attributes:
+        ends: markers that end the reasoning.
+        starts: markers that begin calls.
+        left: how many characters of failed attempts may still be read again.
+    """
+
+    ends: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+    left: int = MOST_READ_AGAIN
+
+
 def read_call_within(
-    context: ReadContext,
-    call: CallReader,
-    *,
-    ends: Sequence[str] = (),
-    is_last: bool = False,
+    context: ReadContext, call: CallReader, lookout: Lookout, *, is_last: bool = False
 ) -> Steps[bool]:
     """Read calls that begin within reasoning; False, and nothing is read, if there are none.
 
     Calls are read if the first of them is whole and of a tool of the request. Until that is
-    certain, the text is held back.
+    certain, the text is held back. A marker that ends the reasoning ends a call too; if the call
+    is not whole without it, it is text of the call, unless another call begins after it.
 
     Args:
         context: where to read and write; the text continues with the call.
         call: the parser of calls.
-        ends: markers that end the reasoning, and with it a call that is not whole.
+        lookout: the reasoning.
         is_last: True: calls after which there is other text are none.
     """
-    outer, inner = context.reader, Reader()
-    writer = context.writer.fork(inner)
-    steps = try_call(replace(context, reader=inner, writer=writer), call)
-    num_read = 0
-    is_done = False
-    while not is_done:
-        text, inner.ended = outer.ahead(num_read, ends)
-        inner.is_cut = outer.is_cut
+    outer = context.reader
+    for is_beyond in (False, True):
+        inner = Reader()
+        writer = context.writer.fork(inner)
+        steps = try_call(replace(context, reader=inner, writer=writer), call)
+        meets_end = yield from _run_within(outer, inner, steps, lookout, is_beyond=is_beyond)
+        is_call = _begins_whole(context, writer)
+        if is_call and is_last:
+            is_call = yield from outer.look(_is_all(outer, inner.position))
+        if is_call:
+            outer.take(inner.position)
+            context.writer.join(writer)
+            return True
+        lookout.left -= _ATTEMPT + max(inner.furthest, inner.position)
+        if not meets_end:
+            break
+    return False
+
+
+def _run_within(
+    outer: Reader, inner: Reader, steps: Steps[None], lookout: Lookout, *, is_beyond: bool
+) -> Steps[bool]:
+    """Run steps that read ``inner`` on the text of ``outer``, up to the end of the reasoning.
+
+    ``is_beyond``: the text goes on behind that, up to another call.
+
+    Returns:
+        True if the text given to the steps was over, and the reasoning's end is what ended it.
+    """
+    ahead = outer.branch()
+    passing = _pass_on(ahead, inner, lookout, is_beyond=is_beyond)
+    while True:
+        ahead.ended, inner.is_cut = outer.ended, outer.is_cut
+        if not inner.ended:
+            inner.ended = _is_over(passing)
+        if _is_over(steps):
+            break
+        yield
+    outer.rejoin()
+    return inner.ended and bool(ahead.unread)
+
+
+def _pass_on(ahead: Reader, inner: Reader, lookout: Lookout, *, is_beyond: bool) -> Steps[None]:
+    def emit(text: str) -> None:
+        ahead.keep()
         inner.add(text)
-        num_read += len(text)
-        is_done = _is_over(steps)
-        if not is_done:
-            yield
-    num_read -= len(inner.unread)
-    is_call = _begins_whole(context, writer)
-    if is_call and is_last:
-        is_call = yield from outer.look(_is_all(outer, num_read))
-    if is_call:
-        outer.take(num_read)
-        context.writer.join(writer)
-    return is_call
+
+    marker = yield from ahead.pass_until(lookout.ends, emit)
+    if is_beyond and marker:
+        emit(ahead.take(len(marker)))
+        yield from ahead.pass_until(lookout.starts, emit)
 
 
 def _is_over(steps: Steps[None]) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 
 from mlx_parallm.parsing.families.marked import (
     LONGEST_NAME,
-    MOST_ATTEMPTS,
+    Lookout,
     read_call_within,
     read_marked,
 )
@@ -100,11 +100,12 @@ def _read_until_calls(context: ReadContext) -> Steps[None]:
     """Read reasoning up to its end, or calls in it."""
     reader, writer = context.reader, context.writer
     call = partial(read_section, syntax=_SYNTAX)
-    for _ in range(MOST_ATTEMPTS):
+    lookout = Lookout(_ENDS, _SYNTAX.sections)
+    while lookout.left > 0:
         marker = yield from reader.pass_until((*_ENDS, *_SYNTAX.sections), writer.reasoning)
         if marker not in _SYNTAX.sections:
             return
-        if (yield from read_call_within(context, call, ends=_ENDS)):
+        if (yield from read_call_within(context, call, lookout)):
             return
         writer.reasoning(reader.take(len(marker)))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlx_parallm.parsing.families.marked import MOST_READ_AGAIN
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -14,6 +15,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallArguments,
     ToolCallBegin,
 )
+from mlx_parallm.parsing.reader import Reader
 from mlx_parallm.parsing.registry import reasoning_format, tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.parsing.writer import merge
@@ -128,6 +130,65 @@ def test_the_end_of_reasoning_after_such_a_call_is_no_content(written: Written) 
     assert text_of(parts, ReasoningText) == "Hm."
     assert calls_of(parts) == [("save", {"a": "x"})]
     assert text_of(parts, ContentText) == "Done."
+
+
+@every_format
+def test_the_end_of_reasoning_within_an_argument(written: Written) -> None:
+    arguments = {"a": f"see {end_of(written)} here", "b": 2}
+    call = written.calls(("save", arguments))
+    text = f"{start_of(written)}Hm.\n{call}"
+    for closed in (text, f"{text}{end_of(written)}"):
+        if closed != text and written.bare:
+            continue
+        parts = parse(written, closed)
+        assert text_of(parts, ReasoningText) == "Hm."
+        assert calls_of(parts) == [("save", arguments)]
+        assert text_of(parts, ContentText) == ""
+
+
+@every_format
+def test_a_call_after_half_a_call_in_reasoning(written: Written) -> None:
+    if written.bare or written.tool == "openai":
+        pytest.skip("Calls begin the answer, or a header begins each message.")
+    whole = written.calls(("save", {"a": "xyz"}))
+    half = whole[: whole.index("xyz") + 1]
+    answer = written.calls(("save", {"a": "z"}))
+    begin = "<|start|>assistant to=all<|message|>" if written.tool == "muse_spark" else ""
+    text = f"{start_of(written)}I could write {half}{end_of(written)}{begin}{answer}"
+    parts = parse(written, text)
+    assert text_of(parts, ReasoningText) == f"I could write {half}"
+    assert calls_of(parts) == [("save", {"a": "z"})]
+    assert text_of(parts, ContentText) == ""
+
+
+@every_format
+def test_many_halves_of_calls_in_reasoning_are_read_a_few_times(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if written.tool in ("openai", "mistral", "mistral_json", "functiongemma", "gemma4"):
+        pytest.skip("A call that is not whole ends at the next one.")
+    whole = written.calls(("save", {"a": "xyz"}))
+    half = "\n" + whole[: whole.index("xyz") + 1]
+    thought = f"Hm. {half * 400}{'y' * 20_000}"
+    added = 0
+    add = Reader.add
+
+    def counted(reader: Reader, text: str) -> None:
+        nonlocal added
+        added += len(text)
+        add(reader, text)
+
+    monkeypatch.setattr(Reader, "add", counted)
+    parser = turn_parser(
+        tool_format=tool_format(written.tool),
+        reasoning_format=reasoning_format(written.reasoning),
+        tools=TOOLS,
+    )
+    parts = parser.add(f"{start_of(written)}{thought}{end_of(written)}Hi.")
+    parts = merge(parts + parser.flush())
+    assert text_of(parts, ReasoningText) == thought
+    # Each attempt's text is added to two readers and comes back to one.
+    assert added < 3 * 2 * (MOST_READ_AGAIN + 3 * len(thought))
 
 
 @every_format
