@@ -217,7 +217,7 @@ class AdaptedLayers:
         weight = self._changes.weight(path, to_mlx(copy))
         if self._sharding is not None:
             weight = self._sharding.part(f"{path}.weight", weight)
-        return holds(self._modules[path], weight)
+        return holds(self._modules[path], weight, self._changes.packing(path))
 
     @property
     def _ranks(self) -> Ranks | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -51,21 +52,34 @@ def plain_weight(module: Any) -> mx.array:
     )
 
 
-def holds(module: Any, weight: mx.array) -> bool:
+def holds(module: Any, weight: mx.array, packing: Mapping[str, Any] | None = None) -> bool:
     """True if a module has this weight, ``[out, in]``, after rounding to either's dtype.
 
-    A packed module has it if packing gives the same numbers, from any dtype.
+    A packed module has it if packing gives the same numbers, from any dtype. So has a module that
+    was unpacked when it was loaded; ``packing`` has its ``group_size``, ``bits`` and ``mode``.
     """
     own = module.weight
+    dtypes = (weight.dtype, mx.float32, mx.bfloat16, mx.float16)
     if "scales" in module:
+        kept = [module[name] for name in ("weight", "scales", "biases") if name in module]
         packed = (
-            mx.quantize(weight.astype(dtype), module.group_size, module.bits, module.mode)[0]
-            for dtype in (weight.dtype, mx.float32, mx.bfloat16, mx.float16)
+            mx.quantize(weight.astype(dtype), module.group_size, module.bits, module.mode)
+            for dtype in dtypes
         )
-        return any(bool(mx.array_equal(each, own)) for each in packed)
+        return any(
+            all(bool(mx.array_equal(a.astype(b.dtype), b)) for a, b in zip(each, kept, strict=True))
+            for each in packed
+        )
+    rounded = [weight]
+    if packing is not None and own.shape[-1] % packing["group_size"] == 0:
+        rounded += [
+            mx.dequantize(*mx.quantize(weight.astype(dtype), **packing), **packing)
+            for dtype in dtypes
+        ]
     return any(
-        bool(mx.array_equal(own.astype(dtype), weight.astype(dtype)))
-        for dtype in (own.dtype, weight.dtype)
+        bool(mx.array_equal(own.astype(dtype), each.astype(dtype)))
+        for each in rounded
+        for dtype in (own.dtype, each.dtype)
     )
 
 

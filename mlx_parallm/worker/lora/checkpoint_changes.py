@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mlx_parallm.adapters.arrays import to_host, to_mlx
 from mlx_parallm.adapters.weights import LowRank
 from mlx_parallm.models.checkpoints.transformers_names import is_transposed, transformers_path
+from mlx_parallm.types.json_values import is_object
 
 #: ``SCALED``: model types whose class multiplies rows of weights, if the weights have the form of
 #: transformers, which the shape of this one shows: ``[channels, 1, width]``.
@@ -69,6 +70,22 @@ class CheckpointChanges:
     def is_transposed(self, path: str) -> bool:
         """True if transformers keeps a module's weight transposed."""
         return is_transposed(self._config, path)
+
+    def packing(self, path: str) -> dict[str, Any] | None:
+        """Return ``group_size``, ``bits`` and ``mode`` of a module in the checkpoint.
+
+        None if it is plain there. The model may have it unpacked.
+        """
+        packing = self._config.get("quantization")
+        if not is_object(packing):
+            return None
+        own = packing.get(path, True)
+        if own is False:
+            return None
+        fields: dict[str, Any] = {"mode": "affine"} | (own if is_object(own) else packing)
+        if not {"group_size", "bits"} <= fields.keys():
+            return None
+        return {name: fields[name] for name in ("group_size", "bits", "mode")}
 
     def weight(self, path: str, weight: mx.array) -> mx.array:
         """Return a checkpoint's weight ``[out, ...]`` as the model holds it."""
