@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models
 import pytest
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.cli.configure import SourcedValue, build_config
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.model_files import model_folder
-from mlx_parallm.models.checkpoints.overrides import overridden
+from mlx_parallm.models.checkpoints.overrides import SIZES, overridden
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.weights.loader import load_model
@@ -107,12 +109,84 @@ def test_fields_are_replaced(
         {"architectures": ["FancyNet"]},
         {"architectures": "LlamaForCausalLM"},
         {"architectures": []},
+        {"architectures": ["FooForCausalLM"]},
+        {"architectures": ["LlamaForCausalLM", "FooForCausalLM"]},
+        {"architectures": ["MistralForCausalLM"]},
+        {"architectures": ["LlamaForFun"]},
+        {"architectures": [5]},
+        {"text_config": 5},
+        {"text_config": {"architectures": ["FooModel"]}},
+        *(
+            {name: value}
+            for name in ("rope_scaling", "rope_parameters", "quantization")
+            for value in (5, "yarn", [], True)
+        ),
+        *({"rope_theta": value} for value in ("big", [], {}, True)),
     ],
 )
-def test_shapes_and_unknown_classes_are_refused(overrides: dict[str, Any]) -> None:
-    config = {"num_attention_heads": 4, "text_config": {"hidden_size": 4}}
+@pytest.mark.parametrize("base", [OLDER, NEWER], ids=["older", "newer"])
+def test_what_cannot_be_changed_is_refused(overrides: dict[str, Any], base: dict[str, Any]) -> None:
+    config = {**base, "num_attention_heads": 4, "text_config": {"hidden_size": 4}}
     with pytest.raises(ConfigError, match="hf-overrides"):
         overridden(config, overrides)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}),
+        ({"model_type": "gpt2"}, {"architectures": ["GPT2LMHeadModel"]}),
+        ({"model_type": "xlm-roberta"}, {"architectures": ["XLMRobertaModel"]}),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+        ),
+        (
+            {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]},
+            {"architectures": ["Gemma3TextModel"]},
+        ),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        ),
+        ({"model_type": "new", "architectures": ["Odd"]}, {"architectures": ["Odd"]}),
+    ],
+)
+def test_classes_of_the_models_family_are_accepted(
+    config: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    assert overridden(config, overrides) == config | overrides
+
+
+#: Fields of mlx_lm's configs that count other heads, or a part of one.
+NOT_HEADS = {"n_shared_head", "sparse_num_index_heads"}
+
+
+def head_fields() -> set[str]:
+    """Return the fields of mlx_lm's configs that count heads, or channels of one."""
+    pattern = r"^    (\w*(?:n_head|heads|head_dim|d_head|kv_channels|query_groups)\w*): "
+    folder = Path(mlx_lm.models.__path__[0])
+    return {
+        name
+        for file in folder.glob("*.py")
+        for name in re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def test_all_fields_of_heads_are_known() -> None:
+    assert head_fields() - NOT_HEADS <= SIZES
+    assert {"num_query_groups", "swa_head_dim", "global_head_dim", "kv_channels"} <= SIZES
+
+
+def test_the_folder_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "model")
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert fetched(config_of(folder, rope_theta=5.0)).is_relative_to(cache)
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert (fetched(config_of(folder, rope_theta=5.0)) / "config.json").is_file()
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
@@ -18,6 +20,7 @@ from mlx_parallm.models.checkpoints.rope_fields import is_by_kind
 from mlx_parallm.models.checkpoints.weight_files import link_folder, weight_files
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.json_values import is_list, is_object
+from mlx_parallm.user_cache import user_cache
 
 Config = dict[str, Any]
 
@@ -31,11 +34,25 @@ SIZES = frozenset(
         *("n_heads", "n_inner", "n_layer", "n_layers", "n_routed_experts", "num_attention_heads"),
         *("num_experts", "num_heads", "num_hidden_layers", "num_key_value_heads"),
         *("num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-        *("state_size", "type_vocab_size", "v_head_dim", "vocab_size"),
+        *("state_size", "type_vocab_size", "v_head_dim", "vocab_size", "global_head_dim"),
+        *("hidden_size_per_head", "index_head_dim", "index_n_heads", "kv_channels"),
+        *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_n_heads"),
+        *("mamba_num_heads", "n_heads_in_group", "n_kv_heads", "num_attention_groups"),
+        *("num_attention_heads_per_layer", "num_global_key_value_heads", "num_kv_heads"),
+        *("num_layers", "num_query_groups", "num_query_heads", "num_swa_attention_heads"),
+        *("num_swa_key_value_heads", "num_transformer_layers", "qk_head_dim"),
+        *("swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads"),
+        *("swa_v_head_dim",),
     }
 )
 #: ``CLASSES``: how names of classes end that this package knows.
 CLASSES = ("LM", "LMHeadModel", "Model", "Generation", "Classification", "Modeling", "Encoding")
+# FAMILY: the part of a class's name before what it computes.
+FAMILY = re.compile(r"(?P<family>\w+?)(LMHeadModel|Model|For[A-Z]\w*)")
+# OBJECTS, NUMBERS: fields whose values are of these kinds, or null.
+OBJECTS = ("rope_parameters", "rope_scaling", "quantization", "quantization_config")
+NUMBERS = ("rope_theta", "partial_rotary_factor")
 # KEPT: fields of ``rope_parameters`` that do not belong to how positions are scaled.
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # NESTED: how fields end that hold a config of a part; others are replaced as a whole.
@@ -61,11 +78,21 @@ def folder_with(folder: Path, overrides: Mapping[str, Any]) -> Generator[Path]:
 
 
 def lasting_folder_with(folder: Path, overrides: Mapping[str, Any]) -> Path:
-    """Return ``folder_with``'s folder for as long as the process lives."""
+    """Return ``folder_with``'s folder for as long as the process lives.
+
+    It is in the user's cache folder, because files of temporary folders may be removed after days;
+    in the temporary folder if that one cannot be written.
+    """
     if not overrides:
         return folder
     # Errors name this folder.
-    target = Path(tempfile.mkdtemp(prefix=f"{folder.name}-with-{SETTING}-"))
+    prefix = f"{folder.name}-with-{SETTING}-"
+    try:
+        cache = user_cache(os.environ) / SETTING
+        cache.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(prefix=prefix, dir=cache))
+    except (OSError, RuntimeError):
+        target = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     _fill(target, folder, overrides)
     return target
@@ -78,7 +105,8 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Confi
     fields count also where the config has ``rope_parameters``.
 
     Raises:
-        ConfigError: a class is not known, or the shapes of weights or heads would be others.
+        ConfigError: a class is none of the model's family, a value is of another kind than its
+            field's, or the shapes of weights or heads would be others.
     """
     changed = dict(config)
     for name, value in overrides.items():
@@ -87,9 +115,10 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Confi
                 f"{SETTING}: {name} is {config.get(name)!r} and cannot be changed, because shapes "
                 "depend on it"
             )
-        if name == "architectures":
-            _check_classes(value)
         own = config.get(name)
+        if name == "architectures" and value != own:
+            _check_classes(value, {**config, "model_type": _model_type(config, overrides)})
+        _check_kind(name, own, value)
         if name == "rope_parameters" and is_object(own) and is_object(value):
             # The base is not named by those who scale it.
             changed[name] = {key: own[key] for key in KEPT if key in own} | value
@@ -100,10 +129,40 @@ def overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Confi
     return changed | _rope_parameters(config, overrides)
 
 
-def _check_classes(value: Any) -> None:
+def _model_type(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> str:
+    return str(overrides.get("model_type", config.get("model_type", "")))
+
+
+def _check_classes(value: Any, config: Mapping[str, Any]) -> None:
+    """Refuse classes of families that are not the config's, and ones that compute nothing known.
+
+    ``model_type`` chooses the architecture; the class only what it computes.
+    """
+    own = config.get("architectures")
+    families = {_family(name) for name in (own if is_list(own) else [])}
+    kind = re.sub(r"[-_.]", "", config["model_type"].removesuffix("_text")).lower()
+    families = (families | {kind}) - {""}
     names: list[Any] = value if is_list(value) else []
-    if not names or not all(isinstance(name, str) and name.endswith(CLASSES) for name in names):
-        raise ConfigError(f"{SETTING}: {value!r} are not names of classes that are known")
+    if not names or not all(_family(name) in families for name in names):
+        raise ConfigError(
+            f"{SETTING}: {value!r} are not names of classes that are known for model_type "
+            f"{config['model_type']!r}, which chooses the architecture"
+        )
+
+
+def _family(name: Any) -> str:
+    """Return the family of a class, in lower case; empty if it computes nothing that is known."""
+    match = FAMILY.fullmatch(name) if isinstance(name, str) and name.endswith(CLASSES) else None
+    return "" if match is None else match["family"].replace("_", "").removesuffix("Text").lower()
+
+
+def _check_kind(name: str, own: Any, value: Any) -> None:
+    if value is None:
+        return
+    if (name in OBJECTS or is_object(own)) and not is_object(value):
+        raise ConfigError(f"{SETTING}: {name} must be a JSON object or null")
+    if name in NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{SETTING}: {name} must be a number or null")
 
 
 def _rope_parameters(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
