@@ -76,10 +76,12 @@ def left_alone(shapes: Mapping[str, tuple[int, ...]], rename: Rename) -> frozens
         shapes: those of the whole checkpoint.
         rename: returns the weights of a whole checkpoint by the model's names.
     """
-    given = {name: _Watched(array) for name, array in _empty(shapes, mx.float32).items()}
-    renamed = rename({**given})
+    watched = {name: _Watched(array) for name, array in _empty(shapes, mx.float32).items()}
+    renamed = rename({**watched})
     same = [
-        name for name, array in given.items() if renamed.get(name) is array and not array.is_changed
+        name
+        for name, array in watched.items()
+        if renamed.get(name) is array and not array.is_changed
     ]
     return frozenset(_without_results(same, shapes, rename))
 
