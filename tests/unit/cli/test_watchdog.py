@@ -126,13 +126,13 @@ async def test_times_that_cannot_be_read_end_no_watch(caplog: pytest.LogCaptureF
         return [LONG_STEP_S]
 
     watchdog = Watchdog(asyncio.get_running_loop(), steps_s, ends)
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     for _ in range(5):
         watchdog.check()
         text = caplog.text
-        told.append((text.count("cannot be read"), text.count("has run for")))
+        reports.append((text.count("cannot be read"), text.count("has run for")))
         await asyncio.sleep(0)
-    assert told == [(1, 0), (1, 0), (1, 1), (2, 1), (2, 1)]
+    assert reports == [(1, 0), (1, 0), (1, 1), (2, 1), (2, 1)]
 
 
 def test_the_checks_are_those_of_the_promised_times() -> None:

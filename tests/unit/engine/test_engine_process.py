@@ -221,7 +221,7 @@ async def test_a_process_that_hangs_before_its_first_beat_is_killed(
 async def test_a_killed_process_that_cannot_die_keeps_no_request(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """It may wait for a device: the kernel ends it only after that."""
+    # It may wait for a device: the kernel ends it only after that.
     timeout_s = DEADLINE_S if how == "silence" else SILENCE_TIMEOUT_S
     engine = remote_engine(silence_timeout_s=timeout_s)  # time limit: of beats
     await asyncio.to_thread(engine.start)
