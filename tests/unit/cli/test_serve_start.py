@@ -1,4 +1,4 @@
-"""What is wrong with a server's start is told before the server's modules are imported."""
+"""A wrong start of a server is refused before the server's modules are imported."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def started(*flags: str) -> tuple[int, list[str], str]:
     ],
 )
 def test_a_wrong_start_is_refused_before_imports(flags: list[str], status: int, words: str) -> None:
-    code, imported, told = started(*flags)
+    code, imported, words_shown = started(*flags)
     assert (code, imported) == (status, [])
-    assert words in told
-    assert "Traceback" not in told
+    assert words in words_shown
+    assert "Traceback" not in words_shown
 
 
 def test_a_port_in_use_is_told_before_imports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        code, imported, told = started("--port", str(other.getsockname()[1]))
+        code, imported, words_shown = started("--port", str(other.getsockname()[1]))
     assert (code, imported) == (2, [])
-    assert "Address already in use" in told
+    assert "Address already in use" in words_shown
 
 
 def test_the_data_folder_is_the_users() -> None:

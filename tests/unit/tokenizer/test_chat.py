@@ -184,13 +184,13 @@ NOTHING = "{{ raise_exception('wants tools') if not tools }}"
 )
 def test_losses_with_tools_and_without_are_known_at_load(tmp_path, template, losses):
     tokenizer = load_tokenizer(save(tmp_path, template))
-    found = tokenizer.probe_template()
-    assert [loss for loss in found if "tool calls" in loss or UNPROBED in loss] == losses
+    known = tokenizer.probe_template()
+    assert [loss for loss in known if "tool calls" in loss or UNPROBED in loss] == losses
     assert {"_forms", "_thinking"} <= vars(tokenizer).keys(), "no request has to probe"
 
 
 def test_a_template_is_probed_as_requests_are_rendered(tmp_path):
-    """A template may write the system message only where it opens the assistant's turn."""
+    # This one writes the system message only where it opens the assistant's turn.
     opens = (
         "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{% for m in messages if m.role == 'system' %}"

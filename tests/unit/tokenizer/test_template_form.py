@@ -94,7 +94,7 @@ def test_a_template_that_refuses_a_question_cannot_be_probed() -> None:
 
 
 def test_what_a_later_rewrite_helps_with_is_no_loss() -> None:
-    """As Gemma 2: turns alternate, and calls are not written."""
+    # Turns alternate, and calls are not written, as in Gemma 2.
     template = (
         "{% for m in messages %}{% if m.role not in ['user', 'assistant'] or "
         "(m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception(m.role) }}{% endif %}"
