@@ -72,7 +72,7 @@ class NoText:
     def token_bytes(self, token_id: int) -> bytes:
         raise NotImplementedError
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> NoText:
+    def detokenizer(self, **options: object) -> NoText:
         return self
 
     def add(self, token_id: int) -> str:

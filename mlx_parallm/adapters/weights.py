@@ -116,6 +116,7 @@ class AdapterLayout:
         task_type: as in ``AdapterWeights``.
         copies: paths of the modules whose weights it repeats.
         of_checkpoint: as in ``AdapterWeights``.
+        is_transposed: as in ``AdapterWeights``.
     """
 
     modules: Mapping[str, LowRankLayout]
@@ -123,6 +124,7 @@ class AdapterLayout:
     task_type: str | None = None
     copies: tuple[str, ...] = ()
     of_checkpoint: bool = False
+    is_transposed: bool = False
 
 
 def split_adapter(adapter: AdapterWeights) -> tuple[AdapterLayout, dict[str, HostTensor]]:
@@ -146,6 +148,7 @@ def split_adapter(adapter: AdapterWeights) -> tuple[AdapterLayout, dict[str, Hos
         task_type=adapter.task_type,
         copies=tuple(adapter.copies),
         of_checkpoint=adapter.of_checkpoint,
+        is_transposed=adapter.is_transposed,
     )
     return layout, tensors
 
@@ -165,7 +168,9 @@ def join_adapter(layout: AdapterLayout, tensors: Mapping[str, HostTensor]) -> Ad
     }
     saved = {name: tensors[f"saved {name}"] for name in layout.saved}
     copies = {path: tensors[f"copy {path}"] for path in layout.copies}
-    return AdapterWeights(modules, saved, layout.task_type, copies, layout.of_checkpoint)
+    return AdapterWeights(
+        modules, saved, layout.task_type, copies, layout.of_checkpoint, layout.is_transposed
+    )
 
 
 def _module_digest(item: tuple[str, LowRank]) -> bytes:

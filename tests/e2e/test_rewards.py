@@ -96,7 +96,6 @@ def test_rewards_of_steps(server: ServerProcess, token: str | int) -> None:
         ({"prompts": [{"prompt": "a", "completions": ["w5"] * 5000}] * 2}, "prompts"),
         ({"prompts": [{"prompt": "a"}]}, "prompts"),
         ({"chats": [[{"role": "king", "content": "a"}]], "model": "reward"}, "chats"),
-        ({"chats": [[{"role": "system", "content": "a"}]], "model": "reward"}, "chats"),
         ({"chats": [[{"role": "user", "content": "a"}]], "model": "cross"}, "chats"),
         ({"chats": [[]], "model": "reward"}, "chats"),
         ({"texts": ["w5"], "step_token": "no such"}, "step_token"),

@@ -62,7 +62,7 @@ async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) ->
         return Constraint(_before_calls(grammar, turn, model, rendered), calls.tool_format)
     if turn.structure is not None:
         return await _structured(turn, turn.structure, model, rendered)
-    strict = _strict_calls(turn, form, rendered)
+    strict = _strict_calls(turn, model, rendered)
     if strict is None:
         return Constraint(None, form)
     grammar = await grammar_of(strict, model, param="tools")
@@ -190,9 +190,14 @@ def _node(spec: GrammarSpec) -> Mapping[str, Any]:
             return {"type": "grammar", "grammar": spec.text}
 
 
-def _strict_calls(turn: TurnRequest, form: ToolFormat | None, rendered: str) -> GrammarSpec | None:
+def _strict_calls(turn: TurnRequest, model: GenerationModel, rendered: str) -> GrammarSpec | None:
     """Free text in which every call is valid; None where no tool asks for that, or none can be."""
-    if form is None or not any(tool.strict for tool in turn.callable_tools):
+    strict, form = [tool for tool in turn.callable_tools if tool.strict], model.tool_format
+    if form is None or not strict:
+        return None
+    # An agent that brings a custom tool must not fail on a tokenizer that takes no grammar: the
+    # grammar is in the tool's description too.
+    if model.grammars is None and all(tool.is_custom for tool in strict):
         return None
     tools = _for_grammar(turn)
     calls = strict_calls(form, tools, parallel=turn.parallel_tool_calls, prompt=rendered)

@@ -41,7 +41,10 @@ ADAPTER: dict[str, tuple[Any, Any]] = {
     "task_type": ("SEQ_CLS", "TOKEN_CLS"),
     "copies": ({"model.embed": tensor(7)}, {"model.embed": tensor(7, seed=1)}),
     "of_checkpoint": (True, False),
+    "is_transposed": (True, False),
 }
+#: WRITTEN: what concerns only the files that are written, so that it is in no digest.
+WRITTEN = {"is_transposed"}
 FILLED = AdapterWeights(**{name: value for name, (value, _) in ADAPTER.items()})
 
 
@@ -73,7 +76,7 @@ def test_what_is_split_is_joined_whole() -> None:
 @pytest.mark.parametrize("name", ADAPTER)
 def test_every_field_of_an_adapter_is_in_its_digest(name: str) -> None:
     other = replace(FILLED, **{name: ADAPTER[name][1]})
-    assert other.digest != FILLED.digest
+    assert (other.digest == FILLED.digest) is (name in WRITTEN)
 
 
 @pytest.mark.parametrize("name", MODULE)
