@@ -184,8 +184,8 @@ class Grammars(Protocol):
         """
         ...
 
-    def starts(self, text: str, beginning: str) -> bool:
-        """True if what a compiled grammar matches may start with these characters."""
+    def submit_starts(self, text: str, beginnings: tuple[str, ...]) -> Future[tuple[str, ...]]:
+        """Return those beginnings that texts of a compiled grammar may have."""
         ...
 
 

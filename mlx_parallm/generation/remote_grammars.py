@@ -19,6 +19,13 @@ def compile_grammar(state: EngineState, model: str, spec: GrammarSpec) -> Future
     return cast("Any", state.engines[model]).grammars.submit(spec)
 
 
+def grammar_starts(
+    state: EngineState, model: str, text: str, beginnings: tuple[str, ...]
+) -> Future[tuple[str, ...]]:
+    """Ask a model's grammars in the engines' process; see ``Grammars.submit_starts``."""
+    return cast("Any", state.engines[model]).grammars.submit_starts(text, beginnings)
+
+
 class RemoteGrammars:
     """Implements ``generation.model.Grammars``."""
 
@@ -42,6 +49,11 @@ class RemoteGrammars:
         future = self._ask(question, key=(self._model, spec))
         future.add_done_callback(lambda done: self._keep(spec, done))
         return future
+
+    def submit_starts(self, text: str, beginnings: tuple[str, ...]) -> Future[tuple[str, ...]]:
+        """See ``Grammars.submit_starts``."""
+        question = partial(grammar_starts, model=self._model, text=text, beginnings=beginnings)
+        return self._ask(question, key=(self._model, text))
 
     def compile(self, spec: GrammarSpec) -> str:
         """See ``Grammars.compile``."""

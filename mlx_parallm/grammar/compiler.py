@@ -97,6 +97,12 @@ class GrammarCompiler:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
 
+    def submit_starts(self, text: str, beginnings: tuple[str, ...]) -> Future[tuple[str, ...]]:
+        """Return those beginnings for which ``starts`` is true, from a thread."""
+        return self._threads.submit(
+            lambda: tuple(each for each in beginnings if self.starts(text, each))
+        )
+
     def starts(self, text: str, beginning: str) -> bool:
         """True if what a compiled grammar matches may start with these characters.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.api.turns.grammars import grammar_of
+from mlx_parallm.api.turns.grammars import beginnings_of, grammar_of
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
@@ -74,24 +74,19 @@ async def _structured(
 ) -> Constraint:
     """Return the constraint of a turn whose answer matches a structure, or is calls."""
     grammar = await grammar_of(structure, model, param=turn.structure_field)
-    compiler = model.grammars
-    assert compiler is not None, "the structure was compiled"
-
-    def are_others(starts: tuple[str, ...]) -> bool:
-        """True if no text of the structure begins with one of these."""
-        return not any(compiler.starts(grammar.text, start) for start in starts)
-
     answer, calls = grammar, tuple[str, ...]()
     if turn.callable_tools:
         either = _either(turn, model, structure)
         answer = await grammar_of(either, model, param=turn.structure_field)
         calls = _call_starts(model.tool_format)
     after = _before_answer(answer, turn, model.reasoning_format, rendered)
+    # What the structure's own texts begin with is neither reasoning nor a call.
+    own = await beginnings_of(grammar, model, (*after.free_starts, *calls))
     return Constraint(
-        after if are_others(after.free_starts) else answer,
+        answer if own.intersection(after.free_starts) else after,
         model.tool_format if turn.callable_tools else None,
         is_structure=True,
-        call_starts=calls if are_others(calls) else (),
+        call_starts=() if own.intersection(calls) else calls,
     )
 
 

@@ -45,3 +45,13 @@ async def grammar_of(
                 param=param,
             ) from None
     return Grammar(text=text, begins_after=begins_after)
+
+
+async def beginnings_of(
+    grammar: Grammar, model: GenerationModel, starts: tuple[str, ...]
+) -> frozenset[str]:
+    """Return those of some texts with which what a compiled grammar matches may begin."""
+    compiler = model.grammars
+    if compiler is None or not starts:
+        return frozenset()
+    return frozenset(await asyncio.wrap_future(compiler.submit_starts(grammar.text, starts)))
