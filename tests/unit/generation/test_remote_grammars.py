@@ -1,4 +1,4 @@
-"""Whoever compiles grammars, here or in the engines' process, answers the same questions."""
+"""Grammars answer the same questions here and in the engines' process."""
 
 from __future__ import annotations
 
