@@ -8,10 +8,15 @@ from __future__ import annotations
 import re
 
 from mlx_parallm.parsing.families.marked import LONGEST_NAME
-from mlx_parallm.parsing.families.text_values import Parameters, ValueMarkup, pass_text_value
+from mlx_parallm.parsing.families.text_values import (
+    Parameters,
+    ValueMarkup,
+    pass_text_value,
+    write_object,
+)
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import string_inside
-from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps
 
 START, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -28,16 +33,7 @@ def _call(context: ReadContext) -> Steps[None]:
     if (yield from reader.next_is(KEY, END)) is None:
         raise MalformedError
     writer.begin_call(name)
-    writer.arguments("{")
-    try:
-        yield from _parameters(context, Parameters(context.tool(name)))
-    except TruncatedError:
-        raise
-    except MalformedError:
-        reader.rewind()
-        writer.arguments("}")
-        raise
-    writer.arguments("}")
+    yield from write_object(context, _parameters(context, Parameters(context.tool(name))))
     writer.end_call()
     writer.end_section()
 

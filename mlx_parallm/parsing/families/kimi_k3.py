@@ -15,10 +15,11 @@ from mlx_parallm.parsing.families.text_values import (
     ValueMarkup,
     expect_parameters,
     pass_text_value,
+    write_object,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import pass_value, string_inside
-from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 _TOOLS, _TOOLS_END = f"{OPEN}tools{SEP}", f"{CLOSE}tools{SEP}"
@@ -62,7 +63,7 @@ def _call(context: ReadContext) -> Steps[None]:
         yield from reader.skip_space()
         yield from reader.expect(_JSON_END)
     else:
-        yield from _arguments(context, Parameters(context.tool(name)))
+        yield from write_object(context, _arguments(context, Parameters(context.tool(name))))
     yield from reader.skip_space()
     yield from reader.expect(_CALL_END)
     writer.end_call()
@@ -70,29 +71,20 @@ def _call(context: ReadContext) -> Steps[None]:
 
 def _arguments(context: ReadContext, parameters: Parameters) -> Steps[None]:
     reader, writer = context.reader, context.writer
-    writer.arguments("{")
     separator = ""
-    try:
-        while True:
-            yield from reader.skip_space()
-            if (yield from reader.next_is(_CALL_END)):
-                break
-            yield from reader.expect(_ARGUMENT)
-            attributes = yield from _attributes(reader)
-            key = attributes.get("key", "")
-            parameters.keys.add(key)
-            writer.arguments(f'{separator}"{string_inside(key)}": ')
-            kind = attributes.get("type", "string")
-            types = TEXT if kind == "string" else frozenset([kind])
-            yield from pass_text_value(context, (_ARGUMENT_END,), types, _VALUES, parameters)
-            separator = ", "
-    except TruncatedError:
-        raise
-    except MalformedError:
-        reader.rewind()
-        writer.arguments("}")
-        raise
-    writer.arguments("}")
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.next_is(_CALL_END)):
+            return
+        yield from reader.expect(_ARGUMENT)
+        attributes = yield from _attributes(reader)
+        key = attributes.get("key", "")
+        parameters.keys.add(key)
+        writer.arguments(f'{separator}"{string_inside(key)}": ')
+        kind = attributes.get("type", "string")
+        types = TEXT if kind == "string" else frozenset([kind])
+        yield from pass_text_value(context, (_ARGUMENT_END,), types, _VALUES, parameters)
+        separator = ", "
 
 
 def _attributes(reader: Reader) -> Steps[dict[str, str]]:

@@ -15,6 +15,7 @@ from mlx_parallm.parsing.families.text_values import (
     ValueMarkup,
     expect_parameters,
     pass_text_value,
+    write_object,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import decode, encode, string_inside
@@ -57,16 +58,8 @@ def _call(context: ReadContext) -> Steps[None]:
         yield from expect_parameters(reader, _VALUES)
     writer.begin_call(name["name"])
     if not is_closed:
-        writer.arguments("{")
-        try:
-            yield from _parameters(context, Parameters(context.tool(name["name"])))
-        except TruncatedError:
-            raise
-        except MalformedError:
-            reader.rewind()
-            writer.arguments("}")
-            raise
-        writer.arguments("}")
+        members = _parameters(context, Parameters(context.tool(name["name"])))
+        yield from write_object(context, members)
     writer.end_call()
 
 

@@ -68,6 +68,28 @@ def expect_parameters(reader: Reader, markup: ValueMarkup) -> Steps[None]:
             raise
 
 
+def write_object(context: ReadContext, members: Steps[None]) -> Steps[None]:
+    """Write the arguments' braces around the members that `members` reads and writes.
+
+    Malformed members leave a closed object, and the reader where the last one began; an object
+    whose text ends stays open, as its arguments did.
+
+    Raises:
+        MalformedError: `members` raised it.
+        TruncatedError: `members` raised it.
+    """
+    context.writer.arguments("{")
+    try:
+        yield from members
+    except TruncatedError:
+        raise
+    except MalformedError:
+        context.reader.rewind()
+        context.writer.arguments("}")
+        raise
+    context.writer.arguments("}")
+
+
 def pass_text_value(
     context: ReadContext,
     ends: Sequence[str],

@@ -21,10 +21,11 @@ from mlx_parallm.parsing.families.text_values import (
     ValueMarkup,
     expect_parameters,
     pass_text_value,
+    write_object,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import string_inside
-from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _HEADER = re.compile(
@@ -112,17 +113,8 @@ def _call(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
         return
     yield from expect_parameters(reader, syntax.values)
     writer.begin_call(name)
-    writer.arguments("{")
-    try:
-        yield from _parameters(context, syntax, Parameters(context.tool(name)))
-    except TruncatedError:
-        raise
-    except MalformedError:
-        reader.rewind()
-        writer.arguments("}")
-        raise
-    yield from reader.accept(syntax.call_end)
-    writer.arguments("}")
+    members = _parameters(context, syntax, Parameters(context.tool(name)))
+    yield from write_object(context, members)
     writer.end_call()
 
 
@@ -132,6 +124,7 @@ def _parameters(context: ReadContext, syntax: XmlSyntax, parameters: Parameters)
     while True:
         yield from reader.skip_space()
         if (yield from reader.next_is(*syntax.ends)):
+            yield from reader.accept(syntax.call_end)
             return
         yield from reader.expect(syntax.parameter)
         key, rest = yield from _header(reader)
