@@ -15,6 +15,7 @@ from mlx_parallm.parsing.families.text_values import (
     ValueMarkup,
     expect_parameters,
     pass_text_value,
+    read_calls_of_section,
     write_object,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
@@ -37,11 +38,7 @@ _NESTED = frozenset(["array", "object"])
 def _calls(context: ReadContext) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.expect(_SECTION)
-    while True:
-        yield from reader.skip_space()
-        if writer.calls and not (yield from reader.next_is(_CALL)):
-            break
-        yield from _call(context)
+    yield from read_calls_of_section(context, _CALL, _call)
     if (yield from reader.accept(_SECTION_END)):
         writer.end_section()
 

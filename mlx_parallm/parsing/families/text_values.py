@@ -68,11 +68,26 @@ def expect_parameters(reader: Reader, markup: ValueMarkup) -> Steps[None]:
             raise
 
 
+def read_calls_of_section(
+    context: ReadContext, tag: str, read_call: Callable[[ReadContext], Steps[None]]
+) -> Steps[None]:
+    """Read the first call, and each further one that begins with `tag`.
+
+    Raises:
+        MalformedError: there is no first call, or one is broken.
+    """
+    while True:
+        yield from context.reader.skip_space()
+        if context.writer.calls and not (yield from context.reader.next_is(tag)):
+            return
+        yield from read_call(context)
+
+
 def write_object(context: ReadContext, members: Steps[None]) -> Steps[None]:
     """Write the arguments' braces around the members that `members` reads and writes.
 
-    Malformed members leave a closed object, and the reader where the last one began; an object
-    whose text ends stays open, as its arguments did.
+    Malformed members leave a closed object, and the reader at the last position that it kept; the
+    object stays open if the text ends within it.
 
     Raises:
         MalformedError: `members` raised it.

@@ -21,6 +21,7 @@ from mlx_parallm.parsing.families.text_values import (
     ValueMarkup,
     expect_parameters,
     pass_text_value,
+    read_calls_of_section,
     write_object,
 )
 from mlx_parallm.parsing.formats import ReadContext, ToolFormat
@@ -94,11 +95,7 @@ def read_section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
     """
     reader, writer = context.reader, context.writer
     section = yield from reader.accept(*syntax.sections)
-    while True:
-        yield from reader.skip_space()
-        if writer.calls and not (yield from reader.next_is(syntax.call)):
-            break
-        yield from _call(context, syntax)
+    yield from read_calls_of_section(context, syntax.call, partial(_call, syntax=syntax))
     if section is not None and (yield from reader.accept(*syntax.section_ends)):
         writer.end_section()
 
