@@ -6,8 +6,9 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
+from tests.fake_mac.mac import FakeMac, pretend
 from tests.scoring_server import write_models
 from tests.server_process import ServerProcess, serving
 
@@ -77,3 +79,18 @@ def scoring_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
     """Yield a server of small models that rank, score and reward; see ``write_models``."""
     with serving(write_models(tmp_path_factory.mktemp("models"))) as server:
         yield server
+
+
+@pytest.fixture
+def fake_mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., FakeMac]:
+    """Return a function that lets this process see a ``FakeMac`` of these attributes.
+
+    It sees the one of the last call until the test ends.
+    """
+
+    def become(**attributes: Any) -> FakeMac:
+        mac = FakeMac(**attributes)
+        pretend(mac, monkeypatch, tmp_path)
+        return mac
+
+    return become

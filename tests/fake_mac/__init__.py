@@ -1,0 +1,1 @@
+"""A Mac with Apple Silicon that is none, for tests on Linux; see ``mac.py``."""
