@@ -24,8 +24,10 @@ from mlx_parallm.api.http.connection import MAX_HEAD_BYTES, BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
-# The number of bytes that come with a descriptor, little-endian.
+# The number of bytes that come with a descriptor, little-endian, or TAKEN.
 _SIZE = struct.Struct("<I")
+# TAKEN: the other end has taken the oldest descriptor that was sent to it. No size is as large.
+TAKEN = 0xFFFF_FFFF
 # READ_BYTES: bytes that are read at once.
 READ_BYTES = 1 << 18
 # NO_ROOM: a descriptor that came has no room in this process. Linux reports no error and drops the
@@ -196,7 +198,11 @@ def _path(target: bytes) -> str:
 
 
 class ConnectionPipe:
-    """One end of a pair of Unix sockets that carries connections, on an event loop."""
+    """One end of a pair of Unix sockets that carries connections, on an event loop.
+
+    A descriptor stays open here until the other end acknowledges it: macOS may collect one that is
+    only on its way and in no process.
+    """
 
     def __init__(
         self,
@@ -222,6 +228,8 @@ class ConnectionPipe:
         self._loop = asyncio.get_running_loop()
         # What is still to be sent: the descriptor goes with the first byte.
         self._unsent: deque[tuple[socket.socket | None, memoryview]] = deque()
+        # What was sent and is not acknowledged, in the order of sending.
+        self._on_their_way: deque[socket.socket] = deque()
         self._head = b""
         self._arriving: socket.socket | None = None
         self._body = bytearray()
@@ -234,9 +242,7 @@ class ConnectionPipe:
         if self._is_closed:
             connection.close()
             return
-        self._unsent.append((connection, memoryview(_SIZE.pack(len(head)) + head)))
-        if len(self._unsent) == 1:
-            self._flush()
+        self._queue(connection, _SIZE.pack(len(head)) + head)
 
     def close(self) -> None:
         """Close the pair, and the connections that have not been sent."""
@@ -250,8 +256,16 @@ class ConnectionPipe:
             if connection is not None:
                 connection.close()
         self._unsent.clear()
+        for connection in self._on_their_way:
+            connection.close()
+        self._on_their_way.clear()
         if self._arriving is not None:
             self._arriving.close()
+
+    def _queue(self, connection: socket.socket | None, data: bytes) -> None:
+        self._unsent.append((connection, memoryview(data)))
+        if len(self._unsent) == 1:
+            self._flush()
 
     def _flush(self) -> None:
         if self._is_closed:
@@ -263,7 +277,7 @@ class ConnectionPipe:
                     sent = self._end.send(data)
                 else:
                     sent = socket.send_fds(self._end, [data], [connection.fileno()])
-                    connection.close()
+                    self._on_their_way.append(connection)
                 if sent < len(data):
                     self._unsent[0] = None, data[sent:]
                 else:
@@ -297,8 +311,9 @@ class ConnectionPipe:
             self._body += _some(self._end.recv(min(self._size - len(self._body), READ_BYTES)))
         if self._size == len(self._body):
             connection, body = self._arriving, bytes(self._body)
-            self._head, self._size, self._arriving = b"", None, None
+            self._size, self._arriving = None, None
             self._body = bytearray()
+            self._queue(None, _SIZE.pack(TAKEN))
             if connection is None:
                 logger.warning("a connection is closed: this process has no descriptor left for it")
                 self._on_dropped()
@@ -318,7 +333,12 @@ class ConnectionPipe:
             self._arriving = socket.socket(fileno=descriptors[0])
         self._head += _some(data)
         if len(self._head) == _SIZE.size:
-            self._size = _SIZE.unpack(self._head)[0]
+            size = _SIZE.unpack(self._head)[0]
+            self._head = b""
+            if size == TAKEN:
+                self._on_their_way.popleft().close()
+            else:
+                self._size = size
 
     def _lose(self) -> None:
         if not self._is_closed:

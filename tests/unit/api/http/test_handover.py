@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.api.http import handover
 from mlx_parallm.api.http.connection import MAX_HEAD_BYTES
-from mlx_parallm.api.http.handover import ConnectionPipe, request_line
+from mlx_parallm.api.http.handover import TAKEN, ConnectionPipe, request_line
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.config import ServerConfig
 
@@ -92,6 +92,49 @@ async def test_connections_arrive_in_order_with_what_was_read(
     await lost.wait()
 
 
+async def closed(connection: socket.socket) -> None:
+    """Return once a pipe has closed a connection."""
+    while connection.fileno() != -1:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n"])
+async def test_a_descriptor_stays_open_until_the_other_end_has_it(
+    connections: list[tuple[socket.socket, socket.socket]], head: bytes
+) -> None:
+    """Keep what is only on its way: XNU may collect a descriptor that no process has."""
+    here, there = socket.socketpair()
+    with there:
+        sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+        sent = [mine for mine, _ in connections[:3]]
+        for connection in sent:
+            sender.send(connection, head)
+        for number, connection in enumerate(sent):
+            data, descriptors, _, _ = socket.recv_fds(there, 4 + len(head), 1)
+            assert data[4:] == head
+            assert connection.fileno() != -1
+            there.sendall(TAKEN.to_bytes(4, "little"))
+            await closed(connection)
+            assert all(later.fileno() != -1 for later in sent[number + 1 :])
+            with socket.socket(fileno=descriptors[0]) as arrived:
+                arrived.sendall(b"here")
+            assert connections[number][1].recv(9) == b"here"
+        sender.close()
+
+
+async def test_what_no_process_acknowledged_is_closed_with_the_pipe(
+    connections: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    here, there = socket.socketpair()
+    lost = asyncio.Event()
+    pipe = ConnectionPipe(here, lambda *_: None, lost.set)
+    pipe.send(connections[0][0], b"")
+    there.close()
+    await lost.wait()
+    assert connections[0][0].fileno() == -1
+    assert connections[0][1].recv(1) == b""
+
+
 async def test_what_was_not_sent_is_closed_with_the_pipe(
     connections: list[tuple[socket.socket, socket.socket]],
 ) -> None:
@@ -139,6 +182,7 @@ async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
     with no_descriptor_left():
         sender.send(first, head)
         await dropped.get()
+    await closed(first)
     assert other_of_first.recv(1) == b""
     sender.send(second, head)
     connection, read = await taken.get()
@@ -178,6 +222,7 @@ async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     await dropped.get()
     connection, head = await taken.get()
     assert head == b"second"
+    await closed(connections[0][0])
     connection.close()
     receiver.close()
     sender.close()
