@@ -86,7 +86,7 @@ class Upload:
         """
         with disk.storage_errors():
             if self._descriptor is not None:
-                os.fsync(self._descriptor)
+                disk.sync(self._descriptor)
         self._close()
 
     def abandon(self) -> None:

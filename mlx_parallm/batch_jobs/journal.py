@@ -42,6 +42,8 @@ class Journal:
             self._size = sum(len(raw) for raw, _ in _good_lines(path))
             os.ftruncate(self._descriptor, self._size)
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            # The file may be new: its name must be as durable as what is appended.
+            disk.sync_folder(path.parent)
 
     def entries(self) -> Iterator[Entry]:
         """Yield its entries, in the order they were appended."""
@@ -57,7 +59,7 @@ class Journal:
         with disk.storage_errors():
             try:
                 disk.write_all(self._descriptor, data)
-                os.fsync(self._descriptor)
+                disk.sync(self._descriptor)
             except OSError:
                 os.ftruncate(self._descriptor, self._size)
                 os.lseek(self._descriptor, self._size, os.SEEK_SET)

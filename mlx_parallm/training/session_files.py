@@ -125,6 +125,8 @@ class SessionFiles:
                 descriptor = disk.create(folder / EXAMPLES)
                 try:
                     disk.write_all(descriptor, examples)
+                    # A session that is there after a power cut has its examples.
+                    disk.sync(descriptor)
                 finally:
                     os.close(descriptor)
                 disk.replace_json(folder / STATE, state.to_json())
