@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -33,6 +35,29 @@ def check_folder(path: str) -> Path | None:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"There is no folder {path}.")
     return None
+
+
+def is_spelled(
+    name: str, root: Path, list_names: Callable[[Path], Iterable[str]] = os.listdir
+) -> bool:
+    """True if a path below a folder is spelled as the folders on it list their entries.
+
+    A file system that ignores case, or how an accent is composed, finds one folder by several
+    names, which would be several models or adapters of one content.
+
+    Args:
+        name: the path from ``root``, with slashes.
+        root: the folder.
+        list_names: returns the names in a folder.
+    """
+    folder = root
+    for part in name.split("/"):
+        names = set(list_names(folder))
+        # HFS+ lists decomposed characters, which are seldom typed.
+        if part not in names | {unicodedata.normalize("NFC", each) for each in names}:
+            return False
+        folder /= part
+    return True
 
 
 class Confinement:

@@ -21,6 +21,7 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig
 from mlx_parallm.art.errors import BackendError
 from mlx_parallm.art.serving import Address, ServedPolicy
 from mlx_parallm.art.training import Trainer, TrainJob
+from mlx_parallm.confinement import is_spelled
 
 if TYPE_CHECKING:
     from art.types import TrainResult  # pyright: ignore[reportMissingImports]
@@ -80,9 +81,19 @@ class MLXParallmBackend:
             await policy.stop()
 
     async def register(self, model: Any) -> None:
-        """Create a model's folder; ``model.register(backend)`` calls it."""
+        """Create a model's folder; ``model.register(backend)`` calls it.
+
+        Raises:
+            BackendError: on a disk that ignores case, the folder is another model's.
+        """
         model.base_path = str(self._path)
-        self._folder(model).mkdir(parents=True, exist_ok=True)
+        folder = self._folder(model)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not is_spelled(folder.relative_to(self._path).as_posix(), self._path):
+            raise BackendError(
+                f"The folder of {model.name} is that of another model, whose name differs by case "
+                "alone; this disk cannot distinguish them. Choose another name."
+            )
 
     async def train(
         self, model: Any, trajectory_groups: Iterable[Any], **options: Any

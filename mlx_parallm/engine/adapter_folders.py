@@ -8,7 +8,7 @@ from pathlib import Path
 from mlx_parallm.adapters.folder import CONFIG_NAME, read_adapter_folder
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.confinement import Confinement, is_hub_id
+from mlx_parallm.confinement import Confinement, is_hub_id, is_spelled
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelLoadError,
@@ -93,12 +93,16 @@ class AdapterFolders:
         return None if any(folder.is_dir() for folder in folders) else path
 
     def find(self, name: str) -> Path | None:
-        """Return the folder of an adapter in the directory of named adapters; None if absent."""
+        """Return the folder of an adapter in the directory of named adapters; None if absent.
+
+        An adapter has one name: on a disk that ignores case, others find its folder too.
+        """
         if self._named is None or not name or "\0" in name or len(name) > MAX_NAME:
             return None
         folder = (self._named / name).resolve()
         is_inside = folder != self._named and folder.is_relative_to(self._named)
-        return folder if is_inside and (folder / CONFIG_NAME).is_file() else None
+        is_there = is_inside and (folder / CONFIG_NAME).is_file()
+        return folder if is_there and is_spelled(name, self._named) else None
 
     async def _download(self, repo: str) -> Path:
         # Downloads run one at a time, because each occupies a thread.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.confinement import Confinement, is_hub_id
+from mlx_parallm.confinement import Confinement, is_hub_id, is_spelled
 from mlx_parallm.types.errors import InvalidRequestError
 
 
@@ -86,3 +86,27 @@ def test_hub_ids_match_a_pattern_and_are_not_endless() -> None:
     assert not confinement.allows_repo("bert")
     assert confinement.allows_repo("bert", with_owner=False)
     assert not confinement.allows_repo("org/" + "x" * 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("inside", True),
+        ("in", True),
+        ("inside/deep", True),
+        ("Inside", False),
+        ("inside/Deep", False),
+        ("absent", False),
+        ("", False),
+        ("./inside", False),
+        ("inside/", False),
+        ("inside/../inside", False),
+        ("caf\u00e9", True),
+        ("cafe\u0301", True),
+        ("Caf\u00e9", False),
+    ],
+)
+def test_a_folder_has_the_name_that_is_listed(root: Path, name: str, is_own: bool) -> None:
+    (root / "inside" / "deep").mkdir()
+    (root / "cafe\u0301").mkdir()
+    assert is_spelled(name, root) is is_own

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from mlx_parallm.art import (
     ServerStartError,
     UnservedStepError,
     WeightSync,
+    backend,
 )
 from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
 from mlx_parallm.art.server import ManagedServer
 from mlx_parallm.art.serving import ServedPolicy
 from mlx_parallm.cli.settings import SETTINGS
+from mlx_parallm.confinement import is_spelled
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.gpus import count_cuda_devices
 
@@ -217,3 +221,20 @@ async def test_what_cannot_be_trained_has_no_server(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="judge"):
         await backend._get_step(judge)
     await backend.close()
+
+
+async def test_two_models_do_not_share_a_folder_where_case_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Register two names that a Mac's disk takes for one, which it lists as the first."""
+
+    def names_in(folder: Path) -> list[str]:
+        return [path.name.lower() for path in folder.iterdir()]
+
+    monkeypatch.setattr(backend, "is_spelled", partial(is_spelled, list_names=names_in))
+    own = MLXParallmBackend(lambda job: pytest.fail("it trains nothing"), path=tmp_path)
+    for name in ("agent", "Agent"):
+        model = SimpleNamespace(name=name, project="p", _storage_name=lambda name=name: name)
+        refusal = pytest.raises(BackendError, match="differs by case alone")
+        with contextlib.nullcontext() if name == "agent" else refusal:
+            await own.register(model)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mlx_parallm.adapters.folder import CONFIG_NAME
 from mlx_parallm.config import AdapterConfig
+from mlx_parallm.confinement import is_spelled
+from mlx_parallm.engine import adapter_folders
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
@@ -56,3 +62,21 @@ def test_a_refused_id_is_told_the_setting(tmp_path: Path, has_root: bool) -> Non
     with pytest.raises(error) as refusal:
         folders.resolve("org/name", param="weight_dir")
     assert "hub" not in str(refusal.value)
+
+
+def test_an_adapter_has_one_name_where_case_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Find a folder by each of two names, as a Mac's disk does, which lists it as the first."""
+    listed = {"SQL": "sql"}
+
+    def names_in(folder: Path) -> Iterable[str]:
+        return [listed.get(name, name) for name in os.listdir(folder)]
+
+    monkeypatch.setattr(adapter_folders, "is_spelled", partial(is_spelled, list_names=names_in))
+    for name in ("sql", "SQL"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / CONFIG_NAME).touch()
+    folders = AdapterFolders(AdapterConfig(directory=str(tmp_path)))
+    assert folders.find("sql") == tmp_path / "sql"
+    assert folders.find("SQL") is None
