@@ -200,7 +200,7 @@ async def serve(engine: AsyncEngine, config: EngineConfig, profile: Path | None)
         server = EngineServer(engine, ServerConfig(), max_waiting, bound_to="127.0.0.1")
         if profiler is not None:
             profiler.enable()
-        status = await server.run(listener)
+        status = await server.run([listener])
     if profiler is not None and profile is not None:
         profiler.disable()
         profiler.dump_stats(profile)

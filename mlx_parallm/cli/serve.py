@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -80,7 +81,7 @@ def follow(engine_config: EngineConfig) -> int:
 def serve(
     engine_config: EngineConfig,
     server_config: ServerConfig,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     *,
     has_launcher: bool = False,
 ) -> int:
@@ -89,7 +90,7 @@ def serve(
     Args:
         engine_config: what is served.
         server_config: how.
-        listener: is bound to the address; it is closed in the end.
+        listeners: are bound to the addresses; they are closed in the end.
         has_launcher: True if a launcher of ranks waits for this process.
 
     Returns:
@@ -102,8 +103,11 @@ def serve(
     take_over_handlers()
     server_config = with_engine_count(server_config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with listener:
-        host, port = listener.getsockname()[:2]
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        addresses = [listener.getsockname()[:2] for listener in listeners]
+        host = widest_host([host for host, _ in addresses])
         warn_if_exposed(server_config, host)
         engine = open_engine(engine_config, server_config)
         engine.start()
@@ -112,13 +116,19 @@ def serve(
             engine, server_config, max_waiting, bound_to=host, has_launcher=has_launcher
         )
         logger.info(
-            "serving %s on http://%s:%d",
+            "serving %s on %s",
             ", ".join(name for status in engine.statuses() for name in status.names),
-            f"[{host}]" if ":" in host else host,
-            port,
+            " and ".join(
+                f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in addresses
+            ),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(server.run(listener))
+            return runner.run(server.run(listeners))
+
+
+def widest_host(hosts: Sequence[str]) -> str:
+    """Return the address of a server's sockets that most others reach: no loopback, if any is."""
+    return next((host for host in hosts if not is_loopback(host)), hosts[0])
 
 
 def warn_if_exposed(config: ServerConfig, host: str) -> None:
@@ -161,12 +171,12 @@ class EngineServer:
             else _OwnHttp(app, config)
         )
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listeners: Sequence[socket.socket]) -> int:
         """Serve until a signal, and return 0, or until the engine's death, and return 1."""
         with watching(asyncio.get_running_loop(), self._engine.steps_s):
-            return await self._serve(listener)
+            return await self._serve(listeners)
 
-    async def _serve(self, listener: socket.socket) -> int:
+    async def _serve(self, listeners: Sequence[socket.socket]) -> int:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
@@ -175,7 +185,7 @@ class EngineServer:
         threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
         if self._has_launcher:
             threading.Thread(target=self._watch_launcher, args=(loop,), daemon=True).start()
-        await self._http.run(listener)
+        await self._http.run(listeners)
         if self._ending is not None:
             await asyncio.wait([self._ending])
         status = int(self._engine.ended.is_set())
@@ -266,9 +276,9 @@ class _OwnHttp:
         protocol = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
         self.uvicorn = UvicornServer(uvicorn_config(app, config, protocol))
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, listeners: Sequence[socket.socket]) -> None:
         """Serve until ``uvicorn.should_exit``."""
-        await self.uvicorn.serve(sockets=[listener])
+        await self.uvicorn.serve(sockets=list(listeners))
 
 
 class _SharedHttp(_OwnHttp):
@@ -303,18 +313,20 @@ class _SharedHttp(_OwnHttp):
         self.uvicorn = self._connections.uvicorn
         self._is_listening = True
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, listeners: Sequence[socket.socket]) -> None:
         """Serve until ``uvicorn.should_exit``."""
         loop = asyncio.get_running_loop()
         serving = loop.create_task(self._connections.run())
         await self._processes.start()
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-        loop.add_reader(listener, self._accept, listener)
+        for listener in listeners:
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            loop.add_reader(listener, self._accept, listener)
         await serving
         self._is_listening = False
-        loop.remove_reader(listener)
-        listener.close()
+        for listener in listeners:
+            loop.remove_reader(listener)
+            listener.close()
         await self._processes.stop(0 if self.uvicorn.force_exit else STOP_TIMEOUT_S)
 
     def _accept(self, listener: socket.socket) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_parallm.api.http.listener import bind, inherit
+from mlx_parallm.api.http.listener import bind_all, inherit
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     has_launcher = engine_config.ranks.size > 1 and is_open_pipe(LAUNCHER)
     if engine_config.ranks.rank > 0:
         return importlib.import_module(SERVER).follow(engine_config)
-    listener = open_listener(server_config)
+    listeners = open_listeners(server_config)
     return importlib.import_module(SERVER).serve(
-        engine_config, server_config, listener, has_launcher=has_launcher
+        engine_config, server_config, listeners, has_launcher=has_launcher
     )
 
 
@@ -67,8 +67,8 @@ def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
     return str(home / "mlx_parallm")
 
 
-def open_listener(config: ServerConfig) -> socket.socket:
-    """Return the bound socket to serve on; raise ConfigError if it cannot be had."""
+def open_listeners(config: ServerConfig) -> list[socket.socket]:
+    """Return the bound sockets to serve on; raise ConfigError if they cannot be had."""
     if config.fd is not None:
-        return inherit(config.fd)
-    return bind(config.host, config.port)
+        return [inherit(config.fd)]
+    return bind_all(config.host, config.port)

@@ -281,7 +281,8 @@ SETTINGS: tuple[Setting, ...] = (
              "See docs/speculation.md.",
              metavar="JSON"),
     _setting("host", "server.host", values.text, ADDRESS,
-             "address to listen on; 0.0.0.0 for every IPv4 interface."),
+             "address to listen on, or a name for all of its addresses; localhost is 127.0.0.1 and "
+             "::1, 0.0.0.0 is every IPv4 interface."),
     _setting("port", "server.port", values.integer(0, 65535), ADDRESS,
              "port to listen on; 0 takes a free one."),
     _setting("fd", "server.fd", values.integer(0), ADDRESS,
