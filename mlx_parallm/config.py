@@ -80,8 +80,8 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens per block.
-        memory_fraction: share of the free memory that KV of all models together may take; on the
-            CPU no more than the weights take, or 1 GiB, because a pool is filled at start there.
+        memory_fraction: share of the free memory that KV of all models together may take, within
+            the device's own bound (``generation.kv_cache.budget.most_bytes``).
         kv_cache_dtype: one of ``KV_CACHE_DTYPES``. "auto" keeps KV in the model's dtype; the others
             quantise it to 8 or 4 bits, with a scale and a minimum per group of 64 elements.
         kv_cache_bytes: bytes of KV of all models together, allocated exactly or refused; overrides
@@ -96,6 +96,23 @@ class CacheConfig:
     kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
+    num_engines: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Limits of MLX's allocator, for all engines of a device together.
+
+    Attributes:
+        mlx_cache_bytes: most bytes of freed memory that MLX keeps for new arrays; None: on a Mac's
+            GPU a small part of its memory, elsewhere MLX's own limit.
+        wired_bytes: bytes of arrays that macOS keeps in memory whatever other programs need; 0: it
+            may compress and swap all of them.
+        num_engines: how many engines divide the device's memory.
+    """
+
+    mlx_cache_bytes: int | None = None
+    wired_bytes: int = 0
     num_engines: int = 1
 
 
@@ -282,6 +299,7 @@ class EngineConfig:
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     encoders: EncoderConfig = field(default_factory=EncoderConfig)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 #: ``MODEL``: the setting of ``MODELS_ARGUMENT``, the positional arguments.
 MODEL = "model"
 MODELS_ARGUMENT = "models"
+#: ``ENGINE_PARTS``: the parts of the configuration that are fields of ``EngineConfig``.
+ENGINE_PARTS = ("adapters", "loading", "ranks", "cache", "memory", "encoders", "scheduler")
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 ORDER = (
     "Flags override environment variables, which override the file, which overrides the defaults."
@@ -198,12 +200,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         parts["cache"]["kv_cache_dtype"] = kv_cache_dtype.shared
     engine = EngineConfig(
         models=_models(parts["model"], kv_cache_dtype),
-        adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
-        loading=type(DEFAULTS["loading"])(**parts["loading"]),
-        ranks=type(DEFAULTS["ranks"])(**parts["ranks"]),
-        cache=type(DEFAULTS["cache"])(**parts["cache"]),
-        encoders=type(DEFAULTS["encoders"])(**parts["encoders"]),
-        scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),
+        **{part: type(DEFAULTS[part])(**parts[part]) for part in ENGINE_PARTS},
         **parts["engine"],
     )
     return engine, server

@@ -17,6 +17,7 @@ from mlx_parallm.config import (
     EngineConfig,
     LoadingConfig,
     MediaLimits,
+    MemoryConfig,
     ModelConfig,
     RanksConfig,
     SchedulerConfig,
@@ -113,6 +114,7 @@ class Setting:
 DEFAULTS: dict[str, Any] = {
     "model": ModelConfig(),
     "cache": CacheConfig(),
+    "memory": MemoryConfig(),
     "scheduler": SchedulerConfig(),
     "adapters": AdapterConfig(),
     "encoders": EncoderConfig(),
@@ -225,14 +227,24 @@ SETTINGS: tuple[Setting, ...] = (
              "largest rank of an adapter.", metavar="N"),
     _setting(
         "kv-memory-fraction", "cache.memory_fraction", values.number(0, 1, above=True), MEMORY,
-        "share of the free memory that the KV of all models together may take; on the CPU no "
-        "more than the weights take, or 1 GiB.",
+        "share of the free memory that the KV of all models together may take. On the CPU it is no "
+        "more than the weights take, or 1 GiB. On a Mac it is no more than a quarter of the "
+        "memory that no program uses and 16 times the weights, or 1 GiB.",
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
              "size of the KV of all models together, such as 8GiB; it overrides the share. "
              "Exactly this much is allocated, and the start fails if it is not free. Blocks that "
              "sequences cannot use hold cached prefixes. See docs/memory.md.", metavar="SIZE"),
+    _setting("mlx-cache-bytes", "memory.mlx_cache_bytes", values.size_or_none, MEMORY,
+             "most freed memory that MLX keeps for new arrays, such as 1GiB; 0 keeps none. If not "
+             "given: on a Mac 5% of the memory that Metal recommends, from 256 MiB to 2 GiB; "
+             "elsewhere MLX's own limit. Engines of one device divide it.", metavar="SIZE"),
+    _setting("wired-memory-bytes", "memory.wired_bytes", values.size_or_none, MEMORY,
+             "on a Mac, size of the arrays that macOS must not compress or swap, such as 8GiB; at "
+             "most the memory less 35% of it, or less 8 GiB if that is more. Kernel panics were "
+             "reported with such memory, and none without: see docs/memory.md. 0 wires none.",
+             metavar="SIZE"),
     _setting(
         "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
         "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits. With several "

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig
+from mlx_parallm.config import EngineConfig, MemoryConfig, ModelConfig, RanksConfig
 from mlx_parallm.engine.build import model_names
 from mlx_parallm.types.json_values import is_mapping, is_sequence
 from mlx_parallm.worker.device.properties import backend_name
@@ -30,7 +30,9 @@ def process_facts(config: EngineConfig) -> dict[str, str]:
     facts |= {f"version of {name}": _version(name) for name in PACKAGES}
     models = tuple(_named(model) for model in config.models)
     ranks = RanksConfig(size=config.ranks.size, backend=config.ranks.backend)
-    shared = replace(config, models=models, ranks=ranks, kernel_cache_dir=None)
+    shared = replace(
+        config, models=models, ranks=ranks, memory=MemoryConfig(), kernel_cache_dir=None
+    )
     return facts | dict(_flat("setting", asdict(shared)))
 
 

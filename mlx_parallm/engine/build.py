@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +25,25 @@ from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.worker.device.allocator import limit_allocator
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
-from mlx_parallm.worker.device.properties import active_memory_bytes, log_blas
+from mlx_parallm.worker.device.properties import active_memory_bytes, cache_memory_bytes, log_blas
 from mlx_parallm.worker.worker import Worker
+
+# MEMORY_GAUGES: the names, descriptions and sources of the metrics of MLX's memory.
+MEMORY_GAUGES: tuple[tuple[str, str, Callable[[], int]], ...] = (
+    (
+        "mlx_parallm:active_memory_bytes",
+        "Memory of the arrays that MLX holds, in the engine's process.",
+        active_memory_bytes,
+    ),
+    (
+        "mlx_parallm:mlx_cache_memory_bytes",
+        "Memory of freed arrays that MLX keeps for new ones, in the engine's process.",
+        cache_memory_bytes,
+    ),
+)
 
 
 def build_models(
@@ -55,7 +70,7 @@ def build_models(
         ConfigError: two models have the same name, or the memory is too small.
         ModelLoadError: a model could not be fetched or loaded.
     """
-    families.of(_memory_in_use)
+    families.of(_declare_memory)
     for kind in kinds:
         kind.declare(families)
         kind.install(worker)
@@ -69,15 +84,10 @@ def build_models(
         ]
 
 
-def _memory_in_use(registry: CollectorRegistry) -> Gauge:
-    """Declare the memory of arrays, which is read at each scrape."""
-    gauge = Gauge(
-        "mlx_parallm:active_memory_bytes",
-        "Memory of the arrays that MLX holds, in the engine's process.",
-        registry=registry,
-    )
-    gauge.set_function(active_memory_bytes)
-    return gauge
+def _declare_memory(registry: CollectorRegistry) -> None:
+    """Declare the memory that MLX holds, which is read at each scrape."""
+    for name, text, read in MEMORY_GAUGES:
+        Gauge(name, text, registry=registry).set_function(read)
 
 
 def _build(
@@ -121,11 +131,12 @@ def loading(config: EngineConfig, on_progress: TellProgress) -> Generator[Engine
     """Prepare the process to load models; yield the configuration with all their names.
 
     Raises:
-        ConfigError: two models have the same name.
+        ConfigError: two models have the same name, or memory cannot be wired as configured.
     """
     check_names(config.models)
     log_blas()
     keep_freed_memory()
+    limit_allocator(config.memory)
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))
 

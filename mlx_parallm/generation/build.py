@@ -27,7 +27,7 @@ from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.generation.kind import GenerationKind
-from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics, GenerationFamilies
 from mlx_parallm.generation.model import GenerationModel
@@ -50,6 +50,7 @@ from mlx_parallm.types.step import (
     StepInFlight,
 )
 from mlx_parallm.units import readable_bytes
+from mlx_parallm.worker.device.memory_limits import host_free_bytes
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.memory import learned_positions
@@ -74,9 +75,6 @@ logger = logging.getLogger(__name__)
 
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
-# CPU_KV_BYTES: least KV memory on the CPU; models with more weights get as much as those take.
-CPU_KV_BYTES = 1 << 30
-
 # STEP_BYTES: free memory that the KV pool leaves for the arrays of a step.
 STEP_BYTES = 256 << 20
 
@@ -251,37 +249,42 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig, worker: Worker) ->
     Raises:
         ConfigError: so much is not free.
     """
+    free = _free_bytes(worker, cache.num_engines)
     if cache.kv_cache_bytes is not None:
-        return _free_for_kv(cache.kv_cache_bytes, worker) if models else 0
-    total = sum(loaded.kv.wanted_bytes for loaded in models)
-    free = _free_bytes(worker)
-    budget = total if free is None else min(total, int(free * cache.memory_fraction))
-    if backend_name() == "cpu":
-        # A pool on the CPU takes its memory, and the time to fill it, at the start.
-        budget = min(budget, max(CPU_KV_BYTES, sum(loaded.weight_bytes for loaded in models)))
-    return budget
+        return _configured_bytes(cache, free) if models else 0
+    weights = sum(loaded.weight_bytes for loaded in models)
+    unused = min((each for each in (free, host_free_bytes()) if each is not None), default=None)
+    bounds = [
+        sum(loaded.kv.wanted_bytes for loaded in models),
+        None if free is None else int(free * cache.memory_fraction),
+        most_bytes(backend_name(), weights, unused, cache.num_engines),
+    ]
+    return min(bound for bound in bounds if bound is not None)
 
 
-def _free_for_kv(num_bytes: int, worker: Worker) -> int:
+def _configured_bytes(cache: CacheConfig, free: int | None) -> int:
     """Return the configured number of bytes.
 
     Raises:
         ConfigError: so much is not free.
     """
-    free = _free_bytes(worker)
-    if free is not None and num_bytes + STEP_BYTES > free:
+    num_bytes = cache.kv_cache_bytes
+    assert num_bytes is not None
+    # Metal recommends one size for all engines; elsewhere the system says what others have taken.
+    others = num_bytes * (cache.num_engines - 1) if backend_name() == "metal" else 0
+    if free is not None and num_bytes + others + STEP_BYTES > free:
         raise ConfigError(
-            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}; only "
+            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes + others)}; only "
             f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
         )
     return num_bytes
 
 
-def _free_bytes(worker: Worker) -> int | None:
+def _free_bytes(worker: Worker, num_engines: int = 1) -> int | None:
     """Return the bytes that models may still take on each device of a worker; None if unknown."""
     # Memory that loading took and no longer needs would count as taken.
     give_back_memory()
-    return worker.least_free(free_memory_bytes())
+    return worker.least_free(free_memory_bytes(num_engines))
 
 
 def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:

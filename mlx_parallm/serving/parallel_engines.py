@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
+from mlx_parallm.config import AUTO, EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
@@ -46,7 +45,7 @@ def parallel_life(
     ask = SharedAsk()
     lives = [
         RemoteLife(
-            replace(config, cache=share_of(config.cache, shared[rank])),
+            share_of(config, shared[rank]),
             command,
             on_progress if rank == 0 else _ignore,
             {VISIBLE: devices[rank]} if devices else thread_share(os.environ, count),
@@ -56,7 +55,7 @@ def parallel_life(
         for rank in range(count)
     ]
     make_router = partial(Router, count, max_num_seqs=config.scheduler.max_num_seqs)
-    free = _unknown if devices else shared_free_bytes
+    free = _unknown if devices else host_free_bytes
     return ParallelLife(lives, make_router, ask=ask, seed=config.seed, read_free_bytes=free)
 
 
@@ -92,25 +91,17 @@ def engine_count(size: int, environment: Mapping[str, str]) -> int:
     return 1 if has_rank(environment) else max(1, len(visible_devices(environment)))
 
 
-def share_of(cache: CacheConfig, num_engines: int) -> CacheConfig:
-    """Return the KV memory of one of several engines on the same device."""
-    num_bytes = cache.kv_cache_bytes
-    return replace(
+def share_of(config: EngineConfig, num_engines: int) -> EngineConfig:
+    """Return the settings of one of several engines on the same device, which divide its memory."""
+    cache, num_bytes = config.cache, config.cache.kv_cache_bytes
+    share = replace(
         cache,
         kv_cache_bytes=None if num_bytes is None else num_bytes // num_engines,
         memory_fraction=cache.memory_fraction / num_engines,
         num_engines=num_engines,
     )
-
-
-def shared_free_bytes() -> int | None:
-    """Return how much memory engines on the CPU or on a Mac's GPU may still take together.
-
-    macOS does not say what is free, so all memory counts there.
-    """
-    if sys.platform == "darwin":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host_free_bytes()
+    memory = replace(config.memory, num_engines=num_engines)
+    return replace(config, cache=share, memory=memory)
 
 
 def thread_share(environment: Mapping[str, str], num_engines: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fake_mac", description=__doc__)
     parser.add_argument("--memory-gb", type=int, default=16)
+    parser.add_argument("--held-gb", type=float, default=4.0)
     parser.add_argument("--rejects", help="kernels that do not compile: a pattern, '' for all")
     parser.add_argument("--wrong", help="kernels that return zeros: a pattern, '' for all")
     parser.add_argument("--broken-by", help="while this file exists, all launches fail")

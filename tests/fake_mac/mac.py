@@ -25,6 +25,8 @@ from tests.kernels.shim_language import MetalShim
 GIB = 1 << 30
 #: ``WORKING_SETS``: the GiB that Metal recommends at most, by the GiB of memory.
 WORKING_SETS = {8: 5.33, 16: 10.67, 32: 21.33, 64: 48.0, 128: 96.0}
+#: ``PAGE``: the bytes of a page of memory.
+PAGE = 16384
 #: ``ALL``: matches the name of every kernel.
 ALL = ""
 #: ``REJECTION``: MLX's error for a kernel that Metal's compiler rejects.
@@ -42,6 +44,7 @@ class FakeMac:
 
     Attributes:
         memory_gb: its memory in GiB, a key of ``WORKING_SETS``.
+        held_gb: what all programs hold of it, in GiB.
         rejects: kernels that its compiler rejects; None for none.
         wrong: kernels that do nothing, and return zeros; None for none.
         broken_by: while this file exists, every launch fails as a rejected kernel does.
@@ -50,6 +53,7 @@ class FakeMac:
     """
 
     memory_gb: int = 16
+    held_gb: float = 4.0
     rejects: str | None = None
     wrong: str | None = None
     broken_by: str | None = None
@@ -71,6 +75,33 @@ class FakeMac:
             "memory_size": self.memory_gb * GIB,
             "resource_limit": 499000,
         }
+
+    def vm_stat(self) -> str:
+        """Return what the command of this name prints: half of what is not held are free pages."""
+        held, free = (int(size * GIB) // PAGE for size in (self.held_gb, self.unused_gb / 2))
+        counts = {
+            "Pages free": free,
+            "Pages active": held // 2,
+            "Pages inactive": held // 4 + free,
+            "Pages speculative": 946,
+            "Pages throttled": 0,
+            "Pages wired down": held // 4,
+            "Pages purgeable": 0,
+            '"Translation faults"': 3191714332,
+            "Pages copy-on-write": 107374182,
+            "File-backed pages": free,
+            "Anonymous pages": held // 2,
+            "Pages stored in compressor": held // 2,
+            "Pages occupied by compressor": held // 4,
+            "Swapouts": 125820,
+        }
+        lines = [f"{name + ':':<30}{count:>12}." for name, count in counts.items()]
+        return f"Mach Virtual Memory Statistics: (page size of {PAGE} bytes)\n" + "\n".join(lines)
+
+    @property
+    def unused_gb(self) -> float:
+        """Return the GiB that no program holds."""
+        return self.memory_gb - self.held_gb
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -147,7 +178,7 @@ def pretend(mac: FakeMac, patch: pytest.MonkeyPatch, folder: Path) -> None:
     proxies: Any = types.ModuleType("_scproxy")
     proxies._get_proxies = proxies._get_proxy_settings = dict
     patch.setitem(sys.modules, "_scproxy", proxies)
-    for name, output in mac.outputs.items():
+    for name, output in ({"vm_stat": mac.vm_stat()} | dict(mac.outputs)).items():
         _write_command(folder / name, output)
     patch.setenv("PATH", str(folder), prepend=":")
 

@@ -13,6 +13,13 @@ from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
 
+# LEAST_BYTES: the bound on KV memory of small models, in bytes; also of large ones on a busy Mac,
+# which can compress what other programs hold.
+LEAST_BYTES = 1 << 30
+# UNUSED_SHARE, MOST_WEIGHTS: on a Mac, KV takes at most such a part of the memory that no program
+# uses, and so many times the weights.
+UNUSED_SHARE, MOST_WEIGHTS = 4, 16
+
 
 @dataclass(frozen=True, slots=True)
 class KVShare:
@@ -55,6 +62,30 @@ class KVShare:
             f"{self.num_contexts:,.1f} contexts of {self.context:,} tokens"
         )
         return f"{said} (cut from {self.plan.max_model_len:,})" if self.is_cut else said
+
+
+def most_bytes(
+    backend: str, weight_bytes: int, unused_bytes: int | None, num_engines: int = 1
+) -> int | None:
+    """Return the most bytes of KV that suit a device, whatever is free; None if it has no bound.
+
+    A pool takes its memory at the start, where the device's memory is that of the machine: the CPU
+    fills it, and a Mac lacks it for other programs.
+
+    Args:
+        backend: "cpu", "metal" or "cuda".
+        weight_bytes: the size of all weights.
+        unused_bytes: memory that no program uses; None if unknown.
+        num_engines: how many engines divide the device's memory.
+    """
+    if backend == "cuda":
+        return None
+    if backend == "cpu":
+        return max(LEAST_BYTES, weight_bytes)
+    bound = MOST_WEIGHTS * weight_bytes
+    if unused_bytes is not None:
+        bound = min(bound, unused_bytes // UNUSED_SHARE // num_engines)
+    return max(LEAST_BYTES, bound)
 
 
 def share_budget(plans: Sequence[KVPlan], budget: int, num_engines: int = 1) -> list[int]:

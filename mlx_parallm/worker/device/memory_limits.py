@@ -5,12 +5,19 @@ from __future__ import annotations
 import mmap
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.units import readable_bytes
+
+# _AVAILABLE: the counters of ``vm_stat`` whose pages can be handed out without compressing others.
+_AVAILABLE = ("Pages free", "File-backed pages", "Pages purgeable")
+# VM_STAT_TIMEOUT_S: a command that takes longer says nothing.
+VM_STAT_TIMEOUT_S = 10.0
 
 
 class _Controller(NamedTuple):
@@ -31,14 +38,40 @@ _VERSION_1 = _Controller(
 def host_free_bytes() -> int | None:
     """Return the bytes of the machine's memory that this process may still take; None if unknown.
 
-    They are known on Linux.
+    They are known on Linux and macOS. All that other programs hold is taken, even if macOS could
+    compress it.
     """
+    if sys.platform == "darwin":
+        return _mac_free_bytes()
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
     match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     limits = (int(match[1]) * 1024 if match else None, bytes_within_limits())
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def available_in(statistics: str) -> int | None:
+    """Return the bytes that macOS can hand out at once; None if they cannot be read.
+
+    They are free pages, pages of files, which can be read again, and pages that programs have
+    marked as purgeable, which are not pages of files. ``statistics`` is what ``vm_stat`` prints.
+    """
+    page_size = re.search(r"page size of (\d+) bytes", statistics)
+    counts = [re.search(rf"^{name}:\s+(\d+)", statistics, re.MULTILINE) for name in _AVAILABLE]
+    if page_size is None or None in counts:
+        return None
+    return int(page_size[1]) * sum(int(count[1]) for count in counts if count is not None)
+
+
+def _mac_free_bytes() -> int | None:
+    try:
+        done = subprocess.run(
+            ["vm_stat"], capture_output=True, text=True, check=True, timeout=VM_STAT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return available_in(done.stdout)
 
 
 def bytes_within_limits(root: Path = Path("/")) -> int | None:

@@ -111,19 +111,23 @@ def _total_memory(backend: str, info: dict[str, Any]) -> int | None:
     return None
 
 
-def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
+def _free_memory(backend: str, info: dict[str, Any], num_engines: int = 1) -> int | None:
     if backend == "metal":
         limit = info.get("max_recommended_working_set_size")
-        return int(limit) - mx.get_active_memory() if limit else None
+        return max(0, int(limit) - num_engines * mx.get_active_memory()) if limit else None
     if backend == "cuda":
         free = info.get("free_memory")
         return int(free) if free else None
     return host_free_bytes()
 
 
-def free_memory_bytes() -> int | None:
-    """Return the bytes that a model may still take on the default device; None if unknown."""
-    return _free_memory(backend_name(), dict(mx.device_info()))
+def free_memory_bytes(num_engines: int = 1) -> int | None:
+    """Return the bytes that models may still take on the default device; None if unknown.
+
+    On Metal they are what it recommends, less the arrays of ``num_engines`` processes that have as
+    many as this one. Elsewhere the system says what is free.
+    """
+    return _free_memory(backend_name(), dict(mx.device_info()), num_engines)
 
 
 def allocate(arrays: Sequence[mx.array]) -> None:
@@ -146,6 +150,11 @@ def allocate(arrays: Sequence[mx.array]) -> None:
 def active_memory_bytes() -> int:
     """Return the bytes of this process's arrays, of all threads; any thread may call it."""
     return mx.get_active_memory()
+
+
+def cache_memory_bytes() -> int:
+    """Return the bytes of freed arrays that MLX keeps for new ones; any thread may call it."""
+    return mx.get_cache_memory()
 
 
 def end_thread() -> None:

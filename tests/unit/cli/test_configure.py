@@ -31,6 +31,7 @@ COMPOSED = {
     "model.max_model_len_is_own",
     "model.kv_cache_dtype",
     "cache.num_engines",
+    "memory.num_engines",
     "server.max_picture_body_bytes",
     "media.max_pixels_in_flight",
     "media.max_fetched_bytes",
@@ -38,6 +39,7 @@ COMPOSED = {
     "engine.models",
     "engine.adapters",
     "engine.cache",
+    "engine.memory",
     "engine.scheduler",
     "engine.encoders",
     "engine.loading",
@@ -63,6 +65,7 @@ def field_of(setting: Setting, engine: EngineConfig, server: ServerConfig) -> ob
         "engine": engine,
         "encoders": engine.encoders,
         "loading": engine.loading,
+        "memory": engine.memory,
         "server": server,
     }
     return getattr(parts[setting.part], setting.field)
@@ -91,6 +94,8 @@ def test_names_aliases_and_variables_are_unique() -> None:
         (["--port", "9000"], "9000", "port: 9000", 9000),
         (["--kv-memory-fraction", "0.9"], "0.9", "kv_memory_fraction: 0.9", 0.9),
         (["--kv-cache-memory-bytes", "2GiB"], "2G", "kv-cache-memory-bytes: 2147483648", 2**31),
+        (["--mlx-cache-bytes", "0"], "0", "mlx-cache-bytes: 0", 0),
+        (["--wired-memory-bytes", "8GiB"], "8G", "wired_memory_bytes: 8589934592", 2**33),
         (["--kv-cache-dtype", "int8"], "int8", "kv-cache-dtype: int8", "int8"),
         (["--encoder-cache-size", "0"], "0", "encoder-cache-size: 0", 0),
         (["--max-body-size", "512K"], "512k", "max-body-size: 512KiB", 2**19),

@@ -14,6 +14,7 @@ import pytest
 
 from mlx_parallm.config import (
     EngineConfig,
+    MemoryConfig,
     ModelConfig,
     RanksConfig,
     SchedulerConfig,
@@ -124,6 +125,7 @@ def test_what_may_differ_between_machines_is_no_difference() -> None:
         models=(replace(CONFIG.models[0], path="/mnt/a"),),
         ranks=RanksConfig(rank=1, size=2, host="10.0.0.1", timeout_s=TIMEOUT_S),
         kernel_cache_dir="/tmp/kernels",
+        memory=MemoryConfig(mlx_cache_bytes=1, wired_bytes=2),
     )
     assert process_facts(other) == process_facts(CONFIG)
 

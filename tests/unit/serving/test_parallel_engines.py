@@ -88,10 +88,11 @@ def test_other_numbers_of_engines_are_refused(text: object) -> None:
 
 
 def test_engines_share_memory_and_threads() -> None:
-    cache = CacheConfig(kv_cache_bytes=1001, memory_fraction=0.8)
-    assert share_of(cache, 2).kv_cache_bytes == 500
-    assert share_of(cache, 2).num_engines == 2
-    assert share_of(cache, 4).memory_fraction == pytest.approx(0.2)
+    config = EngineConfig(cache=CacheConfig(kv_cache_bytes=1001, memory_fraction=0.8))
+    assert share_of(config, 2).cache.kv_cache_bytes == 500
+    assert share_of(config, 2).cache.num_engines == 2
+    assert share_of(config, 2).memory.num_engines == 2
+    assert share_of(config, 4).cache.memory_fraction == pytest.approx(0.2)
     assert "OMP_NUM_THREADS" not in thread_share({"OMP_NUM_THREADS": "3"}, 2)
 
 

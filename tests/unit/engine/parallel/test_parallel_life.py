@@ -10,7 +10,13 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    MemoryConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import BuiltModel, QueueLoad, Readiness
 from mlx_parallm.engine.local_life import Build, LocalLife
@@ -186,9 +192,13 @@ async def test_metrics_of_all_engines_can_be_read(engine: AsyncEngine) -> None:
 
 
 def test_engines_of_one_device_share_its_memory_and_threads() -> None:
-    cache = CacheConfig(kv_cache_bytes=1000, memory_fraction=0.5)
-    assert share_of(cache, 4) == CacheConfig(
-        kv_cache_bytes=250, memory_fraction=0.125, num_engines=4
+    config = EngineConfig(
+        cache=CacheConfig(kv_cache_bytes=1000, memory_fraction=0.5), memory=MemoryConfig(), seed=7
+    )
+    assert share_of(config, 4) == EngineConfig(
+        cache=CacheConfig(kv_cache_bytes=250, memory_fraction=0.125, num_engines=4),
+        memory=MemoryConfig(num_engines=4),
+        seed=7,
     )
     threads = thread_share({"OMP_NUM_THREADS": "7"}, 10_000)
     assert threads == {"OPENBLAS_NUM_THREADS": "1", "VECLIB_MAXIMUM_THREADS": "1"}

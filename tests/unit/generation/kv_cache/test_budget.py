@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.kv_cache.budget import KVShare, report_cut, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 
@@ -164,3 +164,31 @@ def test_a_refusal_names_the_engines_that_divide_the_memory() -> None:
 
 def test_no_models_share_nothing() -> None:
     assert share_budget([], 0) == []
+
+
+GIB = 1 << 30
+# WEIGHTS: of models of 0.6 and 8 billion parameters in 4 bits, in bytes.
+SMALL, LARGE = 340 << 20, 4700 << 20
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "unused", "engines", "most"),
+    [
+        ("cuda", LARGE, GIB, 1, None),
+        ("cpu", SMALL, 64 * GIB, 1, GIB),
+        ("cpu", LARGE, GIB, 1, LARGE),
+        ("metal", 5 << 20, 64 * GIB, 1, GIB),
+        ("metal", SMALL, 10 * GIB, 1, 10 * GIB // 4),
+        ("metal", SMALL, 60 * GIB, 1, 16 * SMALL),
+        ("metal", SMALL, 60 * GIB, 4, 15 * GIB // 4),
+        ("metal", LARGE, 40 * GIB, 1, 10 * GIB),
+        ("metal", LARGE, 40 * GIB, 2, 5 * GIB),
+        ("metal", LARGE, 2 * GIB, 1, GIB),
+        ("metal", LARGE, 0, 1, GIB),
+        ("metal", SMALL, None, 1, 16 * SMALL),
+    ],
+)
+def test_a_device_bounds_kv(
+    backend: str, weights: int, unused: int | None, engines: int, most: int | None
+) -> None:
+    assert most_bytes(backend, weights, unused, engines) == most

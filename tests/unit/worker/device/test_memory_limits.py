@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,9 +11,15 @@ import pytest
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.device.memory_limits import bytes_within_limits, check_mappable
+from mlx_parallm.worker.device.memory_limits import (
+    available_in,
+    bytes_within_limits,
+    check_mappable,
+    host_free_bytes,
+)
 from mlx_parallm.worker.device.properties import allocate
 from mlx_parallm.worker.generation.kv_pools import KVPools
+from tests.fake_mac.mac import FakeMac
 
 MIB = 1 << 20
 
@@ -92,3 +99,58 @@ def test_pools_that_do_not_fit_are_refused_in_words() -> None:
     backend = ReferenceAttention(1 << 20)
     with pytest.raises(OutOfMemoryError):
         KVPools(backend, [shape], 1 << 8)
+
+
+# VM_STAT: the form of macOS 10.9 and later; other lines have texts in quotes and words.
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               19455.
+Pages active:                            425314.
+Pages inactive:                          425521.
+Pages speculative:                          946.
+Pages throttled:                              0.
+Pages wired down:                        118425.
+Pages purgeable:                          23960.
+"Translation faults":                3191714332.
+Pages copy-on-write:                  107374182.
+File-backed pages:                       210001.
+Anonymous pages:                         640000.
+Pages stored in compressor:             1189972.
+Pages occupied by compressor:            545078.
+Object cache: 12 hits of 345 lookups (3% hit rate)
+Swapouts:                                125820.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "pages", "size"),
+    [
+        (VM_STAT, 19455 + 210001 + 23960, 16384),
+        (VM_STAT.replace("16384", "4096"), 19455 + 210001 + 23960, 4096),
+        (VM_STAT.replace("\n", "\r\n"), 19455 + 210001 + 23960, 16384),
+        (VM_STAT.replace("19455.", "0."), 210001 + 23960, 16384),
+    ],
+)
+def test_macos_says_what_it_can_hand_out(text: str, pages: int, size: int) -> None:
+    assert available_in(text) == pages * size
+
+
+@pytest.mark.parametrize("missing", ["Pages free", "File-backed pages", "Pages purgeable", "page"])
+def test_what_macos_does_not_say_is_unknown(missing: str) -> None:
+    assert available_in(VM_STAT.replace(missing, "Other")) is None
+    assert available_in("") is None
+
+
+def test_a_mac_has_what_no_program_holds(fake_mac: Callable[..., FakeMac]) -> None:
+    fake_mac(memory_gb=64, held_gb=10)
+    assert host_free_bytes() == 54 << 30
+
+
+@pytest.mark.parametrize("command", ["exit 1", "echo nothing"])
+def test_a_mac_that_says_nothing_has_an_unknown_size(
+    fake_mac: Callable[..., FakeMac], tmp_path: Path, command: str
+) -> None:
+    fake_mac()
+    (tmp_path / "vm_stat").write_text(f"#!/bin/sh\n{command}\n")
+    assert host_free_bytes() is None
+    (tmp_path / "vm_stat").unlink()
+    assert host_free_bytes() is None

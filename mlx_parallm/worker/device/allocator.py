@@ -1,0 +1,87 @@
+"""Limits of MLX's allocator: freed memory that it keeps, and memory that macOS keeps wired.
+
+On Metal MLX bounds neither. Freed memory would grow to 95 % of the working set that Metal
+recommends, because a buffer is used again only for arrays of nearly its size, and macOS would swap.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+
+from mlx_parallm.config import MemoryConfig
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.units import readable_bytes
+from mlx_parallm.worker.device.properties import backend_name
+
+logger = logging.getLogger(__name__)
+
+# CACHE_SHARE: part of the recommended working set that freed buffers take at most, within bounds.
+CACHE_SHARE = 20
+LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 256 << 20, 2 << 30
+# UNWIRED_BYTES, UNWIRED_PERCENT: macOS and other programs keep the larger one of these to
+# themselves; Macs with 16 GB froze when all of the working set was wired.
+UNWIRED_BYTES, UNWIRED_PERCENT = 8 << 30, 35
+
+
+def limit_allocator(config: MemoryConfig) -> None:
+    """Set the limits of this process's allocator.
+
+    Raises:
+        ConfigError: memory is to be wired on a device without such memory, or too much of it.
+    """
+    cache_bytes = _cache_bytes(config)
+    if cache_bytes is not None:
+        mx.set_cache_limit(cache_bytes)
+        logger.info("MLX keeps at most %s of freed memory", readable_bytes(cache_bytes))
+    if config.wired_bytes:
+        _check_wired(config.wired_bytes)
+        mx.set_wired_limit(config.wired_bytes // config.num_engines)
+
+
+def default_cache_bytes(working_set_bytes: int, num_engines: int = 1) -> int:
+    """Return the most bytes of freed buffers that each engine of a Mac keeps.
+
+    Args:
+        working_set_bytes: what Metal recommends for all programs together.
+        num_engines: how many engines the Mac has.
+    """
+    share = min(working_set_bytes // CACHE_SHARE, MOST_CACHE_BYTES)
+    return max(share // num_engines, LEAST_CACHE_BYTES)
+
+
+def _cache_bytes(config: MemoryConfig) -> int | None:
+    """Return the most bytes of freed memory that this process keeps; None for MLX's own limit."""
+    if config.mlx_cache_bytes is not None:
+        return config.mlx_cache_bytes // config.num_engines
+    if backend_name() != "metal":
+        return None
+    return default_cache_bytes(_size("max_recommended_working_set_size"), config.num_engines)
+
+
+def most_wired_bytes(memory_bytes: int, working_set_bytes: int) -> int:
+    """Return the most bytes that may be wired on a Mac of this memory; 0 if none may be."""
+    left = memory_bytes - max(UNWIRED_BYTES, memory_bytes * UNWIRED_PERCENT // 100)
+    return max(0, min(left, working_set_bytes))
+
+
+def _check_wired(num_bytes: int) -> None:
+    if backend_name() != "metal":
+        raise ConfigError(
+            f"--wired-memory-bytes needs the GPU of a Mac; the device is {backend_name()}."
+        )
+    memory = _size("memory_size")
+    most = most_wired_bytes(memory, _size("max_recommended_working_set_size"))
+    if num_bytes > most:
+        part = f"at most {readable_bytes(most)}" if most else "nothing"
+        raise ConfigError(
+            f"--wired-memory-bytes is {readable_bytes(num_bytes)}; {part} of the "
+            f"{readable_bytes(memory)} of this Mac may be wired, because macOS and other programs "
+            "need the rest."
+        )
+
+
+def _size(name: str) -> int:
+    """Return a size from MLX's description of the device; 0 if it has none."""
+    return int(mx.device_info().get(name, 0))

@@ -1,0 +1,78 @@
+"""KV memory of a model on Macs of all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.config import CacheConfig, EngineConfig
+from mlx_parallm.serving.build import planned_kv
+from mlx_parallm.serving.parallel_engines import share_of
+from mlx_parallm.types.errors import ConfigError
+from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
+
+Become = Callable[..., FakeMac]
+# BLOCK_BYTES: KV of 16 tokens of the demonstration model.
+BLOCK_BYTES = 16 * 6 * 2 * 64 * 2 * 4
+
+
+def kv_bytes(config: EngineConfig | None = None) -> int:
+    """Return the size of the demonstration model's KV pool, without its last part of a block."""
+    (share,) = planned_kv(config or EngineConfig())
+    return share.num_bytes
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Let the arrays of this process take so much memory."""
+    monkeypatch.setattr(mx, "get_active_memory", lambda: num_bytes)
+
+
+@pytest.mark.parametrize("memory_gb", WORKING_SETS)
+def test_a_small_model_takes_1_gib_of_any_mac(fake_mac: Become, memory_gb: int) -> None:
+    mac = fake_mac(memory_gb=memory_gb, rejects=ALL)
+    assert 0 <= GIB - kv_bytes() < BLOCK_BYTES
+    assert mac.limits.keys() == {"set_cache_limit"}
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "held_gb", "most"),
+    [(8, 7.0, 0.5 * 0.83), (16, 4.0, 1.0), (16, 16.0, 1.0), (64, 8.0, 1.0)],
+)
+def test_arrays_and_the_working_set_count(
+    fake_mac: Become,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_gb: int,
+    held_gb: float,
+    most: float,
+) -> None:
+    fake_mac(memory_gb=memory_gb, held_gb=held_gb, rejects=ALL)
+    hold(monkeypatch, int(4.5 * GIB))
+    assert kv_bytes() == pytest.approx(most * GIB, rel=1e-4)
+
+
+def test_two_engines_count_the_weights_of_each_other(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_mac(memory_gb=16, rejects=ALL)
+    hold(monkeypatch, int(4.5 * GIB))
+    free = 10.67 - 2 * 4.5
+    assert kv_bytes(share_of(EngineConfig(), 2)) == pytest.approx(free / 4 * GIB, rel=1e-4)
+    hold(monkeypatch, int(5.5 * GIB))
+    with pytest.raises(ConfigError, match=r"0 bytes, the share of one of 2 engines"):
+        kv_bytes(share_of(EngineConfig(), 2))
+
+
+@pytest.mark.parametrize(("engines", "fits"), [(1, True), (2, False)])
+def test_a_size_for_all_engines_must_fit_beside_all_weights(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, engines: int, fits: bool
+) -> None:
+    fake_mac(memory_gb=16, rejects=ALL)
+    hold(monkeypatch, int(4.5 * GIB))
+    config = share_of(EngineConfig(cache=CacheConfig(kv_cache_bytes=4 * GIB)), engines)
+    if fits:
+        assert 0 <= 4 * GIB - kv_bytes(config) < BLOCK_BYTES
+        return
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes is 4 GiB; only 1\.4\d? GiB"):
+        kv_bytes(config)

@@ -1,0 +1,133 @@
+"""Limits of MLX's allocator on devices of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.config import MemoryConfig
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.device.allocator import (
+    default_cache_bytes,
+    limit_allocator,
+    most_wired_bytes,
+)
+from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes
+from tests.fake_mac.mac import GIB, FakeMac
+
+Become = Callable[..., FakeMac]
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "limit"),
+    [
+        (8, int(5.33 * GIB) // 20),
+        (16, int(10.67 * GIB) // 20),
+        (32, int(21.33 * GIB) // 20),
+        (64, 2 * GIB),
+        (128, 2 * GIB),
+    ],
+)
+def test_a_mac_keeps_little_of_freed_memory(fake_mac: Become, memory_gb: int, limit: int) -> None:
+    mac = fake_mac(memory_gb=memory_gb)
+    limit_allocator(MemoryConfig())
+    assert mac.limits == {"set_cache_limit": limit}
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "limit"), [(8, 256 * MIB), (16, int(10.67 * GIB) // 40), (128, GIB)]
+)
+def test_engines_of_a_mac_divide_the_limit(fake_mac: Become, memory_gb: int, limit: int) -> None:
+    mac = fake_mac(memory_gb=memory_gb)
+    limit_allocator(MemoryConfig(num_engines=2))
+    assert mac.limits == {"set_cache_limit": limit}
+
+
+@pytest.mark.parametrize(("configured", "engines", "limit"), [(0, 1, 0), (GIB, 1, GIB), (9, 2, 4)])
+def test_the_setting_counts_on_a_mac(
+    fake_mac: Become, configured: int, engines: int, limit: int
+) -> None:
+    mac = fake_mac()
+    limit_allocator(MemoryConfig(mlx_cache_bytes=configured, num_engines=engines))
+    assert mac.limits == {"set_cache_limit": limit}
+
+
+def test_other_devices_keep_the_limit_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    assert backend_name() == "cpu"
+    limit_allocator(MemoryConfig())
+    assert limits == []
+    limit_allocator(MemoryConfig(mlx_cache_bytes=3 * MIB))
+    assert limits == [3 * MIB]
+
+
+def test_freed_memory_can_be_read_and_refused() -> None:
+    before = mx.set_cache_limit(0)
+    try:
+        limit_allocator(MemoryConfig(mlx_cache_bytes=8 * MIB))
+        mx.eval(mx.zeros((MIB,), mx.float32))
+        assert cache_memory_bytes() >= 4 * MIB
+        limit_allocator(MemoryConfig(mlx_cache_bytes=0))
+        assert cache_memory_bytes() == 0
+    finally:
+        mx.set_cache_limit(before)
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "most"),
+    [(16, 8 * GIB), (32, 22333829940), (64, 44667659879), (128, 89335319757)],
+)
+def test_a_mac_wires_what_leaves_room_for_others(
+    fake_mac: Become, memory_gb: int, most: int
+) -> None:
+    mac = fake_mac(memory_gb=memory_gb)
+    limit_allocator(MemoryConfig(wired_bytes=most))
+    assert mac.limits["set_wired_limit"] == most
+    with pytest.raises(ConfigError, match=r"--wired-memory-bytes is .*; at most .* of the .* GiB"):
+        limit_allocator(MemoryConfig(wired_bytes=most + 1))
+    assert mac.limits["set_wired_limit"] == most
+
+
+def test_engines_divide_what_is_wired(fake_mac: Become) -> None:
+    mac = fake_mac(memory_gb=32)
+    limit_allocator(MemoryConfig(wired_bytes=8 * GIB, num_engines=2))
+    assert mac.limits["set_wired_limit"] == 4 * GIB
+    with pytest.raises(ConfigError, match="at most"):
+        limit_allocator(MemoryConfig(wired_bytes=24 * GIB, num_engines=2))
+
+
+def test_a_small_mac_wires_nothing(fake_mac: Become) -> None:
+    fake_mac(memory_gb=8)
+    with pytest.raises(ConfigError, match="nothing of the 8 GiB"):
+        limit_allocator(MemoryConfig(wired_bytes=1))
+
+
+def test_nothing_is_wired_unless_it_is_configured(fake_mac: Become) -> None:
+    mac = fake_mac(memory_gb=128)
+    limit_allocator(MemoryConfig())
+    assert "set_wired_limit" not in mac.limits
+
+
+def test_only_a_mac_wires_memory() -> None:
+    with pytest.raises(ConfigError, match="--wired-memory-bytes needs the GPU of a Mac"):
+        limit_allocator(MemoryConfig(wired_bytes=1))
+
+
+@given(st.integers(0, 1 << 41), st.integers(1, 8))
+def test_freed_memory_stays_within_bounds(working_set: int, engines: int) -> None:
+    limit = default_cache_bytes(working_set, engines)
+    assert 256 * MIB <= limit <= 2 * GIB
+    assert limit <= max(256 * MIB, working_set // 20)
+
+
+@given(st.integers(0, 1 << 41), st.integers(0, 1 << 41))
+def test_what_is_wired_leaves_a_third_or_8_gib(memory: int, working_set: int) -> None:
+    most = most_wired_bytes(memory, working_set)
+    assert 0 <= most <= working_set
+    assert most == 0 or memory - most >= max(8 * GIB, memory * 35 // 100)
