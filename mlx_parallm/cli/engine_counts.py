@@ -34,6 +34,12 @@ NUM_ROUNDS = 3
 MIN_GAIN = 1.1
 ACTIVE_BYTES = re.compile(r"^mlx_parallm:active_memory_bytes(?:\{.*\})? (\S+)$", re.MULTILINE)
 
+# MAC_WARNING: https://github.com/ml-explore/mlx/issues/3186 and the threads that it links.
+MAC_WARNING = (
+    "several engines on one Mac each hold a copy of the weights in the memory that its programs "
+    "share, and macOS was reported to crash while several processes used its GPU."
+)
+
 #: Measures so many engines.
 Measure = Callable[[int], "EngineCount"]
 
@@ -66,6 +72,7 @@ class EngineAdvice:
         rows: what was measured, by the number of engines.
         recommended: the number of engines; None if none could be measured.
         flags: the flags of ``serve`` for it.
+        warning: what speaks against several engines on this machine; None if nothing does.
     """
 
     model: str
@@ -74,12 +81,16 @@ class EngineAdvice:
     rows: tuple[EngineCount, ...]
     recommended: int | None
     flags: str
+    warning: str | None = None
 
 
 def run(engine_config: EngineConfig, server_config: ServerConfig, *, as_json: bool) -> int:
     """Measure, print a table and a recommendation; return 1 if no engine could be measured."""
     gpus = visible_devices(os.environ)
     counts = candidates(len(gpus), num_processors(), sys.platform)
+    warning = MAC_WARNING if sys.platform == "darwin" else None
+    if warning and not as_json:
+        print(f"warning: {warning}", file=sys.stderr)
 
     def measure(count: int) -> EngineCount:
         config = with_count(server_config, count, len(gpus))
@@ -96,6 +107,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, *, as_json: bo
         rows=rows,
         recommended=best,
         flags="" if best is None else flags_of(with_count(server_config, best, len(gpus))),
+        warning=warning,
     )
     print(json.dumps(asdict(advice), indent=2) if as_json else "\n".join(render(advice)))
     return int(best is None)
@@ -227,7 +239,8 @@ def render(advice: EngineAdvice) -> list[str]:
         share = row.tokens_per_s / first
         lines.append(f"{row.engines:>7}  {row.tokens_per_s:>9,.0f}  {share:>6.2f}  {memory:>10}")
     advised = advice.flags or "none: no engine could be started"
-    return [*lines, "", f"recommended: {advised}"]
+    warnings = [f"warning: {advice.warning}"] if advice.warning else []
+    return [*lines, "", *warnings, f"recommended: {advised}"]
 
 
 def _ignore(_text: str, _share: float) -> None:

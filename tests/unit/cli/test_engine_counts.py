@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
 import pytest
 
+from mlx_parallm.cli import engine_counts
 from mlx_parallm.cli.engine_counts import (
     EngineAdvice,
     EngineCount,
@@ -14,7 +18,8 @@ from mlx_parallm.cli.engine_counts import (
     rows_while_faster,
     with_count,
 )
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.config import EngineConfig, ServerConfig
+from tests.fake_mac.mac import FakeMac
 
 
 def rows_of(*rates: float) -> list[EngineCount]:
@@ -84,3 +89,26 @@ def test_nothing_is_recommended_where_no_engine_starts() -> None:
         model="m", streams=32, tokens=64, rows=tuple(rows), recommended=None, flags=""
     )
     assert render(advice)[-1] == "recommended: none: no engine could be started"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_mac_is_warned_of_several_engines(
+    fake_mac: Callable[..., FakeMac],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    def measured(_engine_config: EngineConfig, server_config: ServerConfig) -> EngineCount:
+        count = server_config.data_parallel_size
+        return EngineCount(engines=count, tokens_per_s=100.0 * count)
+
+    monkeypatch.setattr(engine_counts, "measured", measured)
+    for is_mac in (False, True):
+        if is_mac:
+            fake_mac()
+        assert engine_counts.run(EngineConfig(), ServerConfig(), as_json=as_json) == 0
+        printed = capsys.readouterr()
+        assert ("crash" in printed.out) == is_mac
+        assert ("crash" in printed.err) == (is_mac and not as_json)
+        if as_json:
+            assert (json.loads(printed.out)["warning"] is not None) == is_mac
