@@ -11,6 +11,7 @@ import json
 import platform
 import re
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ def pretend(mac: FakeMac, patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let this process see a Mac until ``patch`` is undone; commands are written to ``folder``."""
     for module in IMPORTED:
         importlib.import_module(module)
+    # These are read from a file with the system in its name.
+    sysconfig.get_config_vars()
     patch.setattr(mx, "default_device", lambda: _Gpu())
     patch.setattr(mx, "device_info", lambda *_: mac.device_info())
     patch.setattr(mx.metal, "is_available", lambda: True)
