@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import mlx.core as mx
 
 from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
+from mlx_parallm.worker.device.properties import backend_name
 
 # MIN_SCORES: below this many scores, the one fused operation is faster.
 MIN_SCORES = 4096
+# FUSED_DIMS: the sizes of heads for which MLX's attention on Metal keeps no scores in memory. For
+# 192 and 256 it does, because that is faster there.
+FUSED_DIMS = frozenset({64, 80, 128})
+# SCORE_BYTES: most memory of the scores of some rows on Metal, which grows with the context: 16
+# heads of 1,024 rows would take 1 GiB at 32,768 keys, in every layer.
+SCORE_BYTES = 256_000_000
+# MIN_TILE: fewer rows waste more time than memory.
+MIN_TILE = 16
 # _MASKED is the score of masked keys: far below any other, and finite.
 _MASKED = -1e30
 
@@ -15,6 +27,22 @@ _MASKED = -1e30
 def composes_softmax(queries: mx.array) -> bool:
     """True if several operations compute a large softmax faster than the fused one."""
     return queries.dtype == mx.float32 and is_exp_slow()
+
+
+def is_fused(key_dim: int, value_dim: int) -> bool:
+    """True if MLX's attention on Metal keeps no scores of such heads in memory."""
+    return key_dim == value_dim and key_dim in FUSED_DIMS
+
+
+def rows_within(start: int, max_scores: float) -> int:
+    """Return how many rows from position ``start`` on have at most so many scores.
+
+    Each row counts as many as the last one has. There are at least ``MIN_TILE`` rows.
+    """
+    if math.isinf(max_scores):
+        return sys.maxsize
+    rows = (math.sqrt(start * start + 4 * max_scores) - start) / 2
+    return max(MIN_TILE, int(rows))
 
 
 def dense_attention(
@@ -41,6 +69,47 @@ def dense_attention(
     Returns:
         ``[B, H, L, V]``.
     """
+    rows, length = _tile_rows(queries, keys, values, soft_cap), queries.shape[2]
+    tiles: list[mx.array] = []
+    for first in range(0, length, rows):
+        own = queries[:, :, first : first + rows] if rows < length else queries
+        if tiles:
+            # MLX would compute the scores of all tiles first, since no tile needs another one.
+            (own,) = mx.depends([own], tiles[-1:])
+        seen = _seen(keys, values, mask, length, slice(first, min(first + rows, length)))
+        tiles.append(_attention(own, *seen, scale, sinks, soft_cap))
+    return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
+
+
+def _tile_rows(queries: mx.array, keys: mx.array, values: mx.array, soft_cap: float | None) -> int:
+    """Return how many rows attend at once: all of them, unless their scores take too much."""
+    batch, heads, length, dim = queries.shape
+    if (soft_cap is None and is_fused(dim, values.shape[-1])) or backend_name() != "metal":
+        return length
+    size = queries.dtype.size if soft_cap is None else mx.float32.size
+    most = SCORE_BYTES // (batch * heads * keys.shape[2] * size)
+    return length if most >= length else max(MIN_TILE, most)
+
+
+def _seen(
+    keys: mx.array, values: mx.array, mask: mx.array | str, length: int, rows: slice
+) -> tuple[mx.array, mx.array, mx.array | str]:
+    """Return the keys, values and mask of some of ``length`` rows."""
+    if not isinstance(mask, str):
+        return keys, values, mask[..., rows, :]
+    end = keys.shape[2] - length + rows.stop
+    return keys[:, :, :end], values[:, :, :end], mask
+
+
+def _attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str,
+    scale: float,
+    sinks: mx.array | None,
+    soft_cap: float | None,
+) -> mx.array:
     if soft_cap is not None:
         return _soft_capped(queries * (scale / soft_cap), keys, values, mask, sinks, soft_cap)
     batch, heads, length, _ = queries.shape

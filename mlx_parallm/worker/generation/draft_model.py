@@ -16,6 +16,7 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
+from mlx_parallm.worker.generation.memory import max_scores
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
@@ -51,7 +52,7 @@ class DraftModel:
             ConfigError: the model keeps a state, which cannot be rolled back.
             ModelLoadError: the model has no embedding.
         """
-        vocab_size = vocab_size_of(loaded)
+        vocab_size, dtype = vocab_size_of(loaded), DTYPES.get(loaded.dtype, mx.float32)
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         choice = choose_path(
             loaded.model,
@@ -62,11 +63,11 @@ class DraftModel:
             block_size=block_size,
             dtype=loaded.dtype,
             chosen=chosen.path,
+            max_scores=max_scores(layouts, loaded.config, dtype),
         )
         self._path = choice.path
         if self._path.has_state:
             raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
-        dtype = DTYPES.get(loaded.dtype, mx.float32)
         kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
         self._sampler = Sampler(kernels)
         #: All choices for this model, made here or taken over.

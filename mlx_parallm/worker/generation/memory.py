@@ -1,14 +1,19 @@
-"""The KV memory that a model could use: the size of its blocks, and how many."""
+"""The memory that a model could use: the size and number of its KV blocks, and its scores."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import mlx.core as mx
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.attention.dense import SCORE_BYTES, is_fused
+from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
 
 # LENGTH_KEYS and HEAD_KEYS are fields of config.json for the longest sequence and the number of
@@ -81,6 +86,20 @@ def query_heads(config: dict[str, Any]) -> int:
     """Return the number of attention heads of a layer; 1 if a config.json does not say."""
     heads = (config_value(config, key) for key in HEAD_KEYS)
     return next((count for count in heads if count is not None), 1)
+
+
+def max_scores(
+    layouts: tuple[CacheLayout, ...], config: dict[str, Any], dtype: mx.Dtype, num_ranks: int = 1
+) -> float:
+    """Return the most scores of a head that a module computes at once for a prompt.
+
+    On Metal modules that call MLX's attention, or multiply queries and keys themselves, keep all
+    scores in memory unless MLX fuses it. Other devices have no bound.
+    """
+    fuses = all(is_fused(shape.key_dim, shape.value_dim) for shape in kv_shapes(layouts))
+    if fuses or backend_name() != "metal":
+        return math.inf
+    return SCORE_BYTES / (max(1, query_heads(config) // num_ranks) * dtype.size)
 
 
 def config_value(config: Mapping[str, Any], key: str) -> int | None:

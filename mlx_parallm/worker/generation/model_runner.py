@@ -34,6 +34,7 @@ from mlx_parallm.worker.generation.input_forward import input_forward
 from mlx_parallm.worker.generation.input_rows import PictureTokens, find_embedding
 from mlx_parallm.worker.generation.input_runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
+from mlx_parallm.worker.generation.memory import max_scores
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
@@ -131,6 +132,7 @@ class ModelRunner:
             chosen=chosen.path,
             ranks=ranks,
             make_check=None if tower is None else make_check,
+            max_scores=max_scores(layouts, loaded.config, dtype, ranks.size if ranks else 1),
         )
         self._path = choice.path
         #: True if the first step of each shape takes longer than others: see ``warm_up``.

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_parallm.worker.generation.group_cache import CacheViews, is_packed_cache
 from mlx_parallm.worker.generation.paged_cache import WindowMask
@@ -72,8 +73,11 @@ class SplitStep:
         for group, states in zip(self._groups, self._states, strict=True):
             state_caches: dict[int, GroupStateCache] = {}
             convert = partial(self._convert, group=group, states=states, state_caches=state_caches)
-            own_args = [convert(value) for value in args]
-            own_options = {name: convert(value) for name, value in options.items()}
+            values = [convert(value) for value in (*args, *options.values())]
+            if group.continues:
+                values = _after(outputs[-1], values)
+            own_args = values[: len(args)]
+            own_options = dict(zip(options, values[len(args) :], strict=True))
             with self._adapters.during(group.adapter_rows):
                 outputs.append(call(*own_args, **own_options))
             for cache in state_caches.values():
@@ -99,3 +103,17 @@ class SplitStep:
             )
             return type(value)(parts)
         return value
+
+
+def _after(output: Any, values: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a call whose arrays are computed after another call's output.
+
+    Otherwise MLX would compute the scores of all parts of a chunk first, since no part needs the
+    attention of another one.
+    """
+    arrays = [value for value in values if isinstance(value, mx.array)]
+    before = [value for _, value in tree_flatten(output) if isinstance(value, mx.array)]
+    if not (arrays and before):
+        return list(values)
+    later = iter(mx.depends(arrays, before))
+    return [next(later) if isinstance(value, mx.array) else value for value in values]

@@ -97,6 +97,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     chosen: str | None = None,
     ranks: Ranks | None = None,
     make_check: Callable[[], PictureCheck] | None = None,
+    max_scores: float = math.inf,
 ) -> PathChoice:
     """Return the first path that agrees with the stock model, from the fastest to the safest.
 
@@ -117,6 +118,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
             this one alone.
         make_check: returns the check of rows of pictures in the chosen path; None if the model has
             no tower. It is not called for an earlier choice.
+        max_scores: most scores of a head that a module of the model computes at once for a prompt.
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
@@ -135,7 +137,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)
     blocks = max(num_blocks, needed)
-    candidates = _Candidates(model, layouts, vocab_size, block_size, ranks)
+    candidates = _Candidates(model, layouts, vocab_size, block_size, ranks, max_scores)
     candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
     if chosen is not None:
         make = dict(candidates.in_order())[chosen]
@@ -229,10 +231,12 @@ class _Candidates:
         vocab_size: int,
         block_size: int,
         ranks: Ranks | None,
+        max_scores: float,
     ) -> None:
         self._model = model
         self._layouts = layouts
         self._block_size = block_size
+        self._max_scores = max_scores
         self.selector: RowSelector = install_row_selection(model, vocab_size, ranks)
 
     def use(self, backend: AttentionBackend, num_blocks: int) -> None:
@@ -260,9 +264,9 @@ class _Candidates:
             if compiles:
                 yield (
                     "split (state, compiled)",
-                    lambda: self._split(users.stateful, compiles=True),
+                    lambda: self._split(users.stateful, compiles=True, attends=False),
                 )
-            yield "split (state)", lambda: self._split(users.stateful)
+            yield "split (state)", lambda: self._split(users.stateful, attends=False)
         if compiles:
             yield (
                 "split (compiled)",
@@ -287,6 +291,7 @@ class _Candidates:
         *,
         batch_decode: bool = True,
         compiles: bool = False,
+        attends: bool = True,
     ) -> ForwardPath:
         return SplitPath(
             self._model,
@@ -298,6 +303,7 @@ class _Candidates:
             self._block_size,
             batch_decode=batch_decode,
             compiles=compiles,
+            max_scores=self._max_scores if attends else math.inf,
         )
 
     def _sequential(self) -> ForwardPath:

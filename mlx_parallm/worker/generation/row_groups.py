@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +13,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.attention.dense import rows_within
 from mlx_parallm.worker.generation.paged_cache import PackedStep, UnsupportedAttentionError
 from mlx_parallm.worker.lora.rows import AdapterRows
 
@@ -26,6 +29,7 @@ class RowGroup:
         plan: the attention backend's plan for these sequences alone.
         table: the block tables, int32 ``[B, blocks]``.
         padded_len: the tokens that ``table`` spans; for one sequence, its tokens so far.
+        continues: True for a part of a chunk whose rows before are the group before.
     """
 
     def __init__(
@@ -34,9 +38,12 @@ class RowGroup:
         rows: np.ndarray,
         backend: AttentionBackend,
         block_size: int,
+        *,
+        continues: bool = False,
     ) -> None:
         self.sequences = sequences
         self.rows = rows
+        self.continues = continues
         self.length = len(sequences[0].token_ids)
         self._starts = np.array([sequence.start for sequence in sequences], dtype=np.int32)
         self.offset = int(self._starts[0]) if len(sequences) == 1 else mx.array(self._starts)
@@ -130,6 +137,7 @@ class DecodeGroup:
 
     length = 1
     is_fresh = False
+    continues = False
 
     def __init__(self, step: PackedStep, block_size: int, adapter_rows: AdapterRows | None) -> None:
         self.offset = step.positions
@@ -172,31 +180,46 @@ def make_groups(
     block_size: int,
     *,
     batch_decode: bool,
+    max_scores: float = math.inf,
 ) -> list[RowGroup]:
     """Return the groups of a step: all decode rows, and each prefill chunk by itself.
 
-    Without ``batch_decode``, each decode row is a group by itself too.
+    Args:
+        sequences: the step's sequences.
+        backend: the attention backend.
+        block_size: the tokens of a block.
+        batch_decode: False to make each decode row a group by itself too.
+        max_scores: most scores of a head that a group of a chunk has; longer chunks are cut into
+            several groups.
     """
     firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)])
     decode: list[int] = []
-    members: list[list[int]] = []
+    groups: list[RowGroup] = []
     for index, sequence in enumerate(sequences):
         # A new sequence has no state yet that could be stacked with those of others.
         if batch_decode and len(sequence.token_ids) == 1 and sequence.start > 0:
             decode.append(index)
-        else:
-            members.append([index])
+            continue
+        for first, part in _cut(sequence, max_scores):
+            rows = firsts[index] + np.arange(first, first + len(part.token_ids))
+            groups.append(RowGroup([part], rows, backend, block_size, continues=first > 0))
     if decode:
-        members.insert(0, decode)
-    return [
-        RowGroup(
-            [sequences[index] for index in part],
-            np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in part]),
-            backend,
-            block_size,
-        )
-        for part in members
-    ]
+        members = [sequences[index] for index in decode]
+        groups.insert(0, RowGroup(members, firsts[decode], backend, block_size))
+    return groups
+
+
+def _cut(sequence: ScheduledSequence, max_scores: float) -> Iterator[tuple[int, ScheduledSequence]]:
+    """Yield parts of a chunk with at most so many scores, each with its first row's index."""
+    length, first = len(sequence.token_ids), 0
+    while first < length:
+        start = sequence.start + first
+        last = min(length, first + rows_within(start, max_scores))
+        if last - first == length:
+            yield 0, sequence
+        else:
+            yield first, replace(sequence, start=start, token_ids=sequence.token_ids[first:last])
+        first = last
 
 
 def join_outputs(groups: Sequence[Group], outputs: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
 from mlx_parallm.worker.generation.paged_cache import PackedStep
 from mlx_parallm.worker.generation.paths.base import adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
-from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, make_groups
+from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.generation.state_store import States
@@ -48,6 +49,7 @@ class SplitPath:
         *,
         batch_decode: bool,
         compiles: bool = False,
+        max_scores: float = math.inf,
     ) -> None:
         """Split these modules.
 
@@ -61,6 +63,7 @@ class SplitPath:
             block_size: the tokens of a block.
             batch_decode: True to run all decode rows as one group.
             compiles: True to run steps of decode rows by a compiled function.
+            max_scores: see ``make_groups``.
         """
         self._model = model
         self._views = views
@@ -69,6 +72,7 @@ class SplitPath:
         self._selector = selector
         self._block_size = block_size
         self._batch_decode = batch_decode
+        self._max_scores = max_scores
         self._seams = ModelSeams(model)
         self.adapters = AdapterContext()
         self._split = ModuleSplit(modules)
@@ -102,9 +106,13 @@ class SplitPath:
             return compiled.logits(sequences, token_ids, slots)
         step = PackedStep.of(self._backend, sequences)
         groups = make_groups(
-            sequences, self._backend, self._block_size, batch_decode=self._batch_decode
+            sequences,
+            self._backend,
+            self._block_size,
+            batch_decode=self._batch_decode,
+            max_scores=self._max_scores,
         )
-        states = [self._views.begin(group) for group in groups]
+        states = self._begin(groups)
         head_rows = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         with self.adapters.during(AdapterRows.of_step(slots), head_rows):
             logits = self._selector.run(
@@ -115,6 +123,13 @@ class SplitPath:
         if compiled is not None:
             compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
         return logits
+
+    def _begin(self, groups: Sequence[RowGroup]) -> list[States]:
+        """Return the states of each group; parts of a chunk have them in common."""
+        states: list[States] = []
+        for group in groups:
+            states.append(states[-1] if group.continues else self._views.begin(group))
+        return states
 
     def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
         group = DecodeGroup(step, self._block_size, self.adapters.rows)

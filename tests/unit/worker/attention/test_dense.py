@@ -1,13 +1,18 @@
 """Powers of two, SiLU and softmax attention made of them, against MLX's and numpy's own."""
 
+import math
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_parallm.numerics.exp2 import MAX_EXPONENT, MIN_EXPONENT, exp2, silu
 from mlx_parallm.worker.attention import dense
-from mlx_parallm.worker.attention.dense import dense_attention, shared_prefix_attention
+from mlx_parallm.worker.attention.dense import dense_attention, rows_within, shared_prefix_attention
 
 
 def test_exp2_is_exact_to_three_ten_millionths() -> None:
@@ -90,3 +95,108 @@ def test_a_shared_prefix_is_as_if_each_row_had_it(has_sinks: bool) -> None:
         queries, keys, values, scale=0.3, mask=seen, sinks=sinks
     )
     np.testing.assert_allclose(np.array(actual), np.array(wanted), atol=5e-6)
+
+
+def tiled(
+    monkeypatch: pytest.MonkeyPatch, score_bytes: int, min_tile: int = 4
+) -> list[tuple[int, ...]]:
+    """Let this be Metal, with so many bytes of scores; return the shapes of scores as they come."""
+    shapes: list[tuple[int, ...]] = []
+    attention = dense._attention
+
+    def recorded(queries: mx.array, keys: mx.array, *others: Any) -> mx.array:
+        shapes.append((*queries.shape[:3], keys.shape[2]))
+        return attention(queries, keys, *others)
+
+    monkeypatch.setattr(dense, "_attention", recorded)
+    monkeypatch.setattr(dense, "backend_name", lambda: "metal")
+    monkeypatch.setattr(dense, "SCORE_BYTES", score_bytes)
+    monkeypatch.setattr(dense, "MIN_TILE", min_tile)
+    return shapes
+
+
+def inputs(length: int, span: int, dim: int, batch: int = 1) -> list[mx.array]:
+    source = np.random.default_rng(1)
+    shapes = [(batch, 4, length, dim), (batch, 2, span, dim), (batch, 2, span, dim)]
+    return [mx.array(source.standard_normal(shape, dtype=np.float32)) for shape in shapes]
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.parametrize("masked", ["causal", "window", "rows"])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_attend_in_tiles_of_few_scores(
+    monkeypatch: pytest.MonkeyPatch, dim: int, soft_cap: float | None, masked: str, has_sinks: bool
+) -> None:
+    length, span, limit = 50, 170, 4 * 170 * 4 * 12
+    queries, keys, values = inputs(length, span, dim)
+    positions = mx.arange(span - length, span)[:, None]
+    near = (mx.arange(span) <= positions) & (mx.arange(span) > positions - 30)
+    masks = {"causal": "causal", "window": near, "rows": near[None, None]}
+    options: dict[str, Any] = {
+        "scale": 0.1,
+        "mask": masks[masked],
+        "sinks": mx.arange(4) * 0.5 if has_sinks else None,
+        "soft_cap": soft_cap,
+    }
+    wanted = dense_attention(queries, keys, values, **options)
+    shapes = tiled(monkeypatch, limit)
+    actual = dense_attention(queries, keys, values, **options)
+    assert mx.allclose(actual, wanted, rtol=1e-5, atol=1e-5)
+    assert [rows for _, _, rows, _ in shapes] == [12, 12, 12, 12, 2]
+    assert all(math.prod(shape) * 4 <= limit for shape in shapes)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_heads_that_metal_fuses_attend_at_once(monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    shapes = tiled(monkeypatch, 1)
+    dense_attention(*inputs(50, 60, dim), scale=0.1, mask="causal", sinks=None)
+    assert shapes == [(1, 4, 50, 60)]
+
+
+def test_only_metal_has_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = tiled(monkeypatch, 1)
+    monkeypatch.setattr(dense, "backend_name", lambda: "cuda")
+    dense_attention(*inputs(50, 60, 256), scale=0.1, mask="causal", sinks=None)
+    assert shapes == [(1, 4, 50, 60)]
+
+
+def test_tiles_have_a_least_size_and_single_rows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = tiled(monkeypatch, 1, min_tile=16)
+    dense_attention(*inputs(40, 60, 256), scale=0.1, mask="causal", sinks=None)
+    dense_attention(*inputs(1, 60, 256, batch=9), scale=0.1, mask="causal", sinks=None)
+    assert [(batch, rows) for batch, _, rows, _ in shapes] == [(1, 16), (1, 16), (1, 8), (9, 1)]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+def test_scores_of_tiles_are_not_in_memory_together(
+    monkeypatch: pytest.MonkeyPatch, soft_cap: float | None
+) -> None:
+    queries, keys, values = inputs(512, 2048, 256)
+    mx.eval(queries, keys, values)
+    num_bytes = 4 * 512 * 2048 * 4
+
+    def peak() -> int:
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        options: dict[str, Any] = {"mask": "causal", "sinks": None, "soft_cap": soft_cap}
+        mx.eval(dense_attention(queries, keys, values, scale=0.1, **options))
+        return mx.get_peak_memory() - before
+
+    whole = peak()
+    assert whole >= num_bytes
+    tiled(monkeypatch, num_bytes // 64)
+    assert peak() < whole / 2
+
+
+@given(st.integers(0, 10**6), st.floats(1, 1e12))
+def test_rows_within_have_at_most_so_many_scores(start: int, most: float) -> None:
+    rows = rows_within(start, most)
+    assert rows == 16 or (rows > 16 and rows * (start + rows) <= most * (1 + 1e-9))
+    more = rows + 1
+    assert more * (start + more) >= most * (1 - 1e-9)
+
+
+def test_without_a_bound_all_rows_are_within() -> None:
+    assert rows_within(5, math.inf) > 10**9
