@@ -216,6 +216,10 @@ class SimulatedModel:
         self._record.add(repr(op))
         return Done(self._change(op, tensors))
 
+    def recover(self) -> None:
+        """See ``WorkerModel``; a device that fails ends all ranks."""
+        self._record.add("recovered")
+
     def release(self) -> None:
         """See ``WorkerModel``."""
         self._record.add("released")

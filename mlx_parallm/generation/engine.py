@@ -24,7 +24,7 @@ from mlx_parallm.generation.output_processor import OutputProcessor
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
-from mlx_parallm.types.errors import OverloadedError
+from mlx_parallm.types.errors import OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import Runner, ScheduledBatch, StepInFlight
@@ -281,13 +281,32 @@ class GenerationEngine(ServedEngine):
         # Exclude the time spent submitting the next step: if submit() blocks on the device, the
         # wait belongs to that step.
         seconds = begun.seconds + self._counted_s - wait_s
-        if output is not None:
+        if output is None:
+            self._lose_in_flight(updates)
+        else:
             with self._tracer.span(Phase.UPDATE, batch):
                 self._scheduler.observe(batch, seconds)
                 is_short = all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences)
                 if is_short and not batch.inputs.stages:
                     self._pace.observe(seconds)
                 updates += self._scheduler.update(batch, output)
+
+    def _lose_in_flight(self, updates: list[SequenceUpdate]) -> None:
+        """Fail the step behind one whose wait failed, even if its own wait succeeds.
+
+        On Metal both may have failed with one error, which the first wait cleared.
+        """
+        lost, self._in_flight = self._in_flight, None
+        if lost is not None:
+
+            def wait_in_vain() -> None:
+                lost.step.wait()
+                raise StepError("the step before it failed on the device")
+
+            self._attempt(lost.batch, wait_in_vain, updates)
+        if self.info.has_state:
+            # Their states may have been copied by the steps that failed.
+            self._scheduler.recompute_running()
 
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]

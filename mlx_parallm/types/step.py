@@ -262,7 +262,10 @@ class StepInFlight(Protocol):
     """A step that was submitted."""
 
     def wait(self) -> StepOutput:
-        """Return the step's results; raise only if no sequence of the batch could be run."""
+        """Return the step's results; raise only if no sequence of the batch could be run.
+
+        If it raises, the results of a step that was submitted behind it mean nothing.
+        """
         ...
 
 

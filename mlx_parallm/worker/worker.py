@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.worker.device.faults import DeviceFaults, is_device_error
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import on_hosts
 from mlx_parallm.worker.ops import (
@@ -31,6 +33,10 @@ class WorkerModel(Protocol):
 
     def begin(self, op: Any, tensors: Mapping[str, Tensors], /) -> Pending[Any]:
         """Begin an op that names this model; ``tensors`` are by handle."""
+        ...
+
+    def recover(self) -> None:
+        """Drop what was computed by work whose results are lost; nothing is in flight."""
         ...
 
     def release(self) -> None:
@@ -73,6 +79,11 @@ class Device(Protocol):
         """Return the tracer that records every step."""
         ...
 
+    @property
+    def faults(self) -> DeviceFaults:
+        """Return the failures of the device."""
+        ...
+
     def take(self, model: str, /) -> WorkerModel:
         """Return a loaded model, which is part of another one from now on."""
         ...
@@ -83,6 +94,9 @@ class Worker:
 
     ``begin`` applies an op, which may still run on the device when it returns. Ops are applied in
     the order of ``begin``, in whatever order they are waited for.
+
+    Attributes:
+        faults: failures of the device, which any op may hear of. All models then recover.
     """
 
     def __init__(self, tracer: StepTracer | None = None, *, ranks: Ranks | None = None) -> None:
@@ -94,6 +108,7 @@ class Worker:
         """
         self.tracer: StepTracer = tracer or NoTracer()
         self.ranks = ranks
+        self.faults = DeviceFaults()
         self._loaders: dict[type, Loader] = {}
         self._models: dict[str, WorkerModel] = {}
         self._tensors: dict[str, dict[str, HostTensor]] = {}
@@ -108,6 +123,27 @@ class Worker:
 
     def begin(self, op: Op[R]) -> Pending[R]:
         """Begin an op; raise if it is refused. A failing op raises here or in ``wait``."""
+        with self._recovering():
+            pending = self._begin(op)
+        if isinstance(pending, Done | _Loading):
+            return pending
+        return _Begun(pending, self._recovering)
+
+    @contextmanager
+    def _recovering(self) -> Generator[None]:
+        """Leave device and models ready for the next op if this one fails."""
+        count = self.faults.count
+        try:
+            yield
+        except Exception as error:
+            if is_device_error(error) and self.faults.count == count:
+                self.faults.note(error)
+            if self.faults.count > count:
+                for model in self._models.values():
+                    model.recover()
+            raise
+
+    def _begin(self, op: Op[R]) -> Pending[R]:
         match op:
             case Load():
                 return self._load(op)
@@ -146,7 +182,7 @@ class Worker:
 
     def _load(self, op: Load) -> Pending[Any]:
         pending = self._loaders[type(op.spec)].begin(op, self)
-        return _Loading(op.model, pending, self._models)
+        return _Loading(pending, self._recovering, op.model, self._models)
 
     def _unload(self, name: str) -> None:
         model = self._models.pop(name, None)
@@ -154,27 +190,50 @@ class Worker:
             model.release()
 
 
-class _Loading:
-    """A load whose model joins the worker's when it is complete."""
+class _Begun(Generic[R]):
+    """An op that was begun; the worker recovers if it fails."""
 
-    def __init__(self, name: str, pending: PendingLoad, models: dict[str, WorkerModel]) -> None:
-        self._name = name
+    def __init__(
+        self, pending: Pending[R], recovering: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._pending = pending
-        self._models = models
-
-    @property
-    def num_bytes(self) -> int:
-        return self._pending.num_bytes
+        self._recovering = recovering
 
     @property
     def num_stages(self) -> int:
         return self._pending.num_stages
 
     def advance(self) -> None:
-        self._pending.advance()
+        with self._recovering():
+            self._pending.advance()
+
+    def wait(self) -> R:
+        with self._recovering():
+            return self._pending.wait()
+        raise AssertionError("a failure is raised")
+
+
+class _Loading(_Begun[Any]):
+    """A load whose model joins the worker's when it is complete."""
+
+    def __init__(
+        self,
+        pending: PendingLoad,
+        recovering: Callable[[], AbstractContextManager[None]],
+        name: str,
+        models: dict[str, WorkerModel],
+    ) -> None:
+        super().__init__(pending, recovering)
+        self._load = pending
+        self._name = name
+        self._models = models
+
+    @property
+    def num_bytes(self) -> int:
+        return self._load.num_bytes
 
     def wait(self) -> Any:
-        plan = self._pending.wait()
-        assert self._pending.model is not None
-        self._models[self._name] = self._pending.model
+        plan = super().wait()
+        assert self._load.model is not None
+        self._models[self._name] = self._load.model
         return plan

@@ -334,6 +334,10 @@ class FaultyModel:
             self._memory.append(mx.get_active_memory())
         return pending
 
+    def recover(self) -> None:
+        """See ``WorkerModel``."""
+        self._model.recover()
+
     def release(self) -> None:
         """See ``WorkerModel``."""
         self._model.release()

@@ -154,13 +154,17 @@ class Scheduler:
         """Continue with changed weights; called between two steps."""
         self._planner.refresh_weights()
 
+    def recompute_running(self) -> None:
+        """Preempt all running sequences, which are then computed anew; no step may be in flight."""
+        self._planner.preempt_all()
+
     def reset_prefix_cache(self, *, reset_running: bool) -> None:
         """Empty the prefix cache.
 
         ``reset_running``: running sequences are preempted and computed anew.
         """
         if reset_running:
-            self._planner.preempt_all()
+            self.recompute_running()
         self._kv.reset_prefix_cache()
         self._running.inputs.clear()
 

@@ -50,6 +50,10 @@ class Sessions(Protocol):
         """Begin an op that names a session; raise if it is refused."""
         ...
 
+    def recover(self) -> None:
+        """Forget what was computed by work whose results are lost; the sessions stay."""
+        ...
+
     def release(self) -> None:
         """Forget all sessions."""
         ...
@@ -257,6 +261,13 @@ class GeneratorModel:
         if self._sessions is not None:
             self._sessions.release()
 
+    def recover(self) -> None:
+        """See ``WorkerModel``."""
+        if self._allocated is not None:
+            self._allocated.recover()
+        if self._sessions is not None:
+            self._sessions.recover()
+
     def release(self) -> None:
         """See ``WorkerModel``; arrays are freed with this object."""
 
@@ -323,6 +334,7 @@ class GeneratorModel:
             tracer=self._device.tracer,
             choices=weights.plan.choices,
             takes_embeds=weights.spec.settings.enable_prompt_embeds,
+            faults=self._device.faults,
         )
         return replace(
             weights.plan,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.models.vision.features import Tower
 from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
@@ -27,6 +29,7 @@ from mlx_parallm.types.step import (
 from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
@@ -81,6 +84,7 @@ class ModelRunner:
         tracer: StepTracer | None = None,
         choices: DecoderChoices | None = None,
         takes_embeds: bool = False,
+        faults: DeviceFaults | None = None,
     ) -> None:
         """Choose how the model runs.
 
@@ -97,10 +101,11 @@ class ModelRunner:
             choices: the choices of an earlier load, which are taken over; None to make them.
             takes_embeds: True if prompts may bring rows that replace embeddings, if the model
                 allows it.
+            faults: the failures of the device; None if no other model uses it.
         """
         chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         ranks = None if loaded.sharding is None else loaded.sharding.ranks
-        self._tracer = tracer or NoTracer()
+        self._tracer, self._faults = tracer or NoTracer(), faults or DeviceFaults()
         self._draft = draft
         self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
         self._tokens = PendingTokens()
@@ -239,28 +244,40 @@ class ModelRunner:
         a pool, MLX would copy it instead of writing in place.
         """
         runs_ahead = self._info.runs_ahead
-        try:
+        with self._recovering():
             with self._tracer.span(Phase.BUILD, batch):
                 step = self._build(batch)
             with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
                 step.start(self._written(), wait=not runs_ahead)
-        except Exception:
-            self._recover()
-            raise
         self._latest = step if runs_ahead else None
         return step
 
-    def _recover(self) -> None:
+    @contextmanager
+    def _recovering(self) -> Generator[None]:
         """Drop what a failed step left, so that the next one does not depend on it.
 
         Most such steps fail because memory runs out.
         """
+        try:
+            yield
+        except Exception as error:
+            count = self._faults.count
+            self._faults.note(error)
+            self._recover(is_late=self._faults.count > count)
+            raise
+
+    def recover(self) -> None:
+        """See ``WorkerModel``: the device failed late, and any model's step may be what failed."""
+        self._recover(is_late=True)
+
+    def _recover(self, *, is_late: bool) -> None:
         self._latest = None
-        mx.synchronize()
-        mx.clear_cache()
         self._path.forget_writes()
         if self._draft is not None:
             self._draft.forget_writes()
+        if is_late:
+            # Slots may have been filled in vain. Batches put their adapters anew.
+            self.adapters.release()
 
     def _build(self, batch: ScheduledBatch) -> ModelStep:
         # Ended matchers are dropped before anything can fail, because no later step names them.
@@ -287,7 +304,15 @@ class ModelRunner:
             return self._followed(self._ranks, logits, rows)
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
-        step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
+        step = ModelStep(
+            rows,
+            sampled,
+            self._score(logits, rows),
+            drafts,
+            constraints.failed,
+            faults=self._faults,
+            recovering=self._recovering,
+        )
         if self._info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
             # The masks of the next step may depend on these tokens.
             step.copy_tokens()
@@ -297,7 +322,7 @@ class ModelRunner:
     def _followed(self, ranks: RankTokens, logits: mx.array, rows: StepRows) -> ModelStep:
         """Return the step of a rank that does not sample; its tokens mean nothing to the caller."""
         received = ranks.received(logits, len(rows.sampled)) if rows.logit_rows else None
-        step = ModelStep(rows, received, {})
+        step = ModelStep(rows, received, {}, faults=self._faults, recovering=self._recovering)
         self._tokens.remember(rows.sampled_ids, step.tokens)
         return step
 
@@ -352,6 +377,9 @@ class ModelStep:
         scored: dict[int, TargetLogprobs],
         drafts: mx.array | None = None,
         failed: Mapping[int, str] | None = None,
+        *,
+        faults: DeviceFaults,
+        recovering: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
         self.token_copy: mx.array | None = None
@@ -360,6 +388,9 @@ class ModelStep:
         self._scored = scored
         self._drafts = drafts
         self._failed = failed or {}
+        self._faults = faults
+        self._num_faults = faults.count
+        self._recovering = recovering
         self._written: list[mx.array] = []
 
     def copy_tokens(self) -> None:
@@ -397,7 +428,18 @@ class ModelStep:
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
     def wait(self) -> StepOutput:
-        """See ``StepInFlight.wait``."""
+        """See ``StepInFlight.wait``; the runner recovers if it raises."""
+        with self._recovering():
+            self._check_faults()
+            return self._output()
+        raise AssertionError("a failure is raised")
+
+    def _check_faults(self) -> None:
+        """Raise StepError if the device has failed since the step began: it may be this step."""
+        if self._faults.count != self._num_faults:
+            raise StepError("the device failed while the step was in flight")
+
+    def _output(self) -> StepOutput:
         tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
         if self._drafts is not None:
             self._rows.fill_proposals(np.array(self._drafts).tolist())

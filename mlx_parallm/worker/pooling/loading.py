@@ -51,6 +51,10 @@ class Sessions(Protocol):
         """Begin an op that names a session; raise if it is refused."""
         ...
 
+    def recover(self) -> None:
+        """Forget what was computed by work whose results are lost; the sessions stay."""
+        ...
+
     def release(self) -> None:
         """Forget all sessions."""
         ...
@@ -145,6 +149,12 @@ class EncoderModel:
     def _begin_batch(self, op: PoolBatch) -> Pending[list[np.ndarray]]:
         self._adapters.place({slot: content for content, slot in op.slots.items()})
         return self._runner.begin(op.inputs, op.slots)
+
+    def recover(self) -> None:
+        """See ``WorkerModel``; batches put their adapters anew."""
+        self._adapters.release()
+        if self._sessions is not None:
+            self._sessions.recover()
 
     def release(self) -> None:
         """See ``WorkerModel``."""

@@ -239,6 +239,10 @@ class TrainingSessions:
             raise SessionLostError(f"The engine does not have the training session {name}.")
         return self._sessions[name]
 
+    def recover(self) -> None:
+        """Forget the states that forwards kept: those of one that failed may be among them."""
+        self.pool.clear()
+
     def release(self) -> None:
         """Forget all sessions, because the model is unloaded, sleeps or has other weights."""
         self._sessions.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -113,23 +114,64 @@ def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
     assert text_of(run(engine), "b") == "ok"
 
 
-def test_a_step_that_fails_at_its_end_ends_its_requests_and_no_other(runs_ahead: bool) -> None:
-    def fail_second(batch: ScheduledBatch) -> None:
-        if batch.step_id == 1:
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_step_that_fails_at_its_end_takes_the_step_behind_it_along(
+    runs_ahead: bool, num_failures: int
+) -> None:
+    """A wait that succeeds after a failed one means nothing: both steps may share the error."""
+    failing = [1, 2] if runs_ahead else [1]
+
+    def fail(batch: ScheduledBatch) -> None:
+        if batch.step_id in failing[:num_failures]:
             raise RuntimeError("the device is gone")
 
-    runner = FakeRunner(spell("fine"), ending=fail_second)
+    runner = FakeRunner(spell("fine"), ending=fail)
     engine, _ = make_engine(runner)
     engine.submit(make_request("a"))
     events = engine.step() or []
     events += engine.step() or []
+    # Only a step that runs ahead has this request in the batch behind the one that fails.
     engine.submit(make_request("b"))
+    events += engine.step() or []
+    engine.submit(make_request("c"))
     events += run(engine)
-    assert [e.request_id for e in events if isinstance(e, ErrorEvent)] == ["a"]
+    lost = {e.request_id: str(e.error) for e in events if isinstance(e, ErrorEvent)}
+    assert list(lost) == (["a", "b"] if runs_ahead else ["a"])
+    assert "the device is gone" in lost["a"]
     assert text_of(events, "a") == "f"
-    assert text_of(events, "b") == "fine"
-    # The step that ran ahead was for nobody.
-    assert len(runner.batches) == (8 if runs_ahead else 7)
+    assert text_of(events, "b") == ("" if runs_ahead else "fine")
+    assert text_of(events, "c") == "fine"
+    engine._scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_failed_step_of_a_model_with_state_has_others_computed_anew(has_state: bool) -> None:
+    """The states of sequences that it did not run may have been copied in it."""
+
+    def fail(batch: ScheduledBatch) -> None:
+        raise RuntimeError("the device is gone")
+
+    info = replace(fakes.make_info(), has_state=has_state)
+    scheduler = RecomputingScheduler(info)
+    metrics = EngineMetrics(MetricFamilies(), "m", info)
+    runner = FakeRunner(spell("fine"), info=info, ending=fail)
+    engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics)
+    engine.submit(make_request("a"))
+    assert [type(event) for event in run(engine)] == [ErrorEvent]
+    assert scheduler.num_recomputed == has_state
+
+
+class RecomputingScheduler(Scheduler):
+    """Counts how often running sequences are to be computed anew."""
+
+    def __init__(self, info: RunnerInfo) -> None:
+        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+        super().__init__(SchedulerConfig(), kv, max_model_len=info.max_model_len)
+        self.num_recomputed = 0
+
+    def recompute_running(self) -> None:
+        super().recompute_running()
+        self.num_recomputed += 1
 
 
 def test_a_step_is_begun_before_the_one_before_it_ends(runs_ahead: bool) -> None:

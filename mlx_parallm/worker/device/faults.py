@@ -1,0 +1,63 @@
+"""Failures of the device, which may be raised by other work than that which failed.
+
+A GPU on Metal runs out of memory after the work was submitted. MLX keeps one error for a stream:
+the next that waits or submits raises and clears it, whichever model it serves. Everything that was
+in flight is then without results, although its own wait may succeed (``Error`` and ``Event`` of
+MLX's Metal backend).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+
+logger = logging.getLogger(__name__)
+
+#: DEVICE_ERRORS: what MLX raises when the device fails or has no memory.
+DEVICE_ERRORS = (RuntimeError, MemoryError)
+#: LATE begins MLX's message about work that failed after it was submitted.
+LATE = "[METAL] Command buffer execution failed"
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Return True if an error, or one that caused it, may be the device's."""
+    return any(isinstance(each, DEVICE_ERRORS) for each in _causes(error))
+
+
+def drain_device() -> Exception | None:
+    """Wait until the device is idle and free what is cached; return the error that it had kept."""
+    kept = None
+    try:
+        mx.synchronize()
+    except RuntimeError as error:
+        # MLX has waited before it raises, and has cleared the error.
+        logger.warning("the device had failed: %s", error)
+        kept = error
+    mx.clear_cache()
+    return kept
+
+
+class DeviceFaults:
+    """The failures of this process's device that took with them what was in flight.
+
+    Attributes:
+        count: their number; work that was begun before the latest has no results.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, error: Exception) -> None:
+        """Wait until the device is idle, after an error; count it if it came late."""
+        kept = drain_device()
+        if kept is not None or any(LATE in str(each) for each in _causes(error)):
+            self.count += 1
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and those that it was raised from."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return causes

@@ -1,0 +1,168 @@
+"""A step in flight while another op hears that the device has failed, and answers after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
+from mlx_parallm.engine.build import build_models
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.training.engine import TrainingEngine
+from mlx_parallm.training.metrics import TrainingMetrics
+from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.pooling import PoolingEvent, PoolingInput, PoolRequest
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.training import Distribution, TrainableSpec
+from mlx_parallm.worker.device.faults import LATE
+from mlx_parallm.worker.ops import Op, OpenTraining, Pending, PoolBatch, Step
+from mlx_parallm.worker.worker import Worker
+from tests import adapter_files
+from tests.recorded_worker import kinds_of
+
+GENERATOR, OTHER, EMBEDDER = "generator", "other", "embedder"
+NUM_TOKENS = 12
+
+
+class FaultyWorker(Worker):
+    """The next op of a model and class that ``failing`` has raises the device's late error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: tuple[str, type] | None = None
+
+    def _begin(self, op: Op[Any]) -> Pending[Any]:
+        if self.failing == (getattr(op, "model", ""), type(op)):
+            self.failing = None
+            raise RuntimeError(f"{LATE}: Insufficient Memory.")
+        return super()._begin(op)
+
+
+class Served:
+    """Two models that generate, one that embeds, and training sessions, in one worker."""
+
+    def __init__(self) -> None:
+        self.worker = FaultyWorker()
+        #: Errors of requests by their ids.
+        self.failed: dict[str, Exception] = {}
+        self.num_inputs = 0
+        folders = {
+            GENERATOR: DEMO_FOLDER,
+            OTHER: DEMO_FOLDER,
+            EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"],
+        }
+        config = EngineConfig(
+            models=tuple(
+                ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
+            ),
+            cache=CacheConfig(kv_cache_bytes=4 << 20, block_size=16),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            warm_up=False,
+        )
+        built = build_models(
+            kinds_of(ahead=True), config, MetricFamilies(), self.worker, lambda *_: None
+        )
+        self.engines: dict[str, Any] = {model.model.names[0]: model.engine for model in built}
+        tensors = read_safetensors(adapter_files.upload(1), param="adapter")
+        weights = read_adapter(adapter_files.CONFIG, tensors, param="adapter")
+        self.engines[GENERATOR].policies.load(AdapterUpload(name="adapter", weights=weights))
+        self.training = TrainingEngine(self.worker, TrainingMetrics(MetricFamilies()))
+
+    def ask(self, name: str, model: str = GENERATOR, adapter: str | None = None) -> None:
+        self.engines[model].submit(
+            GenerateRequest(
+                request_id=name,
+                model=model,
+                prompt_ids=tuple(range(60, 100)),
+                params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS),
+                adapter=adapter,
+            )
+        )
+
+    def tokens(self, **where: Any) -> list[int]:
+        """Return the greedy tokens of one request."""
+        self.ask("tokens", **where)
+        events = self.finish(self.engines[where.get("model", GENERATOR)])
+        return [i for e in events if isinstance(e, TokenEvent) for i in e.token_ids]
+
+    def finish(self, engine: Any) -> list[Any]:
+        """Step an engine until it has no work; return the events."""
+        events: list[Any] = []
+        while engine.has_work():
+            events += engine.step() or ()
+        self.failed |= {
+            event.request_id: event.error for event in events if isinstance(event, ErrorEvent)
+        }
+        return events
+
+    def vector(self) -> list[float]:
+        """Return an embedding; [] if the batch failed."""
+        engine = self.engines[EMBEDDER]
+        self.num_inputs += 1
+        # Each is another one, because results are cached.
+        inputs = (PoolingInput(tuple(range(5, 25 + self.num_inputs))),)
+        engine.submit(PoolRequest(request_id="v", model=EMBEDDER, inputs=inputs))
+        (event,) = self.finish(engine)
+        return event.results[0].tolist() if isinstance(event, PoolingEvent) else []
+
+    def train(self) -> Any:
+        """Open a session; return what came of it."""
+        op = OpenTraining(
+            model=EMBEDDER,
+            session="s",
+            spec=TrainableSpec(),
+            distribution=Distribution.GAUSSIAN,
+            cache_bytes=1 << 20,
+        )
+        self.training.submit(
+            TrainingRequest(request_id="t", model=EMBEDDER, session="s", ops=(op,))
+        )
+        (event,) = self.finish(self.training)
+        return event
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return Served()
+
+
+#: ``HEARD_BY``: the model and class of an op that raises the error, what runs it, and whose it is.
+HEARD_BY: dict[str, tuple[tuple[str, type], Callable[[Served], Any], str]] = {
+    "its next step": ((GENERATOR, Step), lambda served: served.tokens(adapter="adapter"), "tokens"),
+    "another generator": ((OTHER, Step), lambda served: served.tokens(model=OTHER), "tokens"),
+    "a pooling model": ((EMBEDDER, PoolBatch), Served.vector, "v"),
+    "a training session": ((EMBEDDER, OpenTraining), Served.train, "t"),
+}
+
+
+@pytest.mark.parametrize("heard_by", HEARD_BY)
+def test_a_step_in_flight_is_lost_and_later_answers_are_right(
+    served: Served, heard_by: str
+) -> None:
+    failing, work, own = HEARD_BY[heard_by]
+    before = served.tokens(), served.tokens(adapter="adapter"), served.tokens(model=OTHER)
+    assert all(len(tokens) == NUM_TOKENS for tokens in before)
+    generator = served.engines[GENERATOR]
+    served.ask("in flight")
+    for _ in range(3):
+        generator.step()
+    served.worker.failing = failing
+    work(served)
+    served.finish(generator)
+    assert served.worker.failing is None, "the op was not run"
+    assert set(served.failed) == {"in flight", own}
+    assert all(isinstance(error, StepError) for error in served.failed.values())
+    served.failed.clear()
+    after = served.tokens(), served.tokens(adapter="adapter"), served.tokens(model=OTHER)
+    assert after == before
+    assert served.vector()
+    assert isinstance(served.train(), TrainingEvent)
+    generator._scheduler.check_integrity()

@@ -1,0 +1,176 @@
+"""A device that fails late: whoever hears of it, all models of the worker recover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError
+from mlx_parallm.worker.device.faults import LATE, drain_device
+from mlx_parallm.worker.ops import Load, Op, Pending
+from mlx_parallm.worker.worker import Device, Tensors, Worker
+
+LATE_ERROR = RuntimeError(f"{LATE}: Insufficient Memory.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Op[str]):
+    """An op of two stages; ``fails`` is the call that raises ``error``."""
+
+    model: str
+    fails: str = ""
+    error: Exception = LATE_ERROR
+
+
+@dataclass
+class Job:
+    work: Work
+    num_stages: int = 2
+
+    def advance(self) -> None:
+        self.num_stages -= 1
+        self._maybe_fail("advance")
+
+    def wait(self) -> str:
+        self._maybe_fail("wait")
+        return "done"
+
+    def _maybe_fail(self, call: str) -> None:
+        if self.work.fails == call:
+            raise self.work.error
+
+
+@dataclass
+class FakeModel:
+    """Implements ``WorkerModel``."""
+
+    num_recovered: int = 0
+
+    def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
+        if op.fails == "begin":
+            raise op.error
+        return Job(op)
+
+    def recover(self) -> None:
+        self.num_recovered += 1
+
+    def release(self) -> None:
+        pass
+
+
+class FakeLoader:
+    """Implements ``Loader``; the model's load may fail as ``spec`` says."""
+
+    def begin(self, op: Load, device: Device) -> FakeLoad:
+        return FakeLoad(Work(model=op.model, fails=op.spec.fails, error=op.spec.error))
+
+
+class FakeLoad(Job):
+    """Implements ``PendingLoad``."""
+
+    num_bytes = 7
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.model: FakeModel | None = None
+
+    def wait(self) -> str:
+        plan = super().wait()
+        self.model = FakeModel()
+        return plan
+
+
+@dataclass(frozen=True)
+class Spec:
+    fails: str = ""
+    error: Exception = LATE_ERROR
+
+
+def worker_of(*names: str) -> Worker:
+    worker = Worker()
+    worker.install(Spec, FakeLoader())
+    for name in names:
+        worker.execute(Load(model=name, spec=Spec()))
+    return worker
+
+
+def recovered(worker: Worker) -> list[int]:
+    return [model.num_recovered for model in worker._models.values()]  # type: ignore[attr-defined]
+
+
+def run(worker: Worker, op: Op[Any]) -> None:
+    pending = worker.begin(op)
+    pending.advance()
+    pending.wait()
+
+
+@pytest.mark.parametrize("fails", ["begin", "advance", "wait"])
+@pytest.mark.parametrize("error", [LATE_ERROR, OutOfMemoryError("no memory")])
+def test_all_models_recover_wherever_the_device_fails(fails: str, error: Exception) -> None:
+    error.__cause__ = None if error is LATE_ERROR else LATE_ERROR
+    worker = worker_of("a", "b")
+    before = worker.begin(Work(model="a"))
+    with pytest.raises(type(error)):
+        run(worker, Work(model="b", fails=fails, error=error))
+    assert recovered(worker) == [1, 1]
+    assert worker.faults.count == 1
+    # An op that waits for each of its stages has the results that it waited for.
+    assert before.wait() == "done"
+    assert recovered(worker) == [1, 1]
+
+
+@pytest.mark.parametrize("fails", ["advance", "wait"])
+def test_a_load_may_hear_of_it_too(fails: str) -> None:
+    worker = worker_of("a")
+    pending: Any = worker.begin(Load(model="b", spec=Spec(fails)))
+    assert pending.num_bytes == 7
+    if fails == "wait":
+        pending.advance()
+    with pytest.raises(RuntimeError, match="Insufficient"):
+        getattr(pending, fails)()
+    assert recovered(worker) == [1]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("[malloc] Unable to allocate"), MemoryError(), ValueError("a bug")]
+)
+def test_an_error_that_came_at_once_is_its_own_ops(error: Exception) -> None:
+    worker = worker_of("a", "b")
+    with pytest.raises(type(error)):
+        run(worker, Work(model="b", fails="wait", error=error))
+    assert recovered(worker) == [0, 0]
+    assert worker.faults.count == 0
+
+
+def test_a_refusal_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    drained: list[str] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: drained.append("synchronize"))
+    worker = worker_of("a")
+    with pytest.raises(InvalidRequestError):
+        run(worker, Work(model="a", fails="begin", error=InvalidRequestError("no")))
+    assert not drained
+    with pytest.raises(MemoryError):
+        run(worker, Work(model="a", fails="begin", error=MemoryError()))
+    assert drained == ["synchronize"]
+
+
+def test_the_error_that_the_device_kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op fails at once, and what was in flight has failed too: MLX says so when it is asked."""
+    calls: list[str] = []
+
+    def synchronize() -> None:
+        calls.append("synchronize")
+        raise LATE_ERROR
+
+    monkeypatch.setattr(mx, "synchronize", synchronize)
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append("clear_cache"))
+    assert drain_device() is LATE_ERROR
+    worker = worker_of("a")
+    with pytest.raises(RuntimeError, match="Unable"):
+        run(worker, Work(model="a", fails="wait", error=RuntimeError("Unable to allocate")))
+    assert recovered(worker) == [1]
+    assert calls == ["synchronize", "clear_cache"] * 2
