@@ -85,6 +85,13 @@ class KernelLanguage(Protocol):
         """
         ...
 
+    def bound(self, array: mx.array) -> mx.array:
+        """Return what kernels are given for a large array that they index from its first element.
+
+        It begins where the array does, and its shape may be another one.
+        """
+        ...
+
 
 class CudaLanguage:
     """CUDA C++, compiled by NVRTC: by this project if possible, else by MLX at the first call."""
@@ -125,6 +132,10 @@ class CudaLanguage:
             return _stock_kernel(text)
         return PrecompiledKernel(text, precompiler, lambda: _stock_kernel(text), dtypes)
 
+    def bound(self, array: mx.array) -> mx.array:
+        """See ``KernelLanguage.bound``: the array itself."""
+        return array
+
 
 class MetalLanguage:
     """The Metal Shading Language. It has not run on Apple hardware yet."""
@@ -163,6 +174,15 @@ class MetalLanguage:
             ensure_row_contiguous=not strided,
         )
         return kernel
+
+    def bound(self, array: mx.array) -> mx.array:
+        """See ``KernelLanguage.bound``: a view of the first row, ``array[:1]``.
+
+        MLX binds the buffer behind a view, and ends a command buffer when the arrays that it binds
+        have too many elements; of a view it counts only those in it
+        (docs/decisions/035-few-command-buffers-on-metal.md).
+        """
+        return array[:1]
 
 
 def _stock_kernel(text: KernelText) -> Kernel:

@@ -15,6 +15,7 @@ import numpy as np
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerPool, LayerShape
 from mlx_parallm.worker.attention.check import quantised
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.kernel_pool import KernelPool
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
@@ -119,9 +120,11 @@ class Trial:
         pool = backend.new_pool(self.case.shape, self.num_blocks)
         if poison:
             pool.keys, pool.values = _poisoned(pool.keys), _poisoned(pool.values)
-            if isinstance(pool, KernelPool):
-                pool.scales = tuple(map(_poisoned, pool.scales))
             mx.eval(pool.keys, pool.values)
+            if isinstance(pool, KernelPool):
+                assert isinstance(backend, KernelAttention)
+                pool.scales = tuple(map(_poisoned, pool.scales))
+                pool.bind(backend._language.bound)
         before = [(i, 0, start) for i, (start, _) in enumerate(self.case.sequences) if start]
         if before:
             self._write(backend, pool, before)

@@ -116,6 +116,8 @@ class Shim:
     def __init__(self) -> None:
         self.order = 0
         self.mutate: Callable[[str, str], str] = lambda _, body: body
+        # Shapes of the arrays that kernels are given views of, by address.
+        self._whole: dict[int, tuple[int, ...]] = {}
 
     def make(
         self,
@@ -139,6 +141,12 @@ class Shim:
 
         return call
 
+    def bound(self, array: mx.array) -> mx.array:
+        """See ``KernelLanguage.bound``: a view, as on Metal; kernels may use the whole array."""
+        view = array[:1]
+        self._whole[_memory(view).ctypes.data] = array.shape
+        return view
+
     def _call(
         self,
         text: Text,
@@ -149,7 +157,10 @@ class Shim:
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
         assert grid[1:] == threadgroup[1:] == (1, 1)
-        memory = [_memory(array) for array in inputs]
+        memory = [
+            self._behind(_memory(array)) if name.endswith("_pool") else _memory(array)
+            for name, array in zip(text.input_names, inputs, strict=True)
+        ]
         if not text.strided:
             memory = [np.ascontiguousarray(array) for array in memory]
         guarded = [Guarded(_span(array)) for array in memory]
@@ -183,6 +194,11 @@ class Shim:
             mx.array(buffer.checked()).view(dtype).reshape(tuple(shape))
             for buffer, shape, dtype in zip(made, output_shapes, output_dtypes, strict=True)
         ]
+
+    def _behind(self, view: np.ndarray) -> np.ndarray:
+        """Return the array that begins where a view of ``bound`` does."""
+        shape = self._whole.get(view.ctypes.data, view.shape)
+        return np.lib.stride_tricks.as_strided(view, shape, view.strides)
 
     def program(
         self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]

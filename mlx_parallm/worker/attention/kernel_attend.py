@@ -132,7 +132,7 @@ class AttendKernels:
         sink_logits: mx.array | None,
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
-        inputs = [queries, work.items, tables, pool.token, *pool.pools()]
+        inputs = [queries, work.items, tables, pool.token, *pool.bound]
         sinks = [] if sink_logits is None else [sink_logits]
         output = (num_rows, kind.heads, 1, shape.value_dim)
         grid = work.items.shape[0] * self._per_item

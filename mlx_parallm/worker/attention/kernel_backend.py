@@ -99,7 +99,7 @@ class KernelAttention:
         """See ``AttentionBackend.new_pool``."""
         # Cached tables may name blocks that the new pool does not have.
         self._forget_tables()
-        return new_kernel_pool(self.layout(shape), num_blocks)
+        return new_kernel_pool(self.layout(shape), num_blocks, self._language.bound)
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
         """See ``AttentionBackend.plan``."""

@@ -37,7 +37,7 @@ class MoveKernels:
         shape = self._layout.shape
         inputs = [keys.astype(shape.dtype), values.astype(shape.dtype), slots, pool.token]
         (pool.token,) = self._write(
-            inputs=[*inputs, *pool.pools()],
+            inputs=[*inputs, *pool.bound],
             output_shapes=[(1,)],
             output_dtypes=[mx.int32],
             grid=_grid(slots.size * shape.num_kv_heads * self._write_vectors),
@@ -50,7 +50,7 @@ class MoveKernels:
         outer = (table.shape[0], shape.num_kv_heads, table.shape[1] * layout.block_size)
         vectors = (shape.key_dim + shape.value_dim) // VECTOR
         keys, values = self._gather(
-            inputs=[table.astype(mx.int32), pool.token, *pool.pools()],
+            inputs=[table.astype(mx.int32), pool.token, *pool.bound],
             output_shapes=[(*outer, shape.key_dim), (*outer, shape.value_dim)],
             output_dtypes=[shape.dtype, shape.dtype],
             grid=_grid(math.prod(outer) * vectors),
@@ -60,7 +60,7 @@ class MoveKernels:
 
     def copy(self, pool: KernelPool, sources: mx.array, targets: mx.array) -> None:
         """Copy blocks ``sources`` to ``targets``, int32 ``[n]``; no target may be a source."""
-        pools = pool.pools()
+        pools = pool.bound
         for keys, values in zip(pools[::2], pools[1::2], strict=True):
             key_bytes, value_bytes = (array.nbytes // array.shape[0] for array in (keys, values))
             constants: dict[str, Constant] = {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.kernels.build import Constant
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.device.properties import backend_name
 
 # VECTOR: neighbouring elements that a thread moves, 16 bytes in 16-bit types.
 VECTOR = 8
@@ -69,13 +71,15 @@ class KernelPool(LayerPool):
 
     The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is the latest
     write's output: every kernel takes it as an input, so it runs after that write, and evaluating
-    it completes the pool. ``kernels`` caches the backend's kernels for this pool, because layers
+    it completes the pool. ``bound`` is what kernels are given in place of the arrays, in the order
+    of ``PoolLayout.pools``. ``kernels`` caches the backend's kernels for this pool, because layers
     need them at every step and a layout is slow to hash.
     """
 
     layout: PoolLayout
     token: mx.array
     scales: tuple[mx.array, ...] = ()
+    bound: tuple[mx.array, ...] = ()
     kernels: dict[Any, Any] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
@@ -85,6 +89,17 @@ class KernelPool(LayerPool):
     def pools(self) -> list[mx.array]:
         """Return the arrays that kernels read or write, in the order of ``PoolLayout.pools``."""
         return [self.keys, self.values, *self.scales]
+
+    def bind(self, bound: Callable[[mx.array], mx.array]) -> None:
+        """Evaluate the arrays, because those written in place must exist, and set ``bound``.
+
+        ``bound`` is that of the kernels' language.
+        """
+        pools = self.pools()
+        self.bound = tuple(bound(array) for array in pools)
+        mx.eval(self.arrays(), self.bound)
+        for array, given in zip(pools, self.bound, strict=True):
+            assert _is_in_place(array, given), "kernels would write a copy of the pool"
 
 
 def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
@@ -100,8 +115,10 @@ def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | N
     return dtype if isinstance(dtype, mx.Dtype) else None
 
 
-def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:
-    """Return an empty pool, evaluated, because arrays written in place must exist."""
+def new_kernel_pool(
+    layout: PoolLayout, num_blocks: int, bound: Callable[[mx.array], mx.array]
+) -> KernelPool:
+    """Return an empty pool; ``bound`` is that of the kernels' language."""
     shape, scheme = layout.shape, layout.quantisation
     outer = (num_blocks, shape.num_kv_heads, layout.block_size)
     dims = (shape.key_dim, shape.value_dim)
@@ -113,8 +130,26 @@ def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:
         scales = [mx.zeros((*outer, scheme.groups(dim), 2), scheme.scale_dtype) for dim in dims]
     token = mx.zeros((1,), mx.int32)
     pool = KernelPool(*stored, layout=layout, token=token, scales=tuple(scales))
-    mx.eval(pool.arrays())
+    pool.bind(bound)
     return pool
+
+
+def _is_in_place(array: mx.array, given: mx.array) -> bool:
+    """Return True if a kernel that is given ``given`` reads and writes the memory of ``array``.
+
+    MLX hands kernels a copy of what is not row-contiguous. On CUDA the host cannot see the memory
+    without moving it.
+    """
+    if backend_name() == "cuda":
+        return given is array
+    # NumPy has no bfloat16. A view of the same width keeps address and strides.
+    dtype = {2: mx.uint16, 4: mx.uint32}[array.dtype.size]
+    whole, part = (np.array(each.view(dtype), copy=False) for each in (array, given))
+    return (
+        whole.flags.c_contiguous
+        and part.flags.c_contiguous
+        and whole.ctypes.data == part.ctypes.data
+    )
 
 
 def why_unsupported(layout: PoolLayout) -> str | None:

@@ -116,7 +116,7 @@ class PrefillKernels:
         self, pool: KernelPool, work: ChunkWork, queries: mx.array, sink_logits: mx.array | None
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
-        inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
+        inputs = [queries, work.items, work.tables, pool.token, *pool.bound]
         sinks = [] if sink_logits is None else [sink_logits]
         output = (work.num_rows, kind.heads, 1, shape.value_dim)
         if work.spans is None:
