@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers
 from mlx_parallm.process_setup.descriptors import keep_descriptor_limit
 from mlx_parallm.process_setup.openblas import load_openblas
 
@@ -14,4 +15,5 @@ def prepare_device_process() -> None:
     MLX. A second call does nothing.
     """
     keep_descriptor_limit()
+    enlarge_command_buffers()
     load_openblas()

@@ -155,7 +155,7 @@ def random_model(
     """Return a model of a shape; ``bits`` quantises it in groups of 64."""
     config = SHAPES[shape]
     mx.random.seed(0)
-    model = _stock_model(config)
+    model = stock_model(config)
     keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
     for name, module in model.named_modules():
         for key, value in module.items():
@@ -178,7 +178,7 @@ def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloa
     Its layers compute what those of any model of the shape do and add nothing to the embedding.
     """
     config = SHAPES[shape] | {"tie_word_embeddings": False}
-    model = _stock_model(config)
+    model = stock_model(config)
     model.set_dtype(dtype)
     for layer in model.layers:
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
@@ -203,7 +203,8 @@ def flatten(model: RandomModel) -> None:
         use_net_kernels(model.model, NetKernels(CudaLanguage()))
 
 
-def _stock_model(config: dict[str, Any]) -> Any:
+def stock_model(config: dict[str, Any]) -> Any:
+    """Return mlx_lm's model of a configuration; its weights are not evaluated."""
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     if config["model_type"] == "qwen3_5":
         return module.TextModel(module.TextModelArgs.from_dict(config))

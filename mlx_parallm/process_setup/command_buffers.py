@@ -1,0 +1,38 @@
+"""The size of Metal's command buffers, which MLX reads from the environment once.
+
+MLX ends a command buffer after 40 or 50 kernels, or as many times 2^20 elements of the arrays that
+they use, weights included (``backend/metal/device.cpp``). A decode step would take dozens. Each
+costs the GPU about 20 µs, and MLX waits for the GPU when more than ten are under way: the next step
+could then be submitted only when this one has nearly ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+#: OPS_PER_BUFFER: kernels of a command buffer. The decode steps of most models have fewer.
+OPS_PER_BUFFER = 1000
+#: MOST_MB_PER_BUFFER: elements of a command buffer, in units of 2^20, which MLX calls megabytes.
+MOST_MB_PER_BUFFER = 400
+#: MB_PER_GIB: the same for each GiB of a small Mac's memory. What kernels write is freed when the
+#: command buffer of the last reader has ended, so a prompt's activations in 16 bits take up to
+#: 2 MiB for each unit of the 11 command buffers that may be under way: 35 % of the memory.
+MB_PER_GIB = 16
+
+
+def enlarge_command_buffers() -> None:
+    """Have MLX fill larger command buffers on a Mac, unless the environment already limits them.
+
+    Call it before MLX uses the GPU.
+    """
+    if sys.platform != "darwin":
+        return
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", str(OPS_PER_BUFFER))
+    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(mb_per_buffer(memory_bytes)))
+
+
+def mb_per_buffer(memory_bytes: int) -> int:
+    """Return the elements of a command buffer, in units of 2^20, on a Mac with this memory."""
+    return min(MOST_MB_PER_BUFFER, MB_PER_GIB * memory_bytes >> 30)

@@ -1,0 +1,49 @@
+"""Macs fill larger command buffers, unless the user says otherwise."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mlx_parallm.process_setup import command_buffers
+from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers, mb_per_buffer
+
+OPS, MB = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def a_mac_of_16_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 16 * GIB // 16384}
+    monkeypatch.setattr(command_buffers.sys, "platform", "darwin")
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    for name in (OPS, MB):
+        # Set before deletion, so that both are as before when the test has ended.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def test_a_mac_fills_larger_ones() -> None:
+    enlarge_command_buffers()
+    assert (os.environ[OPS], os.environ[MB]) == ("1000", "256")
+
+
+@pytest.mark.parametrize("name", [OPS, MB])
+def test_a_value_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "7")
+    enlarge_command_buffers()
+    values = {each: os.environ[each] for each in (OPS, MB)}
+    assert values == {OPS: "1000", MB: "256"} | {name: "7"}
+
+
+def test_other_systems_keep_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_buffers.sys, "platform", "linux")
+    enlarge_command_buffers()
+    assert OPS not in os.environ
+    assert MB not in os.environ
+
+
+@pytest.mark.parametrize(("memory_gb", "expected"), [(8, 128), (24, 384), (25, 400), (512, 400)])
+def test_small_macs_fill_smaller_ones(memory_gb: int, expected: int) -> None:
+    assert mb_per_buffer(memory_gb * GIB) == expected
