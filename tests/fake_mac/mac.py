@@ -21,6 +21,7 @@ from typing import Any, Self
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.kernels.language import MetalLanguage
 from tests.kernels.shim_language import MetalShim
 
 GIB = 1 << 30
@@ -122,9 +123,9 @@ class _Gpu:
 class _Kernels:
     """``mx.fast.metal_kernel`` of a fake Mac."""
 
-    def __init__(self, mac: FakeMac) -> None:
+    def __init__(self, mac: FakeMac, shim: MetalShim) -> None:
         self._mac = mac
-        self._shim = MetalShim()
+        self._shim = shim
 
     def __call__(
         self,
@@ -168,7 +169,9 @@ def pretend(mac: FakeMac, patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(mx, "default_device", lambda: _Gpu())
     patch.setattr(mx, "device_info", lambda *_: mac.device_info())
     patch.setattr(mx.metal, "is_available", lambda: True)
-    patch.setattr(mx.fast, "metal_kernel", _Kernels(mac))
+    shim = MetalShim()
+    patch.setattr(mx.fast, "metal_kernel", _Kernels(mac, shim))
+    patch.setattr(MetalLanguage, "bound", lambda _, array: shim.bound(array))
     # The shim runs a kernel at once, which a function that MLX traces may not.
     patch.setattr(mx, "compile", lambda function, **_: function)
     for name in ("set_cache_limit", "set_wired_limit", "set_memory_limit"):
