@@ -61,7 +61,8 @@ class Operation:
 def operations_of(function: Callable[..., Any], *arguments: mx.array) -> list[Operation]:
     """Return what MLX would run for a function, in an order in which it can."""
     reader = _Reader()
-    with patch.multiple(mx.fast, **{name: _one_kernel(name) for name in FAST}):
+    kernels: dict[str, Any] = {name: _one_kernel(name) for name in FAST}
+    with patch.multiple(mx.fast, **kernels):
         mx.export_function(reader.read, function, *arguments)
     return reader.operations
 
@@ -121,18 +122,18 @@ def most_bytes_under_way(operations: Sequence[Operation], limits: Limits) -> int
 
 
 class _Reader:
-    """Takes what ``mx.export_function`` tells of a function."""
+    """Takes the messages of ``mx.export_function``."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         # The buffer of each view, by their names.
         self._buffers: dict[str, str] = {}
 
-    def read(self, told: Mapping[str, Any]) -> None:
+    def read(self, message: Mapping[str, Any]) -> None:
         """Take one message."""
-        if told["type"] != "primitive":
+        if message["type"] != "primitive":
             return
-        name, inputs, outputs = told["name"], told["inputs"], told["outputs"]
+        name, inputs, outputs = message["name"], message["inputs"], message["outputs"]
         if name in VIEWS:
             for output, *_ in outputs:
                 self._buffers[output] = self._buffer(inputs[0][0])

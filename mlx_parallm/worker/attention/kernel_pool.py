@@ -98,8 +98,8 @@ class KernelPool(LayerPool):
         pools = self.pools()
         self.bound = tuple(bound(array) for array in pools)
         mx.eval(self.arrays(), self.bound)
-        for array, given in zip(pools, self.bound, strict=True):
-            assert _is_in_place(array, given), "kernels would write a copy of the pool"
+        for array, view in zip(pools, self.bound, strict=True):
+            assert _is_in_place(array, view), "kernels would write a copy of the pool"
 
 
 def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
@@ -134,17 +134,17 @@ def new_kernel_pool(
     return pool
 
 
-def _is_in_place(array: mx.array, given: mx.array) -> bool:
-    """Return True if a kernel that is given ``given`` reads and writes the memory of ``array``.
+def _is_in_place(array: mx.array, view: mx.array) -> bool:
+    """Return True if a kernel that is given ``view`` reads and writes the memory of ``array``.
 
     MLX hands kernels a copy of what is not row-contiguous. On CUDA the host cannot see the memory
     without moving it.
     """
     if backend_name() == "cuda":
-        return given is array
+        return view is array
     # NumPy has no bfloat16. A view of the same width keeps address and strides.
     dtype = {2: mx.uint16, 4: mx.uint32}[array.dtype.size]
-    whole, part = (np.array(each.view(dtype), copy=False) for each in (array, given))
+    whole, part = (np.array(each.view(dtype), copy=False) for each in (array, view))
     return (
         whole.flags.c_contiguous
         and part.flags.c_contiguous

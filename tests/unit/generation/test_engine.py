@@ -118,7 +118,7 @@ def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
 def test_a_step_that_fails_at_its_end_takes_the_step_behind_it_along(
     runs_ahead: bool, num_failures: int
 ) -> None:
-    """A wait that succeeds after a failed one means nothing: both steps may share the error."""
+    """Both may have failed with one error, so a later wait that succeeds means nothing."""
     failing = [1, 2] if runs_ahead else [1]
 
     def fail(batch: ScheduledBatch) -> None:
@@ -146,7 +146,7 @@ def test_a_step_that_fails_at_its_end_takes_the_step_behind_it_along(
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_a_failed_step_of_a_model_with_state_has_others_computed_anew(has_state: bool) -> None:
-    """The states of sequences that it did not run may have been copied in it."""
+    """It may have copied states of sequences that it did not run."""
 
     def fail(batch: ScheduledBatch) -> None:
         raise RuntimeError("the device is gone")

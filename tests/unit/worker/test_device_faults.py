@@ -1,4 +1,4 @@
-"""A device that fails late: whoever hears of it, all models of the worker recover."""
+"""All models of the worker recover when the device fails late, whichever op raises it."""
 
 from __future__ import annotations
 
