@@ -135,9 +135,9 @@ def test_other_systems_sync_without_it(tmp_path: Path, drive: Drive) -> None:
 
 def test_no_other_module_syncs() -> None:
     """Find calls of ``fsync`` outside of ``disk``; the copy of OpenBLAS is a cache of Linux."""
-    found = {
+    callers = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if "fsync(" in path.read_text()
     }
-    assert found == {"batch_jobs/disk.py", "process_setup/openblas.py"}
+    assert callers == {"batch_jobs/disk.py", "process_setup/openblas.py"}
