@@ -47,7 +47,9 @@ COMMANDS: Mapping[str, Command] = {
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
     "doctor": Command(
-        "mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice", brings_mlx=True
+        "mlx_parallm.cli.doctor.command",
+        "report backend, BLAS, versions and advice",
+        brings_mlx=True,
     ),
 }
 

@@ -38,6 +38,7 @@ class DeviceReport:
         blas_path: its file; None for a part of the system.
         has_slow_blas: True if it is the reference BLAS of MLX's Linux builds.
         matmul_gflops: measured, float32, 512 x 512, on the default device.
+        info: what MLX says of the device (``mx.device_info``).
     """
 
     backend: str
@@ -48,6 +49,7 @@ class DeviceReport:
     blas_path: str | None
     has_slow_blas: bool
     matmul_gflops: float
+    info: dict[str, str | int]
 
 
 def device_report() -> DeviceReport:
@@ -64,6 +66,7 @@ def device_report() -> DeviceReport:
         blas_path=blas.path,
         has_slow_blas=blas.is_slow,
         matmul_gflops=matmul_gflops(),
+        info=info,
     )
 
 

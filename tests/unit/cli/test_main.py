@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm import __version__
-from mlx_parallm.cli import doctor
+from mlx_parallm.cli.doctor.advice import device_advice
 from mlx_parallm.cli.logs import ConsoleFormatter, JsonFormatter
 from mlx_parallm.cli.main import COMMANDS, main
 from mlx_parallm.cli.progress import ProgressPrinter
@@ -38,6 +38,7 @@ def make_device(**changes: Any) -> DeviceReport:
         "blas_path": None,
         "has_slow_blas": False,
         "matmul_gflops": 5.0,
+        "info": {},
     }
     return DeviceReport(**(values | changes))
 
@@ -100,7 +101,9 @@ def test_help_of_serve_imports_nothing_that_takes_long() -> None:
     assert not imported & slow
 
 
-@pytest.mark.parametrize("module", ["cli.serve", "llm", "tokenizer.tokenizer", "cli.doctor"])
+@pytest.mark.parametrize(
+    "module", ["cli.serve", "llm", "tokenizer.tokenizer", "cli.doctor.command"]
+)
 def test_imports_print_nothing(module: str) -> None:
     """Lines that a library prints while it is imported would not be JSON with --log-format json."""
     command = [sys.executable, "-c", f"import mlx_parallm.{module}"]
@@ -204,14 +207,14 @@ def test_doctor_says_that_so_much_kv_is_not_free(capsys: pytest.CaptureFixture[s
 
 
 def test_doctor_advises_openblas_on_linux() -> None:
-    (advice,) = doctor.advise(make_device(has_slow_blas=True), "linux")
+    (advice,) = device_advice(make_device(has_slow_blas=True), "linux")
     assert "mlx-parallm[cpu]" in advice
-    assert doctor.advise(make_device(), "linux") == []
+    assert device_advice(make_device(), "linux") == []
 
 
 def test_doctor_warns_of_little_memory() -> None:
     device = make_device(memory_free_bytes=2**30)
-    assert doctor.advise(device, "linux") == [
+    assert device_advice(device, "linux") == [
         "Only 1.0 GiB of memory is free; large models will not load."
     ]
 

@@ -1,0 +1,130 @@
+"""Facts about the system under this process that an issue report needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# PREFIX: variables of MLX and of this program begin with it.
+PREFIX = "MLX_"
+# SECRET: parts of the names of variables whose values are shown to nobody.
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+HIDDEN = "(set)"
+# SYSCTL: what macOS tells about itself. Names that it does not know are left out of the answer.
+SYSCTL = (
+    "kern.osproductversion",
+    "kern.osversion",
+    "hw.model",
+    "hw.memsize",
+    "iogpu.wired_limit_mb",
+    "vm.swapusage",
+    "sysctl.proc_translated",
+)
+# TIMEOUT_S: a command that takes longer says nothing.
+TIMEOUT_S = 10.0
+_SIZE = re.compile(r"(\w+) = ([\d.,]+)([KMGT]?)")
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MacReport:
+    """A Mac and its macOS; None for what the system did not say.
+
+    Attributes:
+        version: of macOS, such as "15.5".
+        build: of macOS, such as "24F74".
+        model: of the Mac, such as "Mac14,9".
+        memory_bytes: all of its memory (hw.memsize).
+        wired_limit_mb: most MiB that the GPU may wire (iogpu.wired_limit_mb); 0: macOS decides.
+        swap_total_bytes: size of the swap files.
+        swap_used_bytes: bytes in them.
+        is_translated: True if Rosetta runs this process, whose Python is for Intel then.
+    """
+
+    version: str | None = None
+    build: str | None = None
+    model: str | None = None
+    memory_bytes: int | None = None
+    wired_limit_mb: int | None = None
+    swap_total_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    is_translated: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemReport:
+    """The system under this process.
+
+    Attributes:
+        platform: its name and version.
+        machine: the instruction set, such as "arm64".
+        descriptors: soft and hard limit of open files (RLIMIT_NOFILE); -1 is no limit.
+        variables: those that begin with ``PREFIX``; values of secret ones are hidden.
+        mac: of a Mac; None on other systems.
+    """
+
+    platform: str
+    machine: str
+    descriptors: tuple[int, int]
+    variables: dict[str, str]
+    mac: MacReport | None = None
+
+
+def system_report(environment: Mapping[str, str] = os.environ) -> SystemReport:
+    """Return facts about the system and this process."""
+    # A variable: type checkers take ``sys.platform`` for the one they run on.
+    name = sys.platform
+    return SystemReport(
+        platform=platform.platform(),
+        machine=platform.machine(),
+        descriptors=resource.getrlimit(resource.RLIMIT_NOFILE),
+        variables={
+            variable: HIDDEN if any(part in variable for part in SECRET) else value
+            for variable, value in sorted(environment.items())
+            if variable.startswith(PREFIX)
+        },
+        mac=mac_report(_sysctl()) if name == "darwin" else None,
+    )
+
+
+def mac_report(output: str) -> MacReport:
+    """Return what ``sysctl`` says of a Mac, from its output for ``SYSCTL``."""
+    lines = (line.partition(": ") for line in output.splitlines())
+    values = {name: value.strip() for name, _, value in lines}
+    swap = {
+        name: int(float(number.replace(",", ".")) * (1 << _UNITS[unit]))
+        for name, number, unit in _SIZE.findall(values.get("vm.swapusage", ""))
+    }
+    translated = _number(values.get("sysctl.proc_translated"))
+    return MacReport(
+        version=values.get("kern.osproductversion"),
+        build=values.get("kern.osversion"),
+        model=values.get("hw.model"),
+        memory_bytes=_number(values.get("hw.memsize")),
+        wired_limit_mb=_number(values.get("iogpu.wired_limit_mb")),
+        swap_total_bytes=swap.get("total"),
+        swap_used_bytes=swap.get("used"),
+        is_translated=None if translated is None else translated == 1,
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _sysctl() -> str:
+    """Return the answer of ``sysctl``; empty if there is none."""
+    command = ["sysctl", *SYSCTL]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,1 @@
+"""Measures kernels on the default device, for ``mlx_parallm doctor``."""
