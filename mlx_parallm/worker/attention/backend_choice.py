@@ -18,6 +18,7 @@ from mlx_parallm.worker.attention.check import (
     SHAPE,
     attention_error,
     checked_scores,
+    miscopies,
     misread_share,
 )
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK
@@ -164,6 +165,7 @@ def _judge(
             kernels.begin(shape, multiple, checked_scores(shape, multiple))
             error = attention_error(kernels, shape, multiple, block_size)
             misread = misread_share(kernels, shape, block_size)
+            has_wrong_copies = miscopies(kernels, shape, block_size)
         except MODEL_ERRORS as cause:
             return f"{type(cause).__name__}: {cause}", worst
         # The comparison is negated so that NaN fails.
@@ -171,6 +173,8 @@ def _judge(
             return f"off by {error:.2g} for {shape}", worst
         if misread > MAX_MISREAD:
             return f"{misread:.0%} of quantised KV is read back wrong for {shape}", worst
+        if has_wrong_copies:
+            return f"copied blocks are wrong for {shape}", worst
         worst = max(worst, error)
     return None, worst
 

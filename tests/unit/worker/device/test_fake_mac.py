@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,15 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.config import CacheConfig
+from mlx_parallm.kernels.language import MetalLanguage
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.kernels import TEXTS as attention_texts
 from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
+from mlx_parallm.worker.lora.kernels import TEXTS as adapter_texts
+from mlx_parallm.worker.sampling.check import choose_sampling
+from mlx_parallm.worker.sampling.kernels import TEXTS as sampling_texts
 from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
 from tests.kernels.shim_compile import require_compiler
 
@@ -44,13 +51,40 @@ def test_rejected_kernels_leave_the_reference(fake_mac: Become) -> None:
     assert "Unable to build metal library" in (choice.rejected or "")
 
 
-@pytest.mark.parametrize("kernel", ["attend", "write"])
-def test_wrong_kernels_leave_the_reference(fake_mac: Become, kernel: str) -> None:
+def kernels_of(texts: Path) -> list[str]:
+    """Return the names of the kernels below a folder, without texts that others include."""
+    names = {file.stem for file in texts.rglob(f"*{MetalLanguage.suffix}")}
+    return sorted(names - {"common", "quantise"})
+
+
+@pytest.mark.parametrize("fault", ["wrong", "rejects"])
+@pytest.mark.parametrize("kernel", kernels_of(attention_texts))
+def test_a_faulty_kernel_leaves_the_reference(fake_mac: Become, kernel: str, fault: str) -> None:
     require_compiler()
-    fake_mac(wrong=kernel)
+    fake_mac(**{fault: f"_{kernel}_"})
     choice = choose()
     assert choice.backend.name == "reference"
-    assert "off by" in (choice.rejected or "")
+    assert re.search("off by|copied blocks|Unable to build", choice.rejected or "")
+
+
+@pytest.mark.parametrize("fault", ["wrong", "rejects"])
+@pytest.mark.parametrize("kernel", kernels_of(sampling_texts))
+def test_a_faulty_sampling_kernel_leaves_stock(fake_mac: Become, kernel: str, fault: str) -> None:
+    require_compiler()
+    fake_mac(**{fault: f"_{kernel}_"})
+    kernels, reason = choose_sampling(300, mx.float32)
+    assert kernels is None
+    assert reason
+
+
+@pytest.mark.parametrize("fault", ["wrong", "rejects"])
+@pytest.mark.parametrize("kernel", kernels_of(adapter_texts))
+def test_a_faulty_adapter_kernel_leaves_stock(fake_mac: Become, kernel: str, fault: str) -> None:
+    require_compiler()
+    fake_mac(**{fault: f"_{kernel}_"})
+    kernels, reason = choose_change_kernels(mx.float32)
+    assert kernels is None
+    assert reason
 
 
 def test_kernels_can_break_later(fake_mac: Become, tmp_path: Path) -> None:
