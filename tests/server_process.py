@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ class ServerProcess:
         env: dict[str, str] | None = None,
         num_ranks: int | None = None,
         descriptors: tuple[int, int] | None = None,
+        program: Sequence[str] = ("mlx_parallm",),
     ) -> None:
         """Start it.
 
@@ -68,6 +69,7 @@ class ServerProcess:
             num_ranks: the processes that compute its models together; None for as many as
                 ``RANKS`` says, or 1.
             descriptors: the soft and the hard limit that it begins with; None for this process's.
+            program: the module that has the command ``serve``, with its arguments.
         """
         self.flags = flags
         size = num_ranks or int(os.environ.get(RANKS, "1"))
@@ -84,7 +86,7 @@ class ServerProcess:
             #: All ranks; the first serves.
             self.ranks = [
                 ChildProcess(
-                    ["mlx_parallm", "serve", "--fd", str(fd), *flags],
+                    [*program, "serve", "--fd", str(fd), *flags],
                     stdout=self._log,
                     stderr=subprocess.STDOUT,
                     cwd=ROOT,
