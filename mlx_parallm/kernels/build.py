@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import MappingProxyType
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.kernel import Kernel, kernel_text
 from mlx_parallm.kernels.language import KernelLanguage
 
 #: ``Constant``: a type or a number that is written into a kernel's text.
 Constant = mx.Dtype | int | float
 #: ``DtypeOf`` returns the dtype of an argument in a kernel with these constants; None if unknown.
 DtypeOf = Callable[[str, Mapping[str, Constant]], mx.Dtype | None]
+#: ``TYPES``: the names in texts of the types in which values are stored.
+TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
+    {
+        mx.float32: "float",
+        mx.float16: "float16_t",
+        mx.bfloat16: "bfloat16_t",
+        mx.uint32: "unsigned",
+    }
+)
 # SWITCHES: constants that are macros, because they choose lines of the texts.
 SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS")
 
@@ -25,33 +34,33 @@ SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"
 class KernelSpec:
     """A kernel's text, its arguments, and the texts before it.
 
-    Texts are file names without suffix, in the language's folder unless they name another. Inputs
-    that are not contiguous are copied, unless the kernel is ``strided``.
+    Texts are files of the builder's folder: ``.metal`` for both languages, ``.cu`` for CUDA only.
+    Inputs that are not contiguous are copied, unless the kernel is ``strided``.
     """
 
     text: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    headers: tuple[str, ...] = ("common",)
+    headers: tuple[str, ...] = ("common.metal",)
     strided: bool = False
 
     @property
     def name(self) -> str:
-        """Return the text's name without its folder."""
-        return self.text.rpartition("/")[2]
+        """Return the text's name without folder and suffix."""
+        return PurePath(self.text).stem
 
 
 class KernelBuilder:
     """Makes and caches the kernels of one language.
 
     Constants are written into the text instead of passed as template arguments. That makes calls as
-    cheap as MLX allows, and gives both languages the same body.
+    cheap as MLX allows.
     """
 
     def __init__(
         self, language: KernelLanguage, texts: Path, prefix: str, dtype_of: DtypeOf | None = None
     ) -> None:
-        """``texts`` has one folder per language; ``prefix`` begins the kernels' names.
+        """``texts`` is the folder of texts; ``prefix`` begins the kernels' names.
 
         With ``dtype_of``, kernels can be compiled in the background as soon as they are made.
         """
@@ -70,9 +79,9 @@ class KernelBuilder:
         return kernel
 
     def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
-        ahead = self._constants(constants)
+        ahead = _constants(constants)
         name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
-        header = "".join(map(self._text, spec.headers))
+        header = self._language.words + "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
         return self._language.make(
             name,
@@ -92,28 +101,19 @@ class KernelBuilder:
         known = [dtype for dtype in dtypes if dtype is not None]
         return known if len(known) == len(dtypes) else None
 
-    def _constants(self, constants: Mapping[str, Constant]) -> str:
-        lines: list[str] = []
-        for name, value in constants.items():
-            if isinstance(value, mx.Dtype):
-                lines.append(f"using {name} = {self._language.types[value]};")
-            elif name in SWITCHES:
-                lines.append(f"#define {name} {int(value)}")
-            elif isinstance(value, int):
-                lines.append(f"constexpr int {name} = {value};")
-            else:
-                lines.append(f"constexpr float {name} = {float(value)!r}f;")
-        return "\n" + "\n".join(lines) + "\n"
-
     def _text(self, name: str) -> str:
-        folder, _, file = name.rpartition("/")
-        folder = folder or self._language.name
-        return kernel_text(self._texts / folder / (file + self._language.suffix))
+        return kernel_text(self._texts / name)
 
 
-@functools.cache
-def kernel_text(file: Path) -> str:
-    """Return a text without comments and indentation, because MLX hashes it at every call."""
-    lines = file.read_text().splitlines()
-    code = (line.split("//")[0].strip() for line in lines)
-    return "".join(f"{line}\n" for line in code if line)
+def _constants(constants: Mapping[str, Constant]) -> str:
+    lines: list[str] = []
+    for name, value in constants.items():
+        if isinstance(value, mx.Dtype):
+            lines.append(f"using {name} = {TYPES[value]};")
+        elif name in SWITCHES:
+            lines.append(f"#define {name} {int(value)}")
+        elif isinstance(value, int):
+            lines.append(f"constexpr int {name} = {value};")
+        else:
+            lines.append(f"constexpr float {name} = {float(value)!r}f;")
+    return "\n" + "\n".join(lines) + "\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
@@ -38,3 +40,11 @@ class KernelText:
     source: str
     header: str
     strided: bool
+
+
+@functools.cache
+def kernel_text(file: Path) -> str:
+    """Return a text without comments and indentation, because MLX hashes it at every call."""
+    lines = file.read_text().splitlines()
+    code = (line.split("//")[0].strip() for line in lines)
+    return "".join(f"{line}\n" for line in code if line)

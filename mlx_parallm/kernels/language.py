@@ -1,16 +1,20 @@
-"""The two languages in which kernels are written."""
+"""The two languages for which kernels are compiled; their texts are in Metal's words."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_parallm.kernels.device_precompiler import device_precompiler
-from mlx_parallm.kernels.kernel import Kernel, KernelText
+from mlx_parallm.kernels.kernel import Kernel, KernelText, kernel_text
 from mlx_parallm.kernels.precompiled import PrecompiledKernel, Precompiler
+
+#: ``METAL_WORDS``: the words of Metal in CUDA C++.
+METAL_WORDS = Path(__file__).with_name("metal_words.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +42,27 @@ class Tuning:
     pads_rows: bool = False
 
 
+#: ``METAL_TUNINGS``: the one in use, then others that ``doctor`` times. 160 threadgroups are four
+#: of 128 threads on each of the 40 cores of a large chip. A thread has 128 registers, half of
+#: CUDA's; the last one needs them. By clang's count for another GPU with 128, it spills 200 to 450.
+METAL_TUNINGS = (
+    Tuning(threadgroups=160, tile=4, score_lanes=16, max_heads=4, quantised_vector=8),
+    Tuning(threadgroups=160, tile=4, score_lanes=8, max_heads=2),
+    Tuning(threadgroups=160),
+)
+
+
 class KernelLanguage(Protocol):
-    """A kernel language: where its texts are, its type names, and its compiler."""
+    """A kernel language: what its texts begin with, and its compiler."""
 
     @property
     def name(self) -> str:
-        """Return the name of the language and of the folder of its texts."""
+        """Return the name of the language."""
         ...
 
     @property
-    def suffix(self) -> str:
-        """Return the suffix of its texts."""
-        ...
-
-    @property
-    def types(self) -> Mapping[mx.Dtype, str]:
-        """Return its names of the types in which values are stored."""
+    def words(self) -> str:
+        """Return what stands before each kernel, so that texts in Metal's words compile."""
         ...
 
     @property
@@ -63,7 +72,7 @@ class KernelLanguage(Protocol):
 
     @property
     def has_tensor_cores(self) -> bool:
-        """True if the texts in ``tensor_cores`` are in this language."""
+        """True if the texts in ``tensor_cores``, which are CUDA's, compile."""
         ...
 
     def make(
@@ -97,14 +106,7 @@ class CudaLanguage:
     """CUDA C++, compiled by NVRTC: by this project if possible, else by MLX at the first call."""
 
     name = "cuda"
-    suffix = ".cu"
     has_tensor_cores = True
-    types: Mapping[mx.Dtype, str] = {
-        mx.float32: "float",
-        mx.float16: "__half",
-        mx.bfloat16: "__nv_bfloat16",
-        mx.uint32: "unsigned",
-    }
     # 512 threadgroups are four of 128 threads on each of an H100's 132 processors. Chunks are
     # multiples of rows, because MLX compiles a cuDNN graph for each new pair of lengths
     # (docs/decisions/020-shapes-on-cuda.md).
@@ -113,6 +115,11 @@ class CudaLanguage:
     def __init__(self, precompiler: Callable[[], Precompiler | None] = device_precompiler) -> None:
         """``precompiler`` returns what compiles kernels beside MLX; None if there is none."""
         self._precompiler = precompiler
+
+    @property
+    def words(self) -> str:
+        """See ``KernelLanguage.words``."""
+        return kernel_text(METAL_WORDS)
 
     def make(
         self,
@@ -141,16 +148,9 @@ class MetalLanguage:
     """The Metal Shading Language. It has not run on Apple hardware yet."""
 
     name = "metal"
-    suffix = ".metal"
+    words = ""
     has_tensor_cores = False
-    types: Mapping[mx.Dtype, str] = {
-        mx.float32: "float",
-        mx.float16: "float16_t",
-        mx.bfloat16: "bfloat16_t",
-        mx.uint32: "unsigned",
-    }
-    # 160 threadgroups are four of 128 threads on each of the 40 cores of a large chip.
-    tuning = Tuning(threadgroups=160)
+    tuning = METAL_TUNINGS[0]
 
     def make(
         self,

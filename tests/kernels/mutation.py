@@ -10,41 +10,41 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.build import kernel_text
+from mlx_parallm.kernels.kernel import kernel_text
 from tests.kernels.shim_language import ORDERS, CudaShim, MetalShim, Shim
 
 SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
-#: ``SYNCHRONISATION`` to remove: a barrier becomes nothing, a shuffle the lane's own value.
+#: ``SYNCHRONISATION`` to remove, by the suffix of texts: a barrier becomes nothing, a shuffle the
+#: lane's own value.
 SYNCHRONISATION = {
-    "cuda": r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
-    "metal": r"\w+_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
+    ".cu": r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
+    ".metal": r"\w+_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
 }
 ANY_SYNCHRONISATION = re.compile(r"sync|barrier|shfl|shuffle|simd_|quad_|vote|ballot|atomic", re.I)
 
 
 def mutants(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield the language, text and number of every barrier and shuffle in a folder."""
-    for language, pattern in SYNCHRONISATION.items():
-        for path in sorted((folder / language).iterdir()):
-            text = kernel_text(path)
-            for nth in range(len(re.findall(pattern, text))):
+    """Yield, for each language, text and number of every barrier and shuffle in a folder."""
+    for path in sorted(folder.glob("*.metal")):
+        for nth in range(len(re.findall(SYNCHRONISATION[path.suffix], kernel_text(path)))):
+            for language in SHIMS:
                 yield language, path.stem, nth
 
 
-def without(body: str, language: str, nth: int) -> str:
+def without(body: str, suffix: str, nth: int) -> str:
     """Return a text without its nth barrier or shuffle."""
-    match = list(re.finditer(SYNCHRONISATION[language], body))[nth]
+    match = list(re.finditer(SYNCHRONISATION[suffix], body))[nth]
     return body[: match.start()] + (match["own"] or "") + body[match.end() :]
 
 
-def overlooked(folder: Path, language: str) -> list[str]:
+def overlooked(folder: Path) -> list[str]:
     """Return the texts with synchronisation that ``mutants`` does not know."""
-    texts = {path.stem: kernel_text(path) for path in (folder / language).iterdir()}
-    rest = {stem: re.sub(SYNCHRONISATION[language], "", text) for stem, text in texts.items()}
+    texts = {path.stem: kernel_text(path) for path in folder.glob("*.metal")}
+    rest = {stem: re.sub(SYNCHRONISATION[".metal"], "", text) for stem, text in texts.items()}
     return [stem for stem, text in rest.items() if ANY_SYNCHRONISATION.search(text)]
 
 
-def leave_out(shim: Shim, prefix: str, language: str, nth: int) -> list[str]:
+def leave_out(shim: Shim, prefix: str, nth: int, suffix: str = ".metal") -> list[str]:
     """Remove a barrier or shuffle from kernels with this prefix; return a list of their bodies."""
     mutated: list[str] = []
 
@@ -52,7 +52,7 @@ def leave_out(shim: Shim, prefix: str, language: str, nth: int) -> list[str]:
         if not name.startswith(prefix):
             return body
         mutated.append(body)
-        return without(body, language, nth)
+        return without(body, suffix, nth)
 
     shim.mutate = mutate
     return mutated
@@ -81,7 +81,7 @@ class MistakenShim(CudaShim):
 
     def __init__(self, folder: Path, prefix: str, mistake: Mistake) -> None:
         super().__init__()
-        assert mistake.right in kernel_text(folder / "cuda" / f"{mistake.file}.cu")
+        assert mistake.right in kernel_text(folder / f"{mistake.file}.metal")
         self._prefix, self._mistake = prefix, mistake
 
     def make(

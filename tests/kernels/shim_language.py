@@ -10,14 +10,23 @@ import ctypes
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.kernels.language import CudaLanguage, MetalLanguage, Tuning
+from mlx_parallm.kernels.build import TYPES
+from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
+from mlx_parallm.kernels.kernel import KernelText, kernel_text
+from mlx_parallm.kernels.language import (
+    METAL_TUNINGS,
+    METAL_WORDS,
+    CudaLanguage,
+    MetalLanguage,
+    Tuning,
+)
 from tests.kernels.shim_compile import load
 
 #: ``ORDERS`` in which threads run ahead; see lanes.h.
@@ -67,18 +76,6 @@ class KernelError(RuntimeError):
     """Raised if a kernel's threads do not all reach the end together."""
 
 
-@dataclass(frozen=True)
-class Text:
-    """A kernel as MLX gets it."""
-
-    name: str
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
-    source: str
-    header: str
-    strided: bool
-
-
 class Guarded:
     """A copy of an array, aligned like GPU memory, between guard bytes."""
 
@@ -100,7 +97,7 @@ class Shim:
     """A language on the CPU. ``mutate`` changes a kernel's body before it is compiled."""
 
     name: str
-    suffix: str
+    words: str
     tuning: Tuning
     has_tensor_cores = False
     include: str
@@ -132,7 +129,7 @@ class Shim:
     ) -> Any:
         """See ``KernelLanguage.make``; calls must have the compiled ``dtypes``."""
         source = self.mutate(name, source)
-        text = Text(name, tuple(input_names), tuple(output_names), source, header, strided)
+        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
 
         def call(**options: Any) -> list[mx.array]:
             actual = [*(array.dtype for array in options["inputs"]), *options["output_dtypes"]]
@@ -149,7 +146,7 @@ class Shim:
 
     def _call(
         self,
-        text: Text,
+        text: KernelText,
         inputs: Sequence[mx.array],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
@@ -201,36 +198,38 @@ class Shim:
         return np.lib.stride_tricks.as_strided(view, shape, view.strides)
 
     def program(
-        self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+        self, text: KernelText, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
     ) -> str:
         """Return the C++ program of a kernel and its launch."""
-        parameters, arguments = [], []
-        for i, (name, array) in enumerate(zip(text.input_names, inputs, strict=True)):
-            kind = f"const {self.space(array.size)}{self.types[array.dtype]}*"
-            parameters.append(f"{kind} {name}")
-            arguments.append(f"({kind})launch_buffers[{i}]")
-            if f"{name}_shape" in text.source:
-                parameters.append(f"{self.shape_parameter} {name}_shape")
-                arguments.append(self.shape_argument.format(MAX_NDIM * i))
-            if f"{name}_strides" in text.source:
-                parameters.append(f"{self.strides_parameter} {name}_strides")
-                arguments.append(self.strides_argument.format(MAX_NDIM * i))
-        for i, (name, dtype) in enumerate(zip(text.output_names, output_dtypes, strict=True)):
-            kind = f"{self.space(MIN_DEVICE_SIZE)}{self.types[dtype]}*"
-            parameters.append(f"{kind} {name}")
-            arguments.append(f"({kind})launch_buffers[{len(inputs) + i}]")
-        for parameter, argument in self.attributes(text.source):
-            parameters.append(parameter)
-            arguments.append(argument)
+        signature = self.signature(text, inputs, output_dtypes)
         return PROGRAM.format(
             include=self.include,
             header=text.header,
             source=text.source,
-            parameters=", ".join(parameters),
-            arguments=", ".join(arguments),
+            parameters=", ".join(parameter for parameter, _ in signature),
+            arguments=", ".join(argument for _, argument in signature),
             begin=self.begin,
             whole=int(self.whole),
         )
+
+    def signature(
+        self, text: KernelText, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+    ) -> list[tuple[str, str]]:
+        """Return the parameters that MLX declares, each with the argument of a launch here."""
+        pairs: list[tuple[str, str]] = []
+        for i, (name, array) in enumerate(zip(text.input_names, inputs, strict=True)):
+            kind = f"const {self.space(array.size)}{self.types[array.dtype]}*"
+            pairs.append((f"{kind} {name}", f"({kind})launch_buffers[{i}]"))
+            if f"{name}_shape" in text.source:
+                argument = self.shape_argument.format(MAX_NDIM * i)
+                pairs.append((f"{self.shape_parameter} {name}_shape", argument))
+            if f"{name}_strides" in text.source:
+                argument = self.strides_argument.format(MAX_NDIM * i)
+                pairs.append((f"{self.strides_parameter} {name}_strides", argument))
+        for i, (name, dtype) in enumerate(zip(text.output_names, output_dtypes, strict=True)):
+            kind = f"{self.space(MIN_DEVICE_SIZE)}{self.types[dtype]}*"
+            pairs.append((f"{kind} {name}", f"({kind})launch_buffers[{len(inputs) + i}]"))
+        return pairs + self.attributes(text.source)
 
     def space(self, size: int) -> str:
         """Return the address space of an array."""
@@ -247,8 +246,8 @@ class CudaShim(Shim):
     """CUDA C++ on the CPU."""
 
     name = CudaLanguage.name
-    suffix = CudaLanguage.suffix
-    types = MappingProxyType({**CudaLanguage.types, mx.int32: "int32_t"})
+    words = kernel_text(METAL_WORDS)
+    types = CUDA_TYPES
     tuning = Tuning(threadgroups=16)
     include = "cuda.h"
     shape_parameter = "const Shape"
@@ -263,9 +262,9 @@ class MetalShim(Shim):
     """The Metal Shading Language on the CPU."""
 
     name = MetalLanguage.name
-    suffix = MetalLanguage.suffix
-    types = MappingProxyType({**MetalLanguage.types, mx.int32: "int32_t"})
-    tuning = Tuning(threadgroups=16)
+    words = MetalLanguage.words
+    types = MappingProxyType({**TYPES, mx.int32: "int32_t", mx.uint32: "uint32_t"})
+    tuning = replace(METAL_TUNINGS[0], threadgroups=16)
     include = "metal.h"
     shape_parameter = "const constant int*"
     shape_argument = "(launch_shapes + {})"
@@ -274,7 +273,7 @@ class MetalShim(Shim):
     whole = False
 
     def program(
-        self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+        self, text: KernelText, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
     ) -> str:
         """See ``Shim.program``; arrays cast to ``device`` must be in that address space."""
         lines = [line for line in text.source.splitlines() if "device" in line]

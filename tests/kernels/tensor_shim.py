@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.build import kernel_text
+from mlx_parallm.kernels.kernel import kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from tests.kernels.shim_compile import SHIM
 from tests.kernels.shim_language import CudaShim

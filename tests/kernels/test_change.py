@@ -28,7 +28,6 @@ from mlx_parallm.worker.lora.kernels import TEXTS
 from mlx_parallm.worker.lora.stack import LinearStack
 from tests.kernels.mutation import (
     SHIMS,
-    SYNCHRONISATION,
     Mistake,
     MistakenShim,
     leave_out,
@@ -59,14 +58,13 @@ def test_the_whole_texts_are_right(shim: Shim, dtype: mx.Dtype) -> None:
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
-    mutated = leave_out(shim, f"adapters_{text}_", language, nth)
+    mutated = leave_out(shim, f"adapters_{text}_", nth)
     assert not is_right(shim)
     assert mutated
 
 
-@pytest.mark.parametrize("language", list(SYNCHRONISATION))
-def test_no_synchronisation_is_overlooked(language: str) -> None:
-    assert not overlooked(TEXTS, language)
+def test_no_synchronisation_is_overlooked() -> None:
+    assert not overlooked(TEXTS)
 
 
 def test_there_is_something_to_leave_out() -> None:
@@ -142,7 +140,7 @@ def test_they_can_be_compiled_apart_from_mlx(
     """Check that kernels use no strides, which MLX does not pass to precompiled kernels."""
     actual = spec(layers)
     assert not actual.strided
-    source = (TEXTS / "cuda" / f"{actual.text}.cu").read_text()
+    source = (TEXTS / actual.text).read_text()
     text = KernelText("k", actual.inputs, actual.outputs, source, "", strided=False)
     names = (*actual.inputs, *actual.outputs)
     dtypes = [_argument_dtype(name, {"T": mx.bfloat16}) for name in names]

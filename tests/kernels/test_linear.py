@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.kernels.build import kernel_text
+from mlx_parallm.kernels.kernel import kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.layers.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
 from tests.kernels.shim_compile import require_compiler
@@ -84,7 +84,7 @@ def test_what_it_does_not_serve(weight: mx.array, widths: list[int], reason: str
     assert reason in actual
 
 
-@pytest.mark.parametrize("text", ["linear", "prefill"])
-def test_the_texts_are_short_as_they_are_hashed_at_every_call(text: str) -> None:
-    files = ("cuda/common.cu", "tensor_cores/tensor.cu", f"tensor_cores/{text}.cu")
+@pytest.mark.parametrize("name", ["linear", "prefill"])
+def test_the_texts_are_short_as_they_are_hashed_at_every_call(name: str) -> None:
+    files = ("common.metal", "tensor_cores/tensor.cu", f"tensor_cores/{name}.cu")
     assert sum(len(kernel_text(TEXTS / file)) for file in files) < 10_000

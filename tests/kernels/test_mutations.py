@@ -9,7 +9,7 @@ from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.builders.kernel_cases import Case
 from tests.kernels.attention_trial import is_right
-from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
+from tests.kernels.mutation import SHIMS, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import CudaShim, MetalShim, Shim
 
@@ -29,14 +29,13 @@ def test_the_whole_texts_are_right(shim: Shim, case: Case) -> None:
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
-    mutated = leave_out(shim, f"paged_{text}_", language, nth)
+    mutated = leave_out(shim, f"paged_{text}_", nth)
     assert not is_right(shim, QUANTISED if text == "quantise" else PLAIN)
     assert mutated
 
 
-@pytest.mark.parametrize("language", list(SYNCHRONISATION))
-def test_no_synchronisation_is_overlooked(language: str) -> None:
-    assert not overlooked(TEXTS, language)
+def test_no_synchronisation_is_overlooked() -> None:
+    assert not overlooked(TEXTS)
 
 
 def test_there_is_something_to_leave_out() -> None:
@@ -55,7 +54,8 @@ def test_a_barrier_of_the_wrong_memory_shows() -> None:
 def test_a_barrier_that_some_threads_skip_shows() -> None:
     require_compiler()
     shim = CudaShim()
-    shim.mutate = lambda _, body: body.replace("__syncthreads();", "if (lane) __syncthreads();")
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    shim.mutate = lambda _, body: body.replace(barrier, f"if (lane) {barrier}")
     assert not is_right(shim, PLAIN)
 
 

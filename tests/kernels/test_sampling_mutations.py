@@ -10,7 +10,6 @@ from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
 from mlx_parallm.worker.sampling.kernels import TEXTS
 from tests.kernels.mutation import (
     SHIMS,
-    SYNCHRONISATION,
     Mistake,
     MistakenShim,
     leave_out,
@@ -41,14 +40,13 @@ def test_the_whole_texts_are_right(shim: Shim) -> None:
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
-    mutated = leave_out(shim, f"sampling_{text}_", language, nth)
+    mutated = leave_out(shim, f"sampling_{text}_", nth)
     assert not is_right(shim)
     assert mutated
 
 
-@pytest.mark.parametrize("language", list(SYNCHRONISATION))
-def test_no_synchronisation_is_overlooked(language: str) -> None:
-    assert not overlooked(TEXTS, language)
+def test_no_synchronisation_is_overlooked() -> None:
+    assert not overlooked(TEXTS)
 
 
 def test_there_is_something_to_leave_out() -> None:

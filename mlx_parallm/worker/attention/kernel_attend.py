@@ -175,10 +175,10 @@ class AttendKernels:
         sinks = ("sinks",) if self._kind.has_sinks else ()
         pools = self._kind.layout.pools
         if name == "split":
-            return KernelSpec("attend", (*_INPUTS, *pools), _PARTS)
+            return KernelSpec("attend.metal", (*_INPUTS, *pools), _PARTS)
         if name == "merge":
-            return KernelSpec("merge", (*_PARTS, "spans", *sinks), ("output",))
-        return KernelSpec("attend", (*_INPUTS, *pools, *sinks), ("output",))
+            return KernelSpec("merge.metal", (*_PARTS, "spans", *sinks), ("output",))
+        return KernelSpec("attend.metal", (*_INPUTS, *pools, *sinks), ("output",))
 
     def _constants(self, name: str) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout

@@ -14,7 +14,9 @@ from mlx_parallm.worker.attention.kernel_pool import VECTOR, KernelPool, PoolLay
 # THREADS of a threadgroup.
 THREADS = 128
 COPY_BYTES = 16
-_COPY = KernelSpec("copy", ("sources", "targets", "previous", "key_pool", "value_pool"), ("token",))
+_COPY = KernelSpec(
+    "copy.metal", ("sources", "targets", "previous", "key_pool", "value_pool"), ("token",)
+)
 
 
 class MoveKernels:
@@ -84,14 +86,14 @@ class MoveKernels:
 
     @functools.cached_property
     def _write(self) -> Kernel:
-        text = "quantise" if self._layout.quantisation else "write"
+        text = "quantise.metal" if self._layout.quantisation else "write.metal"
         inputs = ("keys", "values", "slots", "previous", *self._layout.pools)
         return self._builder.kernel(KernelSpec(text, inputs, ("token",)), self._constants)
 
     @functools.cached_property
     def _gather(self) -> Kernel:
         inputs = ("table", "previous", *self._layout.pools)
-        spec = KernelSpec("gather", inputs, ("keys", "values"))
+        spec = KernelSpec("gather.metal", inputs, ("keys", "values"))
         return self._builder.kernel(spec, self._constants)
 
     @property

@@ -150,10 +150,10 @@ class PrefillKernels:
         kind, layout = self._kind, self._kind.layout
         sinks = ("sinks",) if kind.has_sinks and not is_split else ()
         spec = KernelSpec(
-            "tensor_cores/prefill",
+            "tensor_cores/prefill.cu",
             ("queries", "items", "tables", "previous", *layout.pools, *sinks),
             ("part_sums", "part_stats") if is_split else ("output",),
-            headers=("common", "tensor_cores/tensor"),
+            headers=("common.metal", "tensor_cores/tensor.cu"),
         )
         constants: dict[str, Constant] = {
             "T": layout.shape.dtype,

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
-from mlx_parallm.worker.layers.kernels import TEXTS
+from mlx_parallm.worker.layers.kernels import HEADERS, TEXTS
 from mlx_parallm.worker.layers.state_kernels import (
     DTYPES,
     MAX_COLUMNS,
@@ -72,7 +72,9 @@ class NetKernels:
             "KEY": size**-0.5,
             "EPSILON": EPSILON / size,
         }
-        spec = KernelSpec("mix", ("x", "before", "weight"), ("y", "after"), strided=True)
+        spec = KernelSpec(
+            "mix.cu", ("x", "before", "weight"), ("y", "after"), HEADERS, strided=True
+        )
         y, after = self._builder.kernel(spec, constants)(
             inputs=[x, before, weight],
             output_shapes=[x.shape, before.shape],
@@ -114,7 +116,7 @@ class NetKernels:
             "WARPS": WARPS,
         }
         inputs = ("mixed", "a", "b", "logs", "bias", "before")
-        spec = KernelSpec("step", inputs, ("y", "after"), strided=True)
+        spec = KernelSpec("step.cu", inputs, ("y", "after"), HEADERS, strided=True)
         y, after = self._builder.kernel(spec, constants)(
             inputs=[mixed, a, b, logs, bias, state],
             output_shapes=[(batch, 1, v_heads, size), state.shape],

@@ -67,10 +67,10 @@ class ExpertKernel:
             "AHEAD": 4,
         }
         spec = KernelSpec(
-            "tensor_cores/linear",
+            "tensor_cores/linear.cu",
             ("x", "ids", "weight"),
             ("output0",),
-            headers=("common", "tensor_cores/tensor"),
+            headers=("common.metal", "tensor_cores/tensor.cu"),
         )
         return self._builder.kernel(spec, constants)
 

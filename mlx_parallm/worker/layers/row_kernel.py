@@ -134,10 +134,10 @@ class RowKernel:
             "AHEAD": 4 // panels,
         }
         spec = KernelSpec(
-            "tensor_cores/linear",
+            "tensor_cores/linear.cu",
             ("x", "ends", "weight"),
             tuple(f"output{i}" for i in range(num_outputs)),
-            headers=("common", "tensor_cores/tensor"),
+            headers=("common.metal", "tensor_cores/tensor.cu"),
         )
         return self._builder.kernel(spec, constants)
 

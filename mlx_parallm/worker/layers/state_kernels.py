@@ -16,7 +16,7 @@ from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport
-from mlx_parallm.worker.layers.kernels import TEXTS
+from mlx_parallm.worker.layers.kernels import HEADERS, TEXTS
 
 # WARP is the number of threads in a warp, and WARPS that of warps in a threadgroup.
 WARP = 32
@@ -90,7 +90,9 @@ class DeltaKernel:
             "GATES": int(g.ndim == v.ndim),
         }
         inputs = ("q", "k", "v", "g", "beta", "before")
-        kernel = self._builder.kernel(KernelSpec("delta", inputs, ("y", "after")), constants)
+        kernel = self._builder.kernel(
+            KernelSpec("delta.cu", inputs, ("y", "after"), HEADERS), constants
+        )
         y, after = kernel(
             inputs=[q, k.astype(q.dtype), v, g.astype(mx.float32), beta.astype(mx.float32), state],
             output_shapes=[v.shape, state.shape],
@@ -155,7 +157,9 @@ class ScanKernel:
             "WARPS": WARPS,
         }
         inputs = ("x", "decay", "dt", "b", "c", "before")
-        kernel = self._builder.kernel(KernelSpec("scan", inputs, ("y", "after")), constants)
+        kernel = self._builder.kernel(
+            KernelSpec("scan.cu", inputs, ("y", "after"), HEADERS), constants
+        )
         y, after = kernel(
             inputs=[
                 x,
@@ -187,7 +191,9 @@ class ConvolutionKernel:
         batch, length, channels = x.shape
         width = weight.shape[1]
         constants: dict[str, Constant] = {"T": x.dtype, "WIDTH": width, "THREADS": THREADS}
-        kernel = self._builder.kernel(KernelSpec("convolution", ("x", "weight"), ("y",)), constants)
+        kernel = self._builder.kernel(
+            KernelSpec("convolution.cu", ("x", "weight"), ("y",), HEADERS), constants
+        )
         shape = (batch, length - width + 1, channels)
         size = shape[0] * shape[1] * shape[2]
         (y,) = kernel(

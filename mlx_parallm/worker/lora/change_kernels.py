@@ -134,12 +134,12 @@ class ChangeKernels:
 
 
 def _shrink(layers: int) -> KernelSpec:
-    return KernelSpec("shrink", ("x", "slots", *_numbered("a", layers)), ("low",))
+    return KernelSpec("shrink.metal", ("x", "slots", *_numbered("a", layers)), ("low",))
 
 
 def _expand(layers: int) -> KernelSpec:
     inputs = ("low", "slots", "firsts", *_numbered("b", layers), *_numbered("y", layers))
-    return KernelSpec("expand", inputs, _numbered("output", layers))
+    return KernelSpec("expand.metal", inputs, _numbered("output", layers))
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:

@@ -36,9 +36,9 @@ _DTYPES = {
     "wanted": mx.int32,
 }
 
-_DRAW = KernelSpec("draw", ("logits", "settings", "keys"), ("tokens", "floors"))
+_DRAW = KernelSpec("draw.metal", ("logits", "settings", "keys"), ("tokens", "floors"))
 _LOGPROBS = KernelSpec(
-    "logprobs",
+    "logprobs.metal",
     ("logits", "tokens", "wanted"),
     ("target_ids", "targets", "top_ids", "top_values"),
 )

@@ -24,6 +24,10 @@ float tanhf(float);
 // Both languages have these.
 static inline int min(int x, int y) { return x < y ? x : y; }
 static inline int max(int x, int y) { return x > y ? x : y; }
+static inline float exp2(float x) { return exp2f(x); }
+static inline float fmax(float x, float y) { return fmaxf(x, y); }
+static inline float fmin(float x, float y) { return fminf(x, y); }
+static inline float rint(float x) { return rintf(x); }
 
 namespace shim {
 

@@ -42,10 +42,6 @@ static inline To as_type(From from) {
   return to;
 }
 
-static inline float exp2(float x) { return exp2f(x); }
-static inline float fmax(float x, float y) { return fmaxf(x, y); }
-static inline float fmin(float x, float y) { return fminf(x, y); }
-static inline float rint(float x) { return rintf(x); }
 namespace precise {
 static inline float tanh(float x) { return tanhf(x); }
 static inline float log(float x) { return logf(x); }

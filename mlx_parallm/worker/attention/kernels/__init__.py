@@ -1,4 +1,4 @@
-"""The texts of the GPU kernels that attend and multiply, one folder a language."""
+"""The texts of the GPU kernels that attend and multiply."""
 
 from pathlib import Path
 

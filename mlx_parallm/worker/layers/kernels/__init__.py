@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-#: The folder that has one folder of texts for each kernel language.
+#: ``TEXTS``: the folder of the texts, which are CUDA's.
 TEXTS = Path(__file__).parent
+#: ``HEADERS``: the texts that stand before each of them.
+HEADERS = ("common.cu",)

@@ -1,4 +1,4 @@
-"""The texts of the GPU kernels that add adapters' changes, one folder a language."""
+"""The texts of the GPU kernels that add adapters' changes, which CUDA and Metal share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The texts of the GPU kernels that sample, one folder a language."""
+"""The texts of the GPU kernels that sample, which CUDA and Metal share."""
 
 from pathlib import Path
 
