@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -283,17 +284,11 @@ class ModelRunner:
         # Ended matchers are dropped before anything can fail, because no later step names them.
         self._grammars.forget(batch)
         self.adapters.place(batch.adapters)
+        rows = StepRows(batch.sequences)
+        if not rows.has_pending or self._is_reading(target for _, target in batch.block_copies):
+            self._end_latest()
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
-        rows = StepRows(batch.sequences)
-        if self._latest is not None and not rows.has_pending:
-            # The step in flight may read blocks that this step writes: those of a sequence that
-            # was preempted in between. Without a pending token nothing else orders the two, so
-            # wait. It is forgotten before that, because if it cannot end, it must fail no step but
-            # this one.
-            latest, self._latest = self._latest, None
-            with self._tracer.span(Phase.WAIT):
-                latest.end()
         token_ids = self._tokens.fill(batch.sequences)
         drafts = self._propose(batch)
         if drafts is not None:
@@ -318,6 +313,24 @@ class ModelRunner:
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
+
+    def _is_reading(self, blocks: Iterable[int]) -> bool:
+        """Return True if the step in flight may read any of these blocks."""
+        latest = self._latest
+        return latest is not None and any(block in latest.blocks for block in blocks)
+
+    def _end_latest(self) -> None:
+        """Wait for the step in flight, if there is one, because nothing else orders this one.
+
+        It may read blocks that this step writes: those of a sequence that was preempted, or has
+        ended, in between. Writes follow a pending token, because all rows of a step are computed
+        together; copies do not.
+        """
+        # It is forgotten first, because if it cannot end, it must fail no step but this one.
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            with self._tracer.span(Phase.WAIT):
+                latest.end()
 
     def _followed(self, ranks: RankTokens, logits: mx.array, rows: StepRows) -> ModelStep:
         """Return the step of a rank that does not sample; its tokens mean nothing to the caller."""
@@ -392,6 +405,11 @@ class ModelStep:
         self._num_faults = faults.count
         self._recovering = recovering
         self._written: list[mx.array] = []
+
+    @cached_property
+    def blocks(self) -> frozenset[int]:
+        """Return the KV blocks that the step may read."""
+        return frozenset(self._rows.blocks)
 
     def copy_tokens(self) -> None:
         """Make ``token_copy``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -149,6 +149,7 @@ class StepRows:
         self.proposals: list[tuple[int, ...]] = []
         self.scored: list[tuple[ScheduledSequence, int]] = []
         self._ends: list[int] = []
+        self._sequences = sequences
         self.has_pending = any(sequence.token_ids[0] == PENDING_TOKEN for sequence in sequences)
         first = 0
         for sequence in sequences:
@@ -162,6 +163,11 @@ class StepRows:
                 has_logits = sequence.target_start + len(sequence.target_ids) == length
                 self._sample(sequence, sequence.sample, first + length, has_logits=has_logits)
             first += length
+
+    @property
+    def blocks(self) -> Iterator[int]:
+        """Return the KV blocks of all sequences."""
+        return chain.from_iterable(sequence.block_table for sequence in self._sequences)
 
     def _sample(
         self, sequence: ScheduledSequence, spec: SampleSpec, end: int, *, has_logits: bool
