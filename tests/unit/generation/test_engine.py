@@ -146,8 +146,7 @@ def test_a_step_that_fails_at_its_end_takes_the_step_behind_it_along(
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_a_failed_step_of_a_model_with_state_has_others_computed_anew(has_state: bool) -> None:
-    """It may have copied states of sequences that it did not run."""
-
+    # It may have copied the states of sequences that it did not run.
     def fail(batch: ScheduledBatch) -> None:
         raise RuntimeError("the device is gone")
 

@@ -159,7 +159,7 @@ def test_a_refusal_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_error_that_the_device_kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op fails at once, and what was in flight has failed too: MLX says so when it is asked."""
+    # An op fails at once. What was in flight had failed too, which MLX raises when it is asked.
     calls: list[str] = []
 
     def synchronize() -> None:
