@@ -22,6 +22,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.kernels.language import MetalLanguage
+from mlx_parallm.worker.attention import check
 from tests.kernels.shim_language import MetalShim
 
 GIB = 1 << 30
@@ -172,6 +173,9 @@ def pretend(mac: FakeMac, patch: pytest.MonkeyPatch, folder: Path) -> None:
     shim = MetalShim()
     patch.setattr(mx.fast, "metal_kernel", _Kernels(mac, shim))
     patch.setattr(MetalLanguage, "bound", lambda _, array: shim.bound(array))
+    # The shim takes longer for a launch than a GPU does for a thousand.
+    patch.setattr(check, "ORDER_ROWS", 1)
+    patch.setattr(check, "ORDER_STEPS", 12)
     # The shim runs a kernel at once, which a function that MLX traces may not.
     patch.setattr(mx, "compile", lambda function, **_: function)
     for name in ("set_cache_limit", "set_wired_limit", "set_memory_limit"):

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention import backend_choice
+from mlx_parallm.worker.attention import backend_choice, check
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
@@ -50,6 +50,8 @@ def choose(
         return KernelAttention(block_size, shim, quantisation=quantisation, large_work=large_work)
 
     monkeypatch.setattr(backend_choice, "_kernels", kernels)
+    monkeypatch.setattr(check, "ORDER_ROWS", 1)
+    monkeypatch.setattr(check, "ORDER_STEPS", 12)
     cache = CacheConfig(block_size=block_size, kv_cache_dtype=name)
     return choose_backend(cache, [shape_of(dtype)], 4, is_bounded=is_bounded)
 

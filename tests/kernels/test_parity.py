@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_parallm.kernels.language import Tuning
-from mlx_parallm.worker.attention.check import attention_error
+from mlx_parallm.worker.attention import check as check_at_start
+from mlx_parallm.worker.attention.check import (
+    HEADS,
+    ORDER_LENGTH,
+    ORDER_POOLS,
+    SHAPE,
+    OrderTrial,
+    attention_error,
+)
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.shim_language import ORDERS, Shim
 
@@ -71,3 +81,14 @@ def test_tuning_changes_nothing(
 
 def test_the_check_at_start_passes(shim: Shim) -> None:
     assert attention_error(KernelAttention(16, shim)) < 1e-5
+
+
+def test_the_trial_of_order_at_start_attends_as_the_reference_does(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_at_start, "ORDER_STEPS", 2 * ORDER_POOLS * ORDER_LENGTH)
+    backends = KernelAttention(16, shim), ReferenceAttention(16)
+    ours, stock = (
+        OrderTrial(backend, SHAPE, HEADS, 16, rows=2).outputs(waits=False) for backend in backends
+    )
+    assert np.abs(ours - stock).max() < 1e-5

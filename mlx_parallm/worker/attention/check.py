@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ STEPS = (
 BLOCK_SIZE = 16
 #: ``MAX_ERROR``: absolute, for inputs of unit variance; float32 leaves room for TF32.
 MAX_ERROR = {mx.float32: 2e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+
+#: ``ORDER_STEPS``: steps of the trial of order, each a write and attention.
+ORDER_STEPS = 100
+#: ``ORDER_ROWS``: its sequences, so many on GPUs that a write takes a while.
+ORDER_ROWS = 64
+#: ``ORDER_POOLS`` take turns, and in each the first positions of every sequence.
+ORDER_POOLS, ORDER_LENGTH = 3, 8
+#: ``SUBMITTED``: so many of its steps are submitted together, like a step of a model.
+SUBMITTED = 30
 
 #: ``ROUNDING``: relative error of one rounding to a dtype.
 ROUNDING = {mx.float32: 1e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
@@ -111,6 +121,72 @@ def miscopies(
         for arrays in after
         for array, source in zip(arrays, before, strict=True)
     )
+
+
+def order_error(
+    backend: AttentionBackend,
+    shape: LayerShape = SHAPE,
+    heads: int = HEADS,
+    block_size: int = BLOCK_SIZE,
+    *,
+    rows: int | None = None,
+) -> float:
+    """Return the largest absolute difference that it makes not to wait between launches.
+
+    Steps of ``rows`` sequences (None: ``ORDER_ROWS``) write and attend, and pools take turns. What
+    a step writes follows from what the step before attended to in another pool, and replaces what
+    its own pool had there. A device that runs a launch before another one that it follows from, in
+    a command buffer or across two, reads what was there before.
+    """
+    trial = OrderTrial(backend, shape, heads, block_size, rows or ORDER_ROWS)
+    return float(np.abs(trial.outputs(waits=False) - trial.outputs(waits=True)).max())
+
+
+class OrderTrial:
+    """Decode steps of ``rows`` sequences, each in a block of its own."""
+
+    def __init__(
+        self, backend: AttentionBackend, shape: LayerShape, heads: int, block_size: int, rows: int
+    ) -> None:
+        source = np.random.default_rng(0)
+        self._backend, self._shape = backend, shape
+        self._num_blocks = -(-ORDER_LENGTH // block_size) * rows
+        blocks = source.permutation(self._num_blocks).reshape(rows, -1).tolist()
+        tables = [tuple(table) for table in blocks]
+        self._plans = [
+            backend.plan(_sequences([(row, start, 1) for row in range(rows)], tables))
+            for start in range(ORDER_LENGTH)
+        ]
+        keys, values = _keys_and_values(source, shape, rows)
+        queries = _normal(source, shape.dtype, rows, heads, shape.key_dim)
+        self._rows = [mx.array(each)[:, :, None] for each in (keys, values, queries)]
+
+    def outputs(self, *, waits: bool) -> np.ndarray:
+        """Return the outputs of all steps, float32 ``[ORDER_STEPS, rows, H, 1, V]``.
+
+        ``waits``: True to evaluate after every launch.
+        """
+        backend, shape = self._backend, self._shape
+        pools = [backend.new_pool(shape, self._num_blocks) for _ in range(ORDER_POOLS)]
+        outputs = [mx.zeros((1, 1, 1, 1))]
+        for step in range(ORDER_STEPS):
+            pool, plan = pools[step % ORDER_POOLS], self._plans[step // ORDER_POOLS % ORDER_LENGTH]
+            # Divided, so that differences by rounding do not grow from step to step.
+            before, scale = outputs[-1][:, :1, :, :1] / 4, math.cos(step)
+            keys, values, queries = (
+                (rows * scale + before).astype(shape.dtype) for rows in self._rows
+            )
+            backend.write(pool, plan, keys, values)
+            if waits:
+                mx.eval(pool.arrays())
+            scores = shape.key_dim**-0.5
+            output = backend.attend(pool, plan, queries, scale=scores, window=None, sinks=None)
+            outputs.append(output.astype(mx.float32))
+            if waits:
+                mx.eval(outputs[-1])
+            elif step % SUBMITTED == SUBMITTED - 1:
+                mx.async_eval(outputs[-1], pool.arrays())
+        return np.array(mx.stack(outputs[1:]))
 
 
 def _cut(table: Sequence[int], block_size: int) -> tuple[int, ...]:

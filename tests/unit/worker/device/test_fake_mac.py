@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.kernels.language import MetalLanguage
+from mlx_parallm.worker.attention import backend_choice
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernels import TEXTS as attention_texts
@@ -85,6 +87,18 @@ def test_a_faulty_adapter_kernel_leaves_stock(fake_mac: Become, kernel: str, fau
     kernels, reason = choose_change_kernels(mx.float32)
     assert kernels is None
     assert reason
+
+
+@pytest.mark.parametrize("error", [0.5, math.nan])
+def test_kernels_that_run_too_early_leave_the_reference(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, error: float
+) -> None:
+    require_compiler()
+    fake_mac()
+    monkeypatch.setattr(backend_choice, "order_error", lambda *_, **__: error)
+    choice = choose()
+    assert choice.backend.name == "reference"
+    assert "unless each launch is waited for" in (choice.rejected or "")
 
 
 def test_kernels_can_break_later(fake_mac: Become, tmp_path: Path) -> None:
