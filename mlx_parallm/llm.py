@@ -15,6 +15,7 @@ from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import (
     CacheConfig,
     EngineConfig,
+    MemoryConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -80,6 +81,7 @@ class LLM:
         seed: int = 0,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        memory: MemoryConfig | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         logprobs_mode: str = RAW_LOGPROBS,
         data_parallel_size: int | Literal["auto"] = 1,
@@ -98,6 +100,7 @@ class LLM:
             cache: settings of the KV cache, such as ``CacheConfig(kv_cache_dtype="int8")``; the
                 flags of the server have the same names.
             scheduler: settings of the scheduler, likewise.
+            memory: limits of MLX's allocator, likewise; they hold for the whole process.
             speculative_config: see docs/speculation.md; None: no speculation.
             logprobs_mode: for parameters that name none; see docs/logprobs.md.
             data_parallel_size: engine processes; "auto" is one for each NVIDIA GPU.
@@ -121,6 +124,7 @@ class LLM:
                 ),
             ),
             cache=cache or CacheConfig(),
+            memory=memory or MemoryConfig(),
             # The queue needs no limit: one caller waits for the whole list of prompts.
             scheduler=scheduler or SchedulerConfig(max_waiting=0),
             speculative=speculative_config,

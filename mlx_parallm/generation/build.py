@@ -51,7 +51,12 @@ from mlx_parallm.types.step import (
 )
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
-from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
+from mlx_parallm.worker.device.properties import (
+    active_memory_bytes,
+    backend_name,
+    free_memory_bytes,
+    give_back_memory,
+)
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.memory import learned_positions
 from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
@@ -249,17 +254,37 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig, worker: Worker) ->
     Raises:
         ConfigError: so much is not free.
     """
+    if not models:
+        return 0
     free = _free_bytes(worker, cache.num_engines)
+    if free == 0 and backend_name() == "metal":
+        raise ConfigError(_no_room(cache.num_engines))
     if cache.kv_cache_bytes is not None:
-        return _configured_bytes(cache, free) if models else 0
+        return _configured_bytes(cache, free)
     weights = sum(loaded.weight_bytes for loaded in models)
     unused = min((each for each in (free, host_free_bytes()) if each is not None), default=None)
-    bounds = [
-        sum(loaded.kv.wanted_bytes for loaded in models),
-        None if free is None else int(free * cache.memory_fraction),
-        most_bytes(backend_name(), weights, unused, cache.num_engines),
-    ]
-    return min(bound for bound in bounds if bound is not None)
+    budget = sum(loaded.kv.wanted_bytes for loaded in models)
+    if free is not None:
+        budget = min(budget, int(free * cache.memory_fraction))
+    bound = most_bytes(backend_name(), weights, unused, cache.num_engines)
+    if bound is None or budget <= bound:
+        return budget
+    logger.info(
+        "KV takes at most %s of this machine's memory unless --kv-cache-memory-bytes says more",
+        readable_bytes(bound),
+    )
+    return bound
+
+
+def _no_room(num_engines: int) -> str:
+    """Return why nothing is left for KV on a Mac."""
+    models = "The models" if num_engines == 1 else f"The models of {num_engines} engines"
+    size = readable_bytes(num_engines * active_memory_bytes())
+    return (
+        f"{models} take {size}, and Metal recommends no more than that for all programs of this "
+        "Mac: serve smaller or more quantised models, or fewer engines. The limit of macOS is "
+        "iogpu.wired_limit_mb."
+    )
 
 
 def _configured_bytes(cache: CacheConfig, free: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -37,18 +38,25 @@ def test_a_small_model_takes_1_gib_of_any_mac(fake_mac: Become, memory_gb: int) 
 
 
 @pytest.mark.parametrize(
-    ("memory_gb", "held_gb", "most"),
-    [(8, 7.0, 0.5 * 0.83), (16, 4.0, 1.0), (16, 16.0, 1.0), (64, 8.0, 1.0)],
+    ("memory_gb", "held_gb", "weights_gb", "most"),
+    [
+        (8, 7.0, 4.5, 0.5 * 0.83),
+        (16, 4.0, 4.5, 1.0),
+        (16, 16.0, 4.5, 1.0),
+        (32, 6.0, 19.74, 0.5 * 1.59),
+        (64, 8.0, 4.5, 1.0),
+    ],
 )
 def test_arrays_and_the_working_set_count(
     fake_mac: Become,
     monkeypatch: pytest.MonkeyPatch,
     memory_gb: int,
     held_gb: float,
+    weights_gb: float,
     most: float,
 ) -> None:
     fake_mac(memory_gb=memory_gb, held_gb=held_gb, rejects=ALL)
-    hold(monkeypatch, int(4.5 * GIB))
+    hold(monkeypatch, int(weights_gb * GIB))
     assert kv_bytes() == pytest.approx(most * GIB, rel=1e-4)
 
 
@@ -60,7 +68,7 @@ def test_two_engines_count_the_weights_of_each_other(
     free = 10.67 - 2 * 4.5
     assert kv_bytes(share_of(EngineConfig(), 2)) == pytest.approx(free / 4 * GIB, rel=1e-4)
     hold(monkeypatch, int(5.5 * GIB))
-    with pytest.raises(ConfigError, match=r"0 bytes, the share of one of 2 engines"):
+    with pytest.raises(ConfigError, match=r"The models of 2 engines take 11 GiB, .* fewer"):
         kv_bytes(share_of(EngineConfig(), 2))
 
 
@@ -76,3 +84,23 @@ def test_a_size_for_all_engines_must_fit_beside_all_weights(
         return
     with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes is 4 GiB; only 1\.4\d? GiB"):
         kv_bytes(config)
+
+
+def test_models_beyond_the_working_set_are_refused(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_mac(memory_gb=32, rejects=ALL)
+    hold(monkeypatch, 22 * GIB)
+    for cache in (CacheConfig(), CacheConfig(kv_cache_bytes=GIB)):
+        with pytest.raises(ConfigError, match=r"The models take 22 GiB, .*iogpu\.wired_limit_mb"):
+            kv_bytes(EngineConfig(cache=cache))
+
+
+@pytest.mark.parametrize(("fraction", "is_told"), [(0.05, False), (0.5, True), (0.9, True)])
+def test_the_log_says_that_the_share_is_bounded(
+    fake_mac: Become, caplog: pytest.LogCaptureFixture, fraction: float, is_told: bool
+) -> None:
+    fake_mac(memory_gb=16, rejects=ALL)
+    with caplog.at_level(logging.INFO):
+        kv_bytes(EngineConfig(cache=CacheConfig(memory_fraction=fraction)))
+    assert ("KV takes at most 1 GiB" in caplog.text) == is_told
