@@ -34,7 +34,7 @@ def hold(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 def test_a_small_model_takes_1_gib_of_any_mac(fake_mac: Become, memory_gb: int) -> None:
     mac = fake_mac(memory_gb=memory_gb, rejects=ALL)
     assert 0 <= GIB - kv_bytes() < BLOCK_BYTES
-    assert mac.limits.keys() == {"set_cache_limit"}
+    assert mac.limits.keys() == {"set_cache_limit", "set_memory_limit"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Limits of MLX's allocator: freed memory that it keeps, and memory that macOS keeps wired.
+"""Limits of MLX's allocator: arrays, freed memory that it keeps, and memory that stays wired.
 
 On Metal MLX bounds neither. Freed memory would grow to 95 % of the working set that Metal
 recommends, because a buffer is used again only for arrays of nearly its size, and macOS would swap.
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 # CACHE_SHARE: part of the recommended working set that freed buffers take at most, within bounds.
 CACHE_SHARE = 20
 LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 256 << 20, 2 << 30
+# ARRAYS_PERCENT: part of the recommended working set that arrays take at most while others can be
+# freed: MLX then waits for the GPU before it computes more. Without it, a long prompt's activations
+# could fill the memory with command buffers that are under way.
+ARRAYS_PERCENT = 90
 # UNWIRED_BYTES, UNWIRED_PERCENT: macOS and other programs keep the larger one of these to
 # themselves; Macs with 16 GB froze when all of the working set was wired.
 UNWIRED_BYTES, UNWIRED_PERCENT = 8 << 30, 35
@@ -31,6 +35,9 @@ def limit_allocator(config: MemoryConfig) -> None:
     Raises:
         ConfigError: memory is to be wired on a device without such memory, or too much of it.
     """
+    if backend_name() == "metal":
+        working_set = _size("max_recommended_working_set_size")
+        mx.set_memory_limit(working_set * ARRAYS_PERCENT // 100)
     cache_bytes = _cache_bytes(config)
     if cache_bytes is not None:
         mx.set_cache_limit(cache_bytes)

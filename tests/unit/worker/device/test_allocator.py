@@ -17,7 +17,7 @@ from mlx_parallm.worker.device.allocator import (
     most_wired_bytes,
 )
 from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes
-from tests.fake_mac.mac import GIB, FakeMac
+from tests.fake_mac.mac import GIB, WORKING_SETS, FakeMac
 
 Become = Callable[..., FakeMac]
 MIB = 1 << 20
@@ -36,7 +36,7 @@ MIB = 1 << 20
 def test_a_mac_keeps_little_of_freed_memory(fake_mac: Become, memory_gb: int, limit: int) -> None:
     mac = fake_mac(memory_gb=memory_gb)
     limit_allocator(MemoryConfig())
-    assert mac.limits == {"set_cache_limit": limit}
+    assert mac.limits["set_cache_limit"] == limit
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_mac_keeps_little_of_freed_memory(fake_mac: Become, memory_gb: int, li
 def test_engines_of_a_mac_divide_the_limit(fake_mac: Become, memory_gb: int, limit: int) -> None:
     mac = fake_mac(memory_gb=memory_gb)
     limit_allocator(MemoryConfig(num_engines=2))
-    assert mac.limits == {"set_cache_limit": limit}
+    assert mac.limits["set_cache_limit"] == limit
 
 
 @pytest.mark.parametrize(("configured", "engines", "limit"), [(0, 1, 0), (GIB, 1, GIB), (9, 2, 4)])
@@ -54,12 +54,24 @@ def test_the_setting_counts_on_a_mac(
 ) -> None:
     mac = fake_mac()
     limit_allocator(MemoryConfig(mlx_cache_bytes=configured, num_engines=engines))
-    assert mac.limits == {"set_cache_limit": limit}
+    assert mac.limits["set_cache_limit"] == limit
+
+
+@pytest.mark.parametrize("memory_gb", WORKING_SETS)
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_mac_waits_before_arrays_fill_the_working_set(
+    fake_mac: Become, memory_gb: int, num_engines: int
+) -> None:
+    mac = fake_mac(memory_gb=memory_gb)
+    limit_allocator(MemoryConfig(num_engines=num_engines))
+    assert mac.limits["set_memory_limit"] == mac.working_set_bytes * 90 // 100
+    assert "set_wired_limit" not in mac.limits
 
 
 def test_other_devices_keep_the_limit_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
-    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    for name in ("set_cache_limit", "set_memory_limit"):
+        monkeypatch.setattr(mx, name, limits.append)
     assert backend_name() == "cpu"
     limit_allocator(MemoryConfig())
     assert limits == []
