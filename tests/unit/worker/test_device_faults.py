@@ -15,6 +15,16 @@ from mlx_parallm.worker.ops import Load, Op, Pending
 from mlx_parallm.worker.worker import Device, Tensors, Worker
 
 LATE_ERROR = RuntimeError(f"{LATE}: Insufficient Memory.")
+#: ``REASONS``: what users of MLX have seen behind the same words, as Metal describes it.
+REASONS = (
+    "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    "Discarded (victim of GPU error/recovery) "
+    "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)",
+    "Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
+    "Impacting Interactivity (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
+    "Invalid Resource (00000009:kIOGPUCommandBufferCallbackErrorInvalidResource)",
+    "Internal Error (0000000e:Internal Error)",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +130,15 @@ def test_all_models_recover_wherever_the_device_fails(fails: str, error: Excepti
     assert worker.faults.count == 1
     # An op that waits for each of its stages has the results that it waited for.
     assert before.wait() == "done"
+    assert recovered(worker) == [1, 1]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_failure_of_a_command_buffer_comes_late(reason: str) -> None:
+    worker = worker_of("a", "b")
+    error = RuntimeError(f"[METAL] Command buffer execution failed: {reason}.")
+    with pytest.raises(RuntimeError):
+        run(worker, Work(model="b", fails="wait", error=error))
     assert recovered(worker) == [1, 1]
 
 
