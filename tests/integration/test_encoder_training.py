@@ -188,3 +188,19 @@ def test_segments_may_have_inputs_of_their_own(tmp_path: Path) -> None:
     ]
     for result, wanted in zip(results, expected, strict=True):
         np.testing.assert_allclose(result, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pool_that_is_emptied_between_two_stages_changes_no_result(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, "bert", layers="last", trains_first=False)
+    pool = PrefixPool(1 << 20)
+    forwards = PairForwards(trained.runner.adapters, trained.trainable, pool)
+    inputs, everything = trained.inputs(TEXTS[:4]), [range(4), range(4)]
+    expected = forwards.begin(inputs[:2], [range(2)] * 2, trained.copies()).wait().results
+    job = forwards.begin(inputs, everything, trained.copies())
+    assert job.num_stages > 2
+    job.advance()
+    # The device failed, so that what is kept may be of work that was lost.
+    pool.clear()
+    results = job.wait().results
+    for result, wanted in zip([*results[:2], *results[4:6]], expected, strict=True):
+        np.testing.assert_allclose(result, wanted, atol=1e-5, rtol=1e-5)

@@ -153,6 +153,10 @@ class PairForwards:
             computed[key] = self._computed(by_key[key])
 
         def build() -> StagedJob:
+            # The pool is emptied if the device fails between two stages.
+            for key in by_key.keys() - computed.keys():
+                if key not in pool:
+                    compute(key)
             hidden = pool.gather(keys, computed, self._model.length(every), keeps=keeps)
             with self._entry.replaced(hidden[mx.array(_rows(texts, segments))]):
                 return self._build(rows, copies, self.first_layer)

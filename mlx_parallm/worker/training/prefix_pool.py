@@ -52,6 +52,10 @@ class PrefixPool:
         """Return the number of texts."""
         return len(self._rows)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Return True if the pool has a text, without counting that it was looked up."""
+        return key in self._rows
+
     @property
     def num_bytes(self) -> int:
         """The memory of the states, in bytes."""
