@@ -28,8 +28,12 @@ checksum = $(firstword $(shell cat $(1) | cksum))
 RUNTIME_STAMP := $(VENV)/.runtime-$(PLATFORM)-$(call checksum,$(RUNTIME_FILES))
 DEV_STAMP := $(VENV)/.dev-$(PLATFORM)-$(call checksum,$(DEV_FILES))
 
-# The newest Python that has a wheel of every pinned package is 3.14.
-SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+# The newest Python that has a wheel of every pinned package is 3.14. On a Mac a Python for Intel,
+# which Rosetta runs, finds no wheel of MLX, and macOS before 14 neither.
+SUITABLE := import platform, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14)$(if \
+	$(filter Darwin,$(SYSTEM)), or platform.machine() != "arm64"))
+SUITABLE_NAME := Python 3.11 to 3.14$(if $(filter Darwin,$(SYSTEM)), for Apple Silicon (arm64; Rosetta cannot run MLX))
+MACOS := $(if $(filter Darwin,$(SYSTEM)),$(shell sw_vers -productVersion))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
@@ -180,7 +184,9 @@ clean: ## Remove the environments and caches
 
 $(VENV)/bin/python:
 	@test -f requirements/$(PLATFORM).txt || { echo "ACCEL=$(ACCEL) is unknown; use cpu, cuda12 or cuda13." >&2; exit 2; }
-	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed and was not found; name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@case "$(MACOS)" in [1-9].*|1[0-3]|1[0-3].*) echo "macOS 14 or newer is needed, and this is macOS $(MACOS): MLX has no wheel for it." >&2; exit 2;; esac
+	@test -n "$(PYTHON)" || { echo "$(SUITABLE_NAME) is needed and was not found; name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(PYTHON) -c '$(SUITABLE)' || { echo "$(SUITABLE_NAME) is needed; $(PYTHON) is another one." >&2; exit 2; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "The venv module does not work; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 

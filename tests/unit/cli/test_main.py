@@ -13,6 +13,7 @@ import pytest
 
 from mlx_parallm import __version__
 from mlx_parallm.cli.doctor.advice import device_advice
+from mlx_parallm.cli.doctor.command import REJECTED
 from mlx_parallm.cli.logs import ConsoleFormatter, JsonFormatter
 from mlx_parallm.cli.main import COMMANDS, main
 from mlx_parallm.cli.progress import ProgressPrinter
@@ -167,8 +168,10 @@ def test_listening_beyond_loopback_without_a_key_is_exposed(
 
 
 def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
+    # A GPU that is virtual may reject kernels; then a server runs without them.
+    assert status == (REJECTED if report["rejected"] else 0)
     assert report["device"]["backend"] in ("cpu", "cuda", "metal")
     assert report["device"]["matmul_gflops"] > 0
     assert report["attention"]["passed"] is True
@@ -176,7 +179,6 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         "int8": True,
         "int4": True,
     }
-    assert report["sampling"]["rejected"] is None
     assert report["versions"]["mlx_parallm"] == __version__
     assert "pillow" in report["versions"]
     assert report["pictures"] == dict.fromkeys(("png", "jpeg", "webp", "gif", "bmp"))
@@ -194,7 +196,8 @@ def test_doctor_says_why_a_format_is_not_read(monkeypatch: pytest.MonkeyPatch) -
 
 def test_doctor_says_what_fits_into_kv(capsys: pytest.CaptureFixture[str]) -> None:
     size = "1MiB"
-    assert main(["doctor", "--json", "--kv-cache-memory-bytes", size, "--block-size", "8"]) == 0
+    flags = ["--kv-cache-memory-bytes", size, "--block-size", "8"]
+    assert main(["doctor", "--json", *flags]) in (0, REJECTED)
     (fit,) = json.loads(capsys.readouterr().out)["kv"].values()
     # A token has 6 layers, 2 heads, and 64 numbers of a key and of a value in float32.
     assert (fit["num_blocks"], fit["num_tokens"]) == (21, 168)
