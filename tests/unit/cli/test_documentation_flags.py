@@ -8,6 +8,7 @@ import functools
 import plistlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,10 @@ def test_the_units_start_a_server_that_takes_their_flags() -> None:
     (plist,) = blocks_of(OPERATIONS, "xml")
     units = [block.text for block in blocks_of(OPERATIONS, "ini") if "[Service]" in block.text]
     assert units
-    commands = [plistlib.loads(plist.text.encode())["ProgramArguments"]]
+    # A shell starts what follows its own arguments.
+    shell, option, _script, *command = plistlib.loads(plist.text.encode())["ProgramArguments"]
+    assert (shell, option) == ("/bin/sh", "-c")
+    commands = [command]
     for unit in units:
         # A key may come several times, as Environment does.
         parser = configparser.ConfigParser(strict=False, interpolation=None)
@@ -109,6 +113,30 @@ def test_the_units_start_a_server_that_takes_their_flags() -> None:
         command = argparse.ArgumentParser(exit_on_error=False)
         serve_flags.add_arguments(command)
         command.parse_args(arguments)
+
+
+def test_the_agent_keeps_a_mac_awake_as_long_as_its_server_runs(tmp_path: Path) -> None:
+    """Run the agent's command with fakes of ``caffeinate`` and of the server."""
+    (plist,) = blocks_of(OPERATIONS, "xml")
+    *shell, _program, name, _flag, _file = plistlib.loads(plist.text.encode())["ProgramArguments"]
+    for fake, script in {
+        "caffeinate": 'echo "$*" > awake',
+        # The server ends once the other one has written.
+        "server": 'until [ -s awake ]; do :; done; echo "$$ $*"',
+    }.items():
+        (tmp_path / fake).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / fake).chmod(0o700)
+    done = subprocess.run(
+        [*shell, "./server", name],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+    )
+    pid, command = done.stdout.split()
+    assert command == "serve"
+    assert (tmp_path / "awake").read_text().split() == ["-i", "-w", pid]
 
 
 def test_the_changelog_tells_of_this_version_and_of_what_comes() -> None:
