@@ -58,7 +58,8 @@ def _details(suite: Suite, tests: list[Outcome]) -> Iterator[str]:
             counts.setdefault(test.properties["case"], Counter())[outcome] += 1
     columns = (*suite.outcomes, "failed")
     if counts:
-        yield f"\n### {suite.name.capitalize()}\n"
+        title = suite.name.replace("_", " ").capitalize()
+        yield f"\n### {title}\n"
         yield f"| case | {' | '.join(columns)} |"
         yield "|---" * (len(columns) + 1) + "|"
     for case, count in counts.items():
