@@ -135,7 +135,8 @@ def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:
 
 def _self_test(report: AttentionReport) -> str:
     verdict = "passed" if report.passed else "FAILED"
-    return f"{report.backend}, self-test {verdict} (error {report.max_error:.1e})"
+    errors = f"error {report.max_error:.1e}, of order {report.order_error:.1e}"
+    return f"{report.backend}, self-test {verdict} ({errors})"
 
 
 def _gib(size: int | None) -> str:

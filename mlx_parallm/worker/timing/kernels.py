@@ -12,7 +12,12 @@ import mlx.core as mx
 from mlx_parallm.config import KV_CACHE_DTYPES
 from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage
-from mlx_parallm.worker.attention.check import BLOCK_SIZE, attention_error, misread_share
+from mlx_parallm.worker.attention.check import (
+    BLOCK_SIZE,
+    attention_error,
+    miscopies,
+    misread_share,
+)
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.device.properties import backend_name
@@ -137,6 +142,7 @@ def _checks(language: KernelLanguage) -> list[Callable[[], object]]:
     return [
         *(lambda backend=backend: attention_error(backend) for backend in backends),
         *(lambda backend=backend: misread_share(backend) for backend in backends),
+        *(lambda backend=backend: miscopies(backend) for backend in backends),
         lambda: sampling_check.why_not(sampling, vocab, mx.bfloat16),
         lambda: sampling_check.why_not(sampling, vocab, mx.float32),
         lambda: adapter_check.why_not(changes, mx.bfloat16),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.language import KernelLanguage, Tuning
+from mlx_parallm.kernels.language import METAL_TUNINGS, KernelLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
@@ -53,23 +53,16 @@ def time_tunings() -> tuple[TuningTime, ...]:
     language = device_language()
     if language is None or language.name != "metal":
         return ()
-    shipped = language.tuning
-    # A thread has 128 registers on Apple's GPUs, and 255 on NVIDIA's.
-    others = (
-        replace(shipped, tile=4, score_lanes=16, max_heads=4, quantised_vector=8),
-        replace(shipped, tile=4, score_lanes=8, max_heads=2, quantised_vector=16),
-        replace(shipped, tile=16, score_lanes=4, max_heads=8, quantised_vector=16),
-    )
-    return tuple(_timed(language, each, shipped) for each in dict.fromkeys((shipped, *others)))
+    return tuple(_timed(language, each) for each in METAL_TUNINGS)
 
 
-def _timed(language: KernelLanguage, tuning: Tuning, shipped: Tuning) -> TuningTime:
+def _timed(language: KernelLanguage, tuning: Tuning) -> TuningTime:
     result = TuningTime(
         tile=tuning.tile,
         score_lanes=tuning.score_lanes,
         max_heads=tuning.max_heads,
         quantised_vector=tuning.quantised_vector,
-        is_shipped=tuning == shipped,
+        is_shipped=tuning == language.tuning,
     )
     try:
         launch_s = _launch_s(KernelAttention(BLOCK_SIZE, language, tuning=tuning))

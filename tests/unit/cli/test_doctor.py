@@ -105,12 +105,14 @@ def test_a_mac_whose_kernels_are_right_has_nothing_to_change(
     assert (status, content["rejected"]) == (0, {})
     assert content["advice"] == []
     assert content["attention"]["backend"] == "metal"
+    assert content["attention"]["order_error"] < 2e-3
     assert {each["name"].rpartition("_")[0] for each in content["kernels"]} >= {
         "paged_write",
         "paged_quantise",
         "paged_attend",
         "paged_merge",
         "paged_gather",
+        "paged_copy",
         "sampling_draw",
         "sampling_logprobs",
         "adapters_shrink",
