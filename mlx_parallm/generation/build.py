@@ -262,11 +262,13 @@ def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig, worker: Worker) ->
     if cache.kv_cache_bytes is not None:
         return _configured_bytes(cache, free)
     weights = sum(loaded.weight_bytes for loaded in models)
-    unused = min((each for each in (free, host_free_bytes()) if each is not None), default=None)
+    unused = host_free_bytes()
     budget = sum(loaded.kv.wanted_bytes for loaded in models)
     if free is not None:
         budget = min(budget, int(free * cache.memory_fraction))
-    bound = most_bytes(backend_name(), weights, unused, cache.num_engines)
+    bound = most_bytes(
+        backend_name(), weights, free if unused is None else unused, cache.num_engines
+    )
     if bound is None or budget <= bound:
         return budget
     logger.info(

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.config import CacheConfig, EngineConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
+from mlx_parallm.generation.build import _Loaded
 from mlx_parallm.serving.build import planned_kv
 from mlx_parallm.serving.parallel_engines import share_of
 from mlx_parallm.types.errors import ConfigError
@@ -104,3 +105,25 @@ def test_the_log_says_that_the_share_is_bounded(
     with caplog.at_level(logging.INFO):
         kv_bytes(EngineConfig(cache=CacheConfig(memory_fraction=fraction)))
     assert ("KV takes at most 1 GiB" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "weights_gb", "gib"),
+    [
+        *((8, 4.3, 0.515), (16, 4.3, 1.675), (32, 4.3, 5.675), (64, 4.3, 13.675)),
+        *((128, 4.3, 29.675), (8, 0.34, 1.0), (16, 0.34, 2.665), (64, 0.34, 5.44)),
+        (128, 0.34, 5.44),
+    ],
+)
+def test_kv_of_large_and_small_models_on_macs_of_all_sizes(
+    fake_mac: Become,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_gb: int,
+    weights_gb: float,
+    gib: float,
+) -> None:
+    fake_mac(memory_gb=memory_gb, held_gb=5 + weights_gb, rejects=ALL)
+    hold(monkeypatch, int(weights_gb * GIB))
+    monkeypatch.setattr(_Loaded, "weight_bytes", int(weights_gb * GIB))
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=10_000))
+    assert kv_bytes(config) == pytest.approx(gib * GIB, rel=2e-3)
