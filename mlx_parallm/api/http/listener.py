@@ -144,13 +144,21 @@ def _bind_each(
 
 
 def _bound(
-    address: _Address, place: tuple[Any, ...], make_socket: MakeSocket, *, reuses: bool
+    address: _Address,
+    place: tuple[Any, ...],
+    make_socket: MakeSocket,
+    *,
+    reuses: bool,
+    is_probe: bool = False,
 ) -> socket.socket:
     with contextlib.ExitStack() as stack:
         made = make_socket(address.family, socket.SOCK_STREAM, address.protocol)
         listener = stack.enter_context(made)
         if reuses:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_probe and address.family == socket.AF_INET6:
+            # A server on every IPv4 address has no IPv6 address.
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(place)
         stack.pop_all()
     return listener
@@ -168,7 +176,7 @@ def _check_alone(address: _Address, port: int, make_socket: MakeSocket) -> None:
         host = LOOPBACKS[family] if is_wildcard else WILDCARDS[family]
         probe = _Address(family, address.protocol, (host, port))
         try:
-            _bound(probe, probe.place, make_socket, reuses=True).close()
+            _bound(probe, probe.place, make_socket, reuses=True, is_probe=True).close()
         except OSError as problem:
             if problem.errno not in ABSENT:
                 raise

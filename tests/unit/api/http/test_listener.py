@@ -101,6 +101,7 @@ class DarwinSocket:
         self._network = network
         self._family = family
         self._reuses = False
+        self._has_ipv4 = True
         self._place: tuple[str, int] | None = None
 
     def __enter__(self) -> Self:
@@ -110,7 +111,13 @@ class DarwinSocket:
         self.close()
 
     def setsockopt(self, level: int, name: int, value: int) -> None:
-        self._reuses = (level, name, value) == (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        match level, name, value:
+            case socket.SOL_SOCKET, socket.SO_REUSEADDR, 1:
+                self._reuses = True
+            case socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1:
+                self._has_ipv4 = False
+            case _:
+                raise AssertionError((level, name, value))
 
     def bind(self, place: tuple[Any, ...]) -> None:
         host, port = place[:2]
@@ -132,8 +139,8 @@ class DarwinSocket:
         others_host, others_port = other.getsockname()
         if port != others_port:
             return False
-        # A socket of every IPv6 address has every IPv4 address too.
-        wildcards = {"::"} if self._family == socket.AF_INET6 else {"0.0.0.0", "::"}
+        # A socket of every IPv6 address has every IPv4 address too, unless it gave them up.
+        wildcards = {"0.0.0.0", "::"} if self._has_ipv4 else {"::"}
         if host in wildcards and others_host in wildcards:
             return True
         is_wild = host in wildcards or others_host in wildcards
@@ -153,6 +160,7 @@ class DarwinSocket:
         ("127.0.0.1", "0.0.0.0", True),
         ("127.0.0.1", "::", True),
         ("::1", "::", True),
+        ("0.0.0.0", "::", True),
         ("0.0.0.0", "::1", False),
         ("10.0.0.2", "127.0.0.1", False),
         ("::1", "127.0.0.1", False),
