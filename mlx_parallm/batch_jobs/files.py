@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlx_parallm.batch_jobs import disk
-from mlx_parallm.batch_jobs.ids import IdMaker, page_of
 from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker, page_of
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
 
 # MIN_CHARGE: bytes charged for an empty file, so that the limit of bytes bounds their number.

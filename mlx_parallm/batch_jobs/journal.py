@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.answers import encode
+from mlx_parallm.storage import disk
 from mlx_parallm.types.json_values import is_object
 
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
-from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker
 
 
 class Storage:

@@ -6,11 +6,11 @@ import asyncio
 from bisect import insort
 from pathlib import Path
 
-from mlx_parallm.batch_jobs import disk
-from mlx_parallm.batch_jobs.ids import IdMaker, page_of
 from mlx_parallm.batch_jobs.records import BatchRecord
 from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker, page_of
 from mlx_parallm.types.errors import NotFoundError, OverloadedError
 
 # MAX_OPEN: most unfinished batches of an owner. MAX_KEPT: most batches of an owner.

@@ -34,13 +34,13 @@ from mlx_parallm.api.mezo.schema import (
     Row,
 )
 from mlx_parallm.api.mezo.warm_start import warm_start
-from mlx_parallm.batch_jobs import disk
-from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Scores
 from mlx_parallm.training.records import Costs, Example, SessionState, StepRecord

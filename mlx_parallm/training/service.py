@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.batch_jobs import disk
-from mlx_parallm.batch_jobs.ids import IdMaker
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.estimators import AS_SET, StepChanges
 from mlx_parallm.training.objectives import Measure

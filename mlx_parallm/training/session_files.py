@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors.numpy import load, save
 
-from mlx_parallm.batch_jobs import disk
+from mlx_parallm.storage import disk
 from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_log import StepLog

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.journal import Entry, Journal, index_of
+from mlx_parallm.storage import disk
 from mlx_parallm.types.errors import StorageError
 
 ENTRIES = [

@@ -15,12 +15,12 @@ import pytest
 
 from mlx_parallm.batch_jobs import service
 from mlx_parallm.batch_jobs.answers import LineResponse, Usage
-from mlx_parallm.batch_jobs.disk import FolderLock
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
 from mlx_parallm.batch_jobs.store import MAX_OPEN, BatchStore
+from mlx_parallm.storage.disk import FolderLock
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,

@@ -314,7 +314,7 @@ async def test_a_full_disk_makes_no_step(opened: Open, monkeypatch: pytest.Monke
     for number in range(4):
         if number == 2:
             with monkeypatch.context() as patch:
-                patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+                patch.setattr("mlx_parallm.storage.disk.write_all", full)
                 with pytest.raises(StorageError):
                     await session.step()
         await session.step()
@@ -471,7 +471,7 @@ async def test_a_full_disk_pauses_a_session_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+        patch.setattr("mlx_parallm.storage.disk.write_all", full)
         with pytest.raises(StorageError, match="No space left"):
             await service.step(session.config.id, 1, None)
         with pytest.raises(StorageError):
@@ -497,7 +497,7 @@ async def test_a_run_that_meets_a_full_disk_is_paused(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlx_parallm.batch_jobs.disk.write_all", full)
+        patch.setattr("mlx_parallm.storage.disk.write_all", full)
         steps = [record.step async for record in service.follow(session.config.id, 0)]
     assert session.state.status is Status.PAUSED
     assert "No space left" in (session.state.reason or "")

@@ -157,7 +157,7 @@ def test_a_session_that_cannot_be_written_leaves_nothing(
     def full(path: Path, content: bytes) -> None:
         raise StorageError("The data folder cannot be used: No space left on device.")
 
-    monkeypatch.setattr("mlx_parallm.batch_jobs.disk.replace", full)
+    monkeypatch.setattr("mlx_parallm.storage.disk.replace", full)
     with pytest.raises(StorageError):
         new_files(notes.parent)
     assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import mlx_parallm
-from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
-from mlx_parallm.batch_jobs.ids import IdMaker
 from mlx_parallm.batch_jobs.journal import Entry, Journal
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.records import SessionState
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.types.errors import StorageError
@@ -140,4 +140,4 @@ def test_no_other_module_syncs() -> None:
         for path in PACKAGE.rglob("*.py")
         if "fsync(" in path.read_text()
     }
-    assert callers == {"batch_jobs/disk.py", "process_setup/openblas.py"}
+    assert callers == {"storage/disk.py", "process_setup/openblas.py"}
