@@ -18,6 +18,8 @@ from mlx_parallm.types.errors import InvalidRequestError
 # MAX_DESCRIBED: arrays that a header can describe. Clients accept heads of some 64 KiB, and each
 # array adds 110 bytes.
 MAX_DESCRIBED = 256
+#: ``BYTES``: what routes with such answers say in the API's document.
+BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
 _DTYPES: Mapping[str, str] = {"float32": "f4", "float16": "f2"}
 
 

@@ -9,7 +9,7 @@ from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import PoolingDep
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
-from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_answer, check_format
+from mlx_parallm.api.pooling.embeddings.array_encoding import BYTES, arrays_answer, check_format
 from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt, prompt_of_type
 from mlx_parallm.api.pooling.inputs.request import request_inputs
@@ -19,7 +19,7 @@ from mlx_parallm.types.pooling import PoolingInfo
 routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
-@routes.post("/v1/embeddings", batchable=True)
+@routes.post("/v1/embeddings", batchable=True, responses=BYTES)
 async def create_embeddings(body: EmbeddingsRequest, pooling: PoolingDep) -> Response:
     """Return a vector for each text."""
     call = pooling.open("embd", body.model, "embed", own_id=body.request_id)

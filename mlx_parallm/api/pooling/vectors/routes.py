@@ -12,7 +12,7 @@ from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
-from mlx_parallm.api.pooling.embeddings.array_encoding import arrays_answer, check_format
+from mlx_parallm.api.pooling.embeddings.array_encoding import BYTES, arrays_answer, check_format
 from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
 from mlx_parallm.api.pooling.inputs.request import request_inputs
 from mlx_parallm.api.pooling.late_interaction import side_inputs, side_vectors
@@ -24,7 +24,7 @@ from mlx_parallm.types.pooling import PoolingInput, Task
 routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
-@routes.post("/v1/pooling")
+@routes.post("/v1/pooling", responses=BYTES)
 async def pool(body: PoolingRequest, pooling: PoolingDep) -> Response:
     """Return a vector, or probabilities of labels, for each text or for each of its tokens."""
     tasks = (body.task,) if body.task else POOLING_TASKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.fake_engine import FakeEngine
 KEYS = ServerConfig(api_keys=("key",))
 BOTH = ServerConfig(api_keys=("key",), admin_api_keys=("admin",))
 CHAT = "/v1/chat/completions"
+#: ``ANSWERS_BEFORE``: routes that take the body of another one, and answer before anything streams.
+ANSWERS_BEFORE = re.compile(r"/(render|count_tokens|input_tokens)$")
 
 
 def document_of(config: ServerConfig) -> dict[str, Any]:
@@ -87,3 +90,35 @@ async def test_docs_are_folded() -> None:
         text = (await client.get("/docs")).text
     assert '"docExpansion": "none"' in text
     assert '"defaultModelsExpandDepth": 0' in text
+
+
+@pytest.mark.parametrize(
+    ("field", "choice", "content_type"),
+    [
+        ("stream", None, "text/event-stream"),
+        ("encoding_format", "bytes", "application/octet-stream"),
+    ],
+)
+def test_operations_declare_every_content_type_that_a_body_can_ask_for(
+    field: str, choice: str | None, content_type: str
+) -> None:
+    document = document_of(ServerConfig())
+    asking = {
+        path: operation
+        for path, operations in document["paths"].items()
+        for operation in operations.values()
+        if takes(document, operation, field, choice) and not ANSWERS_BEFORE.search(path)
+    }
+    assert len(asking) >= 2
+    for path, operation in asking.items():
+        assert content_type in operation["responses"]["200"]["content"], path
+
+
+def takes(
+    document: dict[str, Any], operation: dict[str, Any], field: str, choice: str | None
+) -> bool:
+    """True if a body of the operation has a field, which can have this value."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
+    properties = document["components"]["schemas"].get(name, {}).get("properties", {})
+    return field in properties and (choice is None or choice in properties[field].get("enum", ()))
