@@ -113,8 +113,13 @@ def time_kernels() -> tuple[KernelTime, ...]:
 
     Nothing is timed on a CPU. Do it before other checks: a kernel is compiled once in a process.
     """
-    times: list[KernelTime] = []
-    language = _timed_language(times.append)
+    times: dict[str, KernelTime] = {}
+
+    def note(each: KernelTime) -> None:
+        # Several checks may have a kernel, which the first of them compiles.
+        times.setdefault(each.name, each)
+
+    language = _timed_language(note)
     if language is not None:
         for check in _checks(language):
             try:
@@ -122,7 +127,7 @@ def time_kernels() -> tuple[KernelTime, ...]:
             except MODEL_ERRORS:
                 # A kernel that fails has noted why; the others of its check are not run.
                 continue
-    return tuple(times)
+    return tuple(times.values())
 
 
 def _timed_language(note: Callable[[KernelTime], None]) -> KernelLanguage | None:

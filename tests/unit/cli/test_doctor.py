@@ -118,6 +118,7 @@ def test_a_mac_whose_kernels_are_right_has_nothing_to_change(
         "adapters_shrink",
         "adapters_expand",
     }
+    assert len({each["name"] for each in content["kernels"]}) == len(content["kernels"])
     assert all(each["problem"] is None and each["run_us"] > 0 for each in content["kernels"])
     assert len(content["tunings"]) == 3
     assert [each["is_shipped"] for each in content["tunings"]] == [True, False, False]
