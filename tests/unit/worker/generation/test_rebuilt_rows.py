@@ -107,6 +107,10 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
+    "worker/timing/tunings.py": (
+        TOKENS,
+        {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
+    ),
 }
 
 
