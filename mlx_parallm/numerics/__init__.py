@@ -1,1 +1,1 @@
-"""Elementary functions from stock MLX operations, for devices where MLX's own are slow."""
+"""Faster elementary functions than MLX's, the search for infinite weights, and fits of costs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mlx_parallm.engine.fits import OnlineFit
+from mlx_parallm.numerics.fits import OnlineFit
 
 # FIRST_TOKENS: padded tokens of the first batch, before any cost is measured.
 FIRST_TOKENS = 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.engine.fits import OnlineFit
+from mlx_parallm.numerics.fits import OnlineFit
 
 # GROWTH: a step may have this many times the tokens of recent ones; predictions beyond that are not
 # trusted.

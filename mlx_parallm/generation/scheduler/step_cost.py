@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlx_parallm.engine.fits import OnlineFit, PrefillFit
+from mlx_parallm.numerics.fits import OnlineFit, PrefillFit
 from mlx_parallm.types.shape_buckets import coarse
 
 # MIN_CHUNK: rows of fewer tokens are computed token by token and cost what decode rows cost.

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.engine.fits import INERTIA, OnlineFit, PrefillFit
 from mlx_parallm.generation.build import CUDA_TOKEN_BUDGET, with_token_budget
 from mlx_parallm.generation.scheduler.step_cost import (
     FIRST_CHUNK,
@@ -21,6 +20,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
     StepCost,
     StepWork,
 )
+from mlx_parallm.numerics.fits import INERTIA, OnlineFit, PrefillFit
 from tests.step_simulator import Cost, SimulatedDevice
 
 WARM_UP = 12
