@@ -8,15 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.config import (
-    CacheConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.interface import BuildContext, BuiltModel, KindBuilder, ModelFolder
@@ -24,6 +16,7 @@ from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.model_files import fetch_model
 from mlx_parallm.engine.policies import Policies
+from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.generation.kind import GenerationKind
@@ -42,13 +35,8 @@ from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind, InputStages
-from mlx_parallm.types.step import (
-    NO_CHANGES,
-    RunnerInfo,
-    ScheduledBatch,
-    StepInFlight,
-)
+from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.types.step import RunnerInfo
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
 from mlx_parallm.worker.device.properties import (
@@ -61,28 +49,17 @@ from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.memory import learned_positions
 from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
-from mlx_parallm.worker.ops import (
-    Allocate,
-    ComputeInputs,
-    DropInputs,
-    DropTensors,
-    Load,
-    Pending,
-    Step,
-    tensor_ops,
-)
+from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.training.sessions import TrainingSessions
 from mlx_parallm.worker.training.trained_decoder import TrainedDecoder
 from mlx_parallm.worker.weights.revision import folder_revision
 from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
-
 # CUDA_TOKEN_BUDGET: tokens of a step that keep an NVIDIA GPU busy; other devices take too long.
 CUDA_TOKEN_BUDGET = 2048
 # STEP_BYTES: free memory that the KV pool leaves for the arrays of a step.
 STEP_BYTES = 256 << 20
-
 # CPU_BATCH_SIZE: most sequences that decode for which proposals pay on the CPU, where every row
 # takes its time; see ``speculating.DEFAULT_BATCH_SIZE``.
 CPU_BATCH_SIZE = 4
@@ -120,68 +97,6 @@ class _Loaded:
     def weight_bytes(self) -> int:
         """Return the size of the weights of the model and its draft model."""
         return self.plan.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
-
-
-class DeviceRunner:
-    """Runs the steps of one model as ops. Implements ``Runner``.
-
-    Attributes:
-        info: facts about the loaded model.
-        prepares_shapes: see ``GenerationPlan``.
-    """
-
-    def __init__(self, worker: Worker, model: str, plan: GenerationPlan) -> None:
-        assert plan.info is not None, "the model has no KV pool yet"
-        self.info = plan.info
-        self.prepares_shapes = plan.prepares_shapes
-        self._worker = worker
-        self._model = model
-        # Runs of inputs that are not complete, by their numbers.
-        self._runs: dict[int, Pending[None]] = {}
-
-    def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        """See ``Runner``."""
-        if batch.inputs:
-            self._change_inputs(batch.inputs)
-            batch = replace(batch, inputs=NO_CHANGES)
-        return self._worker.begin(Step(model=self._model, batch=batch))
-
-    def _change_inputs(self, changes: InputChanges) -> None:
-        if changes.dropped:
-            self._worker.execute(DropInputs(model=self._model, slots=changes.dropped))
-        for run in changes.abandoned:
-            self._runs.pop(run, None)
-        for stages in changes.stages:
-            run = self._begin_inputs(stages) if stages.begun else self._runs.pop(stages.run)
-            for _ in range(min(stages.num_stages, run.num_stages - 1)):
-                run.advance()
-            if stages.is_last:
-                run.wait()
-            else:
-                self._runs[stages.run] = run
-
-    def _begin_inputs(self, stages: InputStages) -> Pending[None]:
-        handles = tuple(f"{self._model} input {slot}" for slot in stages.slots)
-        try:
-            for handle, source in zip(handles, stages.begun, strict=True):
-                arrays = {name: _host_tensor(array) for name, array in source.arrays.items()}
-                for op in tensor_ops(self._model, handle, arrays):
-                    self._worker.execute(op)
-            return self._worker.begin(
-                ComputeInputs(
-                    model=self._model,
-                    slots=stages.slots,
-                    kind=stages.begun[0].kind,
-                    handles=handles,
-                )
-            )
-        finally:
-            for handle in handles:
-                self._worker.execute(DropTensors(model=self._model, handle=handle))
-
-
-def _host_tensor(array: HostArray) -> HostTensor:
-    return HostTensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
 
 class GenerationBuilder(GenerationKind, KindBuilder):

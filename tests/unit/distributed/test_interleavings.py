@@ -20,7 +20,7 @@ from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterUpload, Policies
-from mlx_parallm.generation.build import DeviceRunner
+from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
