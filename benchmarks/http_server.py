@@ -25,7 +25,7 @@ from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.serve import EngineServer
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
-from mlx_parallm.engine.interface import BuiltModel, TellProgress
+from mlx_parallm.engine.kind import BuiltModel, TellProgress
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.engine import GenerationEngine

@@ -11,9 +11,9 @@ import numpy as np
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer

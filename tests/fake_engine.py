@@ -18,16 +18,9 @@ import uvicorn
 
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import (
-    EngineLoad,
-    EngineReport,
-    ModelLoad,
-    ModelMemory,
-    ModelState,
-    ModelStatus,
-    QueueLoad,
-    Readiness,
-)
+from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.models import ModelMemory, QueueLoad
+from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK

@@ -23,20 +23,15 @@ from mlx_parallm.engine.host_commands import (
     PrepareUpdate,
     StageAdapterPart,
 )
-from mlx_parallm.engine.interface import (
-    Event,
-    KindTraits,
-    ModelMemory,
-    Readiness,
-    Request,
-    ServedModel,
-    StartedModel,
-)
+from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
+from mlx_parallm.engine.requests import Event, Request
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ControlError, InvalidRequestError, ParallmError
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.engine.interface import KindBuilder
+from mlx_parallm.engine.kind import KindBuilder
 from mlx_parallm.generation.build import GenerationBuilder
 from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.build import BUILDERS

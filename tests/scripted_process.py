@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from mlx_parallm.channel import Channel
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.interface import BuiltModel
+from mlx_parallm.engine.kind import BuiltModel
 from mlx_parallm.engine.local_life import Build
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies

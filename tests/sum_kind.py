@@ -11,19 +11,16 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.interface import (
+from mlx_parallm.engine.kind import (
     BuildContext,
     BuiltModel,
     KindBuilder,
-    KindTraits,
     MemoryLimit,
     ModelFolder,
-    ModelMemory,
     OpenModel,
-    ServedEngine,
-    ServedModel,
 )
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedEngine, ServedModel
 from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from mlx_parallm.engine.adapter_folders import AdapterFolders
-from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
 
 

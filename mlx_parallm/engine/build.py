@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
-from mlx_parallm.engine.interface import (
+from mlx_parallm.engine.kind import (
     BuildContext,
     BuiltModel,
     KindBuilder,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from mlx_parallm.types.errors import ParallmError
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.interface import EventReader, Request
     from mlx_parallm.engine.loop import EngineLoop
     from mlx_parallm.engine.policies import AdapterUpload
+    from mlx_parallm.engine.requests import EventReader, Request
 
 
 R_co = TypeVar("R_co", covariant=True)

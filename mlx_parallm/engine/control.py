@@ -23,8 +23,9 @@ from mlx_parallm.engine.host_commands import (
     SleepModels,
     WakeModels,
 )
-from mlx_parallm.engine.interface import EngineReport, ModelMemory
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.models import ModelMemory
+from mlx_parallm.engine.status import EngineReport
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
 

@@ -26,26 +26,14 @@ from mlx_parallm.engine.adapter_names import with_adapter
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
-from mlx_parallm.engine.interface import (
-    EngineLoad,
-    EngineReport,
-    Event,
-    EventReader,
-    Kind,
-    ModelLoad,
-    ModelMemory,
-    ModelState,
-    ModelStatus,
-    QueueLoad,
-    Readiness,
-    Request,
-    StartedModel,
-)
+from mlx_parallm.engine.kind import Kind, ModelLoad, StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
+from mlx_parallm.engine.models import ModelMemory, QueueLoad
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
+from mlx_parallm.engine.requests import Event, EventReader, Request
 from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
 from mlx_parallm.engine.state import (
@@ -56,6 +44,7 @@ from mlx_parallm.engine.state import (
     ReadMetrics,
     StateQuery,
 )
+from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.types.errors import (
     ConfigError,
     EngineDeadError,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Change, HostCommand
-from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion

@@ -8,8 +8,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import Event, Readiness, StartedModel
+from mlx_parallm.engine.kind import StartedModel
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.status import Readiness
 
 T = TypeVar("T")
 

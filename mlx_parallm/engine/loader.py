@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.commands import Call, Change, HostCommand
-from mlx_parallm.engine.interface import Kind, KindTraits, OpenModel, ServedModel
+from mlx_parallm.engine.kind import Kind, OpenModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import kind_of, model_folder
+from mlx_parallm.engine.models import KindTraits, ServedModel
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files

@@ -11,18 +11,13 @@ from typing import Any, TypeVar, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.interface import (
-    BuiltModel,
-    MakeBeside,
-    Readiness,
-    StartedModel,
-    TellProgress,
-    WorkBeside,
-)
+from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import MakeBeside, WorkBeside
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError

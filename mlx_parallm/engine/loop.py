@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
-from mlx_parallm.engine.interface import (
-    Event,
-    EventReader,
-    PendingModel,
-    ServedEngine,
-    WorkBeside,
-)
+from mlx_parallm.engine.kind import PendingModel
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import ServedEngine, WorkBeside
+from mlx_parallm.engine.requests import Event, EventReader
 from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.engine.turns import Turns
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError

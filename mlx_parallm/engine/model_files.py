@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
-from mlx_parallm.engine.interface import Kind, TellProgress
+from mlx_parallm.engine.kind import Kind, TellProgress
 from mlx_parallm.models.checkpoints.overrides import lasting_folder_with
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.weights.hub import resolve_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.interface import Event, EventReader, Request
+from mlx_parallm.engine.requests import Event, EventReader, Request
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
 

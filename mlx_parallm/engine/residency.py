@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.interface import (
-    KindTraits,
-    MemoryLimit,
-    ModelState,
-    ModelStatus,
-    ServedModel,
-    StartedModel,
-)
+from mlx_parallm.engine.kind import MemoryLimit, StartedModel
 from mlx_parallm.engine.loader import ModelLoader
+from mlx_parallm.engine.models import KindTraits, ServedModel
+from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 
 

@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from mlx_parallm.engine.interface import QueueLoad, ServedEngine
 from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
+from mlx_parallm.engine.models import QueueLoad, ServedEngine
 from mlx_parallm.types.errors import ParallmError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.interface import Event
+    from mlx_parallm.engine.requests import Event
 
 #: Share of a bound on the time between two tokens that a step is planned to take: predictions err.
 TARGET_SHARE = 0.9

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, KindBuilder, ModelFolder
+from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.model_files import fetch_model

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
-from mlx_parallm.engine.interface import QueueLoad, ServedEngine
 from mlx_parallm.engine.live_weights import LiveWeights
+from mlx_parallm.engine.models import QueueLoad, ServedEngine
 from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.generation.admission import check_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.interface import Kind
+from mlx_parallm.engine.kind import Kind
 from mlx_parallm.generation.model import GENERATION_TRAITS
 
 

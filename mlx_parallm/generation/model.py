@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from mlx_parallm.engine.interface import Ask, KindTraits, ModelMemory, ServedModel
+from mlx_parallm.engine.models import Ask, KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.generation.admission import check_request
 from mlx_parallm.generation.event_stream import EventStream

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
-from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, NamedAdapter
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.client import check_tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, KindBuilder, ModelFolder
+from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.pooling.kind import PoolingKind

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from mlx_parallm.engine.answer_reader import AnswerReader
-from mlx_parallm.engine.interface import ModelStatus, RequestDoor
+from mlx_parallm.engine.status import ModelStatus, RequestDoor
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task

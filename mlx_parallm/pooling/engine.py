@@ -11,19 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.interface import ServedEngine
+from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.queue import PoolingQueue, WaitingInput
 from mlx_parallm.pooling.result_cache import ResultCache
-from mlx_parallm.types.errors import (
-    OverloadedError,
-    ParallmError,
-    RequestAbortedError,
-    StepError,
-)
+from mlx_parallm.types.errors import OverloadedError, ParallmError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.pooling import (
     PoolingEvent,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.interface import Kind, MemoryLimit, ModelFolder, OpenModel
+from mlx_parallm.engine.kind import Kind, MemoryLimit, ModelFolder, OpenModel
 from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures

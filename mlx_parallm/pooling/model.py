@@ -6,15 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from mlx_parallm.engine.interface import KindTraits, ModelMemory, ServedModel
+from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.policies import NamedAdapter
-from mlx_parallm.types.pooling import (
-    LABEL_TASKS,
-    OwnHead,
-    PoolingInfo,
-    PoolingInput,
-    PoolRequest,
-)
+from mlx_parallm.types.pooling import LABEL_TASKS, OwnHead, PoolingInfo, PoolingInput, PoolRequest
 
 if TYPE_CHECKING:
     from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.interface import (
-    BuiltModel,
-    ModelFolder,
-)
+from mlx_parallm.engine.kind import BuiltModel, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits

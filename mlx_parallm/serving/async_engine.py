@@ -9,7 +9,7 @@ from typing import Any
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import TellProgress
+from mlx_parallm.engine.kind import TellProgress
 from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle

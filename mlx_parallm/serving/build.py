@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_models, loading, sort_by_kind
-from mlx_parallm.engine.interface import BuildContext, KindBuilder, TellProgress, WorkBeside
+from mlx_parallm.engine.kind import BuildContext, KindBuilder, TellProgress
 from mlx_parallm.engine.local_life import LocalLife, own_worker
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import WorkBeside
 from mlx_parallm.generation.build import GenerationBuilder, kv_shares
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.budget import KVShare

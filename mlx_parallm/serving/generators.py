@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
 

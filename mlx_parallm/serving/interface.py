@@ -7,15 +7,10 @@ from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.interface import (
-    EngineLoad,
-    EngineReport,
-    ModelLoad,
-    ModelMemory,
-    ModelStatus,
-    Readiness,
-)
+from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.training.requests import TrainingRequest

@@ -5,7 +5,7 @@ Its builder is a line in ``build.py``, which processes without an engine do not 
 
 from __future__ import annotations
 
-from mlx_parallm.engine.interface import Kind
+from mlx_parallm.engine.kind import Kind
 from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.pooling.kind import PoolingKind
 

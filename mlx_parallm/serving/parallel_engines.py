@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.config import AUTO, EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import TellProgress
+from mlx_parallm.engine.kind import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from mlx_parallm.engine.interface import Event, WorkBeside
+from mlx_parallm.engine.models import WorkBeside
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.training.requests import TrainingEvent, TrainingRequest

@@ -17,9 +17,12 @@ from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.commands import Submit
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import Event, KindTraits, ModelLoad, ModelState
+from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
+from mlx_parallm.engine.models import KindTraits
+from mlx_parallm.engine.requests import Event
+from mlx_parallm.engine.status import ModelState
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.serving.build import BUILDERS

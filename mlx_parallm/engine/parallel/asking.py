@@ -7,7 +7,7 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
-from mlx_parallm.engine.interface import Ask
+from mlx_parallm.engine.models import Ask
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import EngineDeadError
 

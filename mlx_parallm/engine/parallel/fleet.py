@@ -22,13 +22,15 @@ from mlx_parallm.engine.commands import (
     Submit,
 )
 from mlx_parallm.engine.host_commands import EnsureAdapter
-from mlx_parallm.engine.interface import Event, Readiness, StartedModel
+from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.requests import Event
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Ends

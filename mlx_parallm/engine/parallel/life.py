@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
-from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ParallmError
 
 T = TypeVar("T")

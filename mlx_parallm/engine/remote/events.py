@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.engine.interface import Event
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.types.events import TokenEvent
 
 

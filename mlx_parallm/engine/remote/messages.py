@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.interface import PackedModel
+from mlx_parallm.engine.models import PackedModel
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import ParallmError
 

@@ -14,11 +14,12 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import AdapterNames, with_adapter
 from mlx_parallm.engine.commands import Abort
-from mlx_parallm.engine.interface import ModelStatus, ServedModel
+from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.pooling.client import AsyncPooling

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import Event, PackedModel, ServedModel
+from mlx_parallm.engine.models import PackedModel, ServedModel
 from mlx_parallm.engine.remote.events import pack_events
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.serving.remote.messages import (
     Answer,

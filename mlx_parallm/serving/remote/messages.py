@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import ModelStatus, PackedModel, Request
+from mlx_parallm.engine.models import PackedModel
 from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.requests import Request
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.weights import WeightsVersion
 
 

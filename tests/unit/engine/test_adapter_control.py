@@ -15,10 +15,10 @@ from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.version_harness import SlotRecord, adapter

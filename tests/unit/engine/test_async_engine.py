@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import BuiltModel, TellProgress
+from mlx_parallm.engine.kind import BuiltModel, TellProgress
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.generation.scheduler.scheduler import Scheduler

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
-from mlx_parallm.engine.interface import Event
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.batch_cost import BatchCost

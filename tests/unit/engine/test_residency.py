@@ -10,10 +10,11 @@ import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import MemoryLimit, ModelState
+from mlx_parallm.engine.kind import MemoryLimit
 from mlx_parallm.engine.loader import MakeRoom, ModelLoader
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry, Residency
+from mlx_parallm.engine.status import ModelState
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 from mlx_parallm.types.pooling import PoolingInfo

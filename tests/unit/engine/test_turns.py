@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.interface import Event
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import GAPS, TurnClass, Turns, TurnTaker
 
 CLASSES = (TurnClass.FORWARD, TurnClass.BATCHES, TurnClass.TRAINING)

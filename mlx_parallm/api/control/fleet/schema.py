@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, StrictStr
 
 from mlx_parallm.api.control.adapters.schema import MAX_PATH_CHARS
 from mlx_parallm.api.http.forms import OpenForm
-from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.engine.status import Readiness
 
 
 class Load(BaseModel):

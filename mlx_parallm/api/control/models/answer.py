@@ -7,7 +7,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from mlx_parallm.engine.interface import ModelMemory, ModelStatus, ServedModel
+from mlx_parallm.engine.models import ModelMemory, ServedModel
+from mlx_parallm.engine.status import ModelStatus
 
 
 def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.engine.interface import ModelLoad, ModelStatus
+from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 

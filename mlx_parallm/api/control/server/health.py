@@ -18,7 +18,7 @@ from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.request_counts import RequestCounts
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.training.service import TrainingService
 from mlx_parallm.types.errors import EngineDeadError
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.http.forms import NullIsAbsent
-from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.engine.status import Readiness
 
 MAX_IDS = 10_000
 

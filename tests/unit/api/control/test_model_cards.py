@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.api.control.models.answer import anthropic_page, model_card
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import ModelState, ModelStatus
+from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import PoolingInfo
 from tests.api_app import make_app

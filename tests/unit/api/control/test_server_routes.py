@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from mlx_parallm.api.control.server.aborts import is_named
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
-from mlx_parallm.engine.interface import Readiness
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

@@ -12,8 +12,8 @@ import pytest
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.types.weights import WeightsVersion
 from tests.fake_control import FakeControl

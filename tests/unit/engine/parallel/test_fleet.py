@@ -17,8 +17,8 @@ from mlx_parallm.engine.host_commands import (
     RelabelWeights,
     UnloadAdapter,
 )
-from mlx_parallm.engine.interface import Readiness
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.work import RequestWork

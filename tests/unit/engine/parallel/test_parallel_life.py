@@ -18,12 +18,14 @@ from mlx_parallm.config import (
     ServerConfig,
 )
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import BuiltModel, QueueLoad, Readiness
+from mlx_parallm.engine.kind import BuiltModel
 from mlx_parallm.engine.local_life import Build, LocalLife
 from mlx_parallm.engine.metrics import labelled_by_engine
+from mlx_parallm.engine.models import QueueLoad
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import ReadLoads
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError

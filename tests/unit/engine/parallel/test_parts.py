@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Submit
-from mlx_parallm.engine.interface import Event
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.parallel.division import Candidate, divide
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.parts import OpenRequest
 from mlx_parallm.engine.parallel.router import Move, Router
+from mlx_parallm.engine.requests import Event
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import EngineDeadError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent

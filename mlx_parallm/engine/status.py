@@ -1,0 +1,145 @@
+"""The state of models and engines as the event loop reports it, and where requests enter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from mlx_parallm.engine.models import KindTraits, QueueLoad, ServedModel
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """The load of the engine, over all models.
+
+    Attributes:
+        num_requests: admitted requests that have not ended.
+        num_running: sequences in the batch of the latest step.
+        num_waiting: sequences that waited for a place in it.
+    """
+
+    num_requests: int
+    num_running: int
+    num_waiting: int
+
+
+class Readiness(StrEnum):
+    """The readiness of an engine: it gets requests, or why it does not.
+
+    starting: it has died, or it loads.
+    catching up: it has loaded, and carries out the changes that the others had before.
+    silent: its process says nothing; it is killed if that goes on.
+    """
+
+    READY = "ready"
+    CATCHING_UP = "catching_up"
+    STARTING = "starting"
+    SILENT = "silent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """How busy one engine is.
+
+    Attributes:
+        rank: its number, from 0.
+        readiness: whether it gets requests.
+        load: over all of its models; empty while it does not answer.
+        step_s: for how long the step in flight has run, in seconds.
+    """
+
+    rank: int
+    readiness: Readiness
+    load: QueueLoad = field(default_factory=QueueLoad)
+    step_s: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if it gets requests."""
+        return self.readiness is Readiness.READY
+
+
+class ModelState(StrEnum):
+    """The place of a model's weights.
+
+    evicted: they were freed for another model; its next request loads it again.
+    """
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """A model that requests may name, loaded or not.
+
+    Attributes:
+        names: the first is the one reported.
+        root: the hub id or folder that it comes from.
+        state: where its weights are.
+        progress: share of the load that is done, from 0 to 1; 1 once it is loaded.
+        is_pinned: True if it stays in memory until it is unloaded.
+        model: what is known about it; None until it was loaded once.
+        parent: an adapter's model, which state, progress and pin are about; None for a model.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    state: ModelState
+    progress: float
+    is_pinned: bool
+    model: Any
+    parent: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """True if the model may be meant where no model is named."""
+        model: ServedModel | None = self.model
+        return model is not None and model.traits.is_default
+
+    @property
+    def can_change(self) -> bool:
+        """True if the model's weights can be replaced."""
+        model: ServedModel | None = self.model
+        return model is not None and model.traits.can_change
+
+    def wrong_kind(self, name: str) -> InvalidRequestError:
+        """Return the error for a request of another kind, which calls the model ``name``."""
+        traits: KindTraits = self.model.traits
+        return InvalidRequestError(f"{name} {traits.refuses_other}", param="model")
+
+
+class RequestDoor(Protocol):
+    """Where requests of every kind of model enter, on the event loop."""
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return all models that requests may name, and those that are being loaded."""
+        ...
+
+    def find(self, name: str) -> ModelStatus | None:
+        """Return the model, or the adapter of one, of this name."""
+        ...
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """Return the error for a name that nothing has; it lists what is served."""
+        ...
+
+    async def wait(self, name: str) -> None:
+        """Return once a model or adapter is loaded; see ``EngineCore.wait``."""
+        ...
+
+    async def open_reader(self, request: Any) -> Any:
+        """Admit a request; return the reader of its events; see ``EngineCore.open_reader``."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        ...
+
+    async def refresh(self) -> None:
+        """Bring the names of adapters up to date."""
+        ...
