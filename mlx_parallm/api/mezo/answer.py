@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.api.mezo.schema import (
+from mlx_parallm.api.mezo.answer_schema import (
     Asked,
     PerturbedCopy,
     SessionAnswer,

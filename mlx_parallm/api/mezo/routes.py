@@ -20,6 +20,15 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.mezo.answer import ask_answer, session_answer, step_answer
+from mlx_parallm.api.mezo.answer_schema import (
+    Asked,
+    CheckpointAnswer,
+    DeletedSession,
+    EvaluationAnswer,
+    SessionAnswer,
+    SessionList,
+    Steps,
+)
 from mlx_parallm.api.mezo.request import (
     DATA,
     OBJECTIVES,
@@ -37,22 +46,15 @@ from mlx_parallm.api.mezo.request import (
 )
 from mlx_parallm.api.mezo.rewards import check_reward, prompts_of
 from mlx_parallm.api.mezo.schema import (
-    Asked,
     Caller,
-    CheckpointAnswer,
     CreateSession,
-    DeletedSession,
     Evaluate,
-    EvaluationAnswer,
     MakeSteps,
     Measured,
     Publish,
     Reward,
     Row,
     RunSteps,
-    SessionAnswer,
-    SessionList,
-    Steps,
     Tell,
     TrainStep,
 )
