@@ -23,14 +23,8 @@ from mlx_parallm.cli.settings import (
     Setting,
     variable_of,
 )
-from mlx_parallm.config import (
-    KEY_SCOPE,
-    EngineConfig,
-    MediaLimits,
-    ModelConfig,
-    ModelTask,
-    ServerConfig,
-)
+from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_mapping
 

@@ -10,19 +10,18 @@ from mlx_parallm.cli.setting_values import Parse
 from mlx_parallm.config import (
     CACHE_SCOPES,
     KV_CACHE_DTYPES,
-    MOST_PIXELS,
     AdapterConfig,
     CacheConfig,
     EncoderConfig,
     EngineConfig,
     LoadingConfig,
-    MediaLimits,
     MemoryConfig,
     ModelConfig,
     RanksConfig,
     SchedulerConfig,
     ServerConfig,
 )
+from mlx_parallm.media_limits import MOST_PIXELS, MediaLimits
 from mlx_parallm.parsing.registry import reasoning_format_names, tool_format_names
 from mlx_parallm.types.request import LOGPROBS_MODES
 

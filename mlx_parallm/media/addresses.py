@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 
-from mlx_parallm.config import ANY_PUBLIC_HOST
+from mlx_parallm.media_limits import ANY_PUBLIC_HOST
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: Global unicast; everything else is reserved, local or multicast.

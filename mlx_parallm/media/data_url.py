@@ -6,7 +6,7 @@ import binascii
 import re
 from urllib.parse import unquote
 
-from mlx_parallm.config import MediaLimits
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEME = "data:"

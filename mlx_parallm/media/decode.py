@@ -15,9 +15,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.formats.sniffing import read_file
 from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: Decoders by format. ``Image.open`` would try every plugin that is installed.

@@ -13,10 +13,10 @@ from typing import cast
 import httpcore2
 import httpx2
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.addresses import check_host
 from mlx_parallm.media.pinned import MAX_LOOKUPS, PinnedBackend, Resolve, Resolver
 from mlx_parallm.media.shared_budget import SharedBudget
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
 MAX_REDIRECTS = 3

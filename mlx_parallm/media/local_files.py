@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.confinement import Confinement
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEME = "file:"

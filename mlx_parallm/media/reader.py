@@ -10,20 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
-from mlx_parallm.media.data_url import (
-    format_of,
-    read_base64,
-    read_data_url,
-    read_strict_base64,
-)
+from mlx_parallm.media.data_url import format_of, read_base64, read_data_url, read_strict_base64
 from mlx_parallm.media.decode import Pixels, decode_picture, read_picture
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.formats.stored import StoredPicture
 from mlx_parallm.media.local_files import SCHEME as FILE_SCHEME
 from mlx_parallm.media.local_files import LocalFiles
 from mlx_parallm.media.shared_budget import SharedBudget
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T")

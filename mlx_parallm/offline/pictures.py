@@ -18,17 +18,11 @@ from mlx_parallm.api.turns.pictures import (
     pixel_range_of,
 )
 from mlx_parallm.api.turns.written_prompts import read_prompt
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.picture_file import file_bytes, is_url, kind_of
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.pictures.processor import PIXELS_PARAM, PreparedPicture
-from mlx_parallm.pictures.prompt import (
-    Hide,
-    Messages,
-    PicturePrompt,
-    picture_prompt,
-    text_prompt,
-)
+from mlx_parallm.pictures.prompt import Hide, Messages, PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 

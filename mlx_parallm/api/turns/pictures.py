@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from pydantic import Field, StrictStr
 
 from mlx_parallm.api.http.offload import current_client, in_thread
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.decode import shrunk, shrunk_size
 from mlx_parallm.media.reader import CheckSize, DecodedPicture, PictureReader
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.pictures.prepared_budget import PreparedBudget, prepared_bytes
 from mlx_parallm.pictures.prepared_cache import PreparedCache
 from mlx_parallm.pictures.processor import (

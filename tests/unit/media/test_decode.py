@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mlx_parallm.config import MOST_RATIO, MOST_SIDE, MediaLimits
 from mlx_parallm.media.decode import DECODERS, decode_picture, read_picture
 from mlx_parallm.media.formats.exif import orientation_of
+from mlx_parallm.media_limits import MOST_RATIO, MOST_SIDE, MediaLimits
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from tests.unit.media.pictures import (
     FORMATS,

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.fetch import MAX_FETCHES, Fetcher
 from mlx_parallm.media.pinned import Resolver
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from tests.unit.media.servers import OTHER_PUBLIC, PUBLIC, TLS, Names, Network, Writer, serving
 

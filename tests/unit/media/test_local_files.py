@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.local_files import LocalFiles
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.reader import PictureReader
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.unit.media.pictures import FORMATS, file_of, noise, png_of_size
 from tests.unit.media.servers import Names, Network, serving

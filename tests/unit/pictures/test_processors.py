@@ -17,8 +17,8 @@ import pytest
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor, LlavaNextProcessor
 
-from mlx_parallm.config import MediaLimits
 from mlx_parallm.media.decode import decode_picture, read_picture
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.pictures.families import FAMILIES, PictureFamily
 from mlx_parallm.pictures.form import PictureForm
 from mlx_parallm.pictures.processor import PictureProcessor

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.api.turns.pictures import Detail, Pictures, PictureSource
-from mlx_parallm.config import MediaLimits
+from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from tests.golden_pictures import GoldenPictures, read_vision, write_vision
