@@ -18,6 +18,7 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.worker.timing import tunings
 from mlx_parallm.worker.timing.tunings import TuningTime
+from mlx_parallm.worker.worker import Worker
 from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
 from tests.kernels.shim_compile import require_compiler
 
@@ -284,6 +285,22 @@ def test_the_model_is_measured_with_kernels_and_without(
     assert stock is not None
     assert (kernels.attention, stock.attention) == ("metal", "reference")
     assert min(kernels.one_row, kernels.many_rows, stock.one_row, stock.many_rows) > 0
+
+
+def test_cuda_measures_no_stock_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = list[type[Worker]]()
+
+    def record(model: ModelConfig, worker: Worker) -> ModelSpeed:
+        workers.append(type(worker))
+        return ModelSpeed(attention="cuda", one_row=1, many_rows=1)
+
+    monkeypatch.setattr(speed, "backend_name", lambda: "cuda")
+    monkeypatch.setattr(speed, "_measured", record)
+    measured = speed_report()
+    assert measured is not None
+    assert measured.kernels is not None
+    assert measured.stock is None
+    assert workers == [Worker]
 
 
 def test_a_model_that_cannot_be_loaded_is_told(fake_mac: Become) -> None:
