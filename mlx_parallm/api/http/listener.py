@@ -122,12 +122,17 @@ def _bind_each(
     # Connections of an earlier server, in TIME_WAIT, must not block the port. A port of the
     # kernel's choice needs no reuse, and without it no other process can share the port.
     reuses = port != 0
+    # A socket of every IPv6 address takes IPv4 too, unless it may not: Linux then refuses it
+    # beside one of every IPv4 address.
+    ipv6_only = any(address.family == socket.AF_INET for address in addresses)
     listeners: list[socket.socket] = []
     problem: OSError | None = None
     with contextlib.ExitStack() as stack:
         for address in addresses:
             try:
-                listener = _bound(address, address.at(port), make_socket, reuses=reuses)
+                listener = _bound(
+                    address, address.at(port), make_socket, reuses=reuses, ipv6_only=ipv6_only
+                )
             except OSError as cause:
                 if cause.errno not in ABSENT:
                     raise
@@ -136,7 +141,7 @@ def _bind_each(
             listeners.append(stack.enter_context(listener))
             port = listener.getsockname()[1]
             if shares_ports:
-                _check_alone(address, port, make_socket)
+                _check_alone(address, port, make_socket, ipv6_only=ipv6_only)
         if problem is not None and not listeners:
             raise problem
         stack.pop_all()
@@ -149,34 +154,34 @@ def _bound(
     make_socket: MakeSocket,
     *,
     reuses: bool,
-    is_probe: bool = False,
+    ipv6_only: bool,
 ) -> socket.socket:
     with contextlib.ExitStack() as stack:
         made = make_socket(address.family, socket.SOCK_STREAM, address.protocol)
         listener = stack.enter_context(made)
         if reuses:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_probe and address.family == socket.AF_INET6:
-            # A server on every IPv4 address has no IPv6 address.
+        if ipv6_only and address.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(place)
         stack.pop_all()
     return listener
 
 
-def _check_alone(address: _Address, port: int, make_socket: MakeSocket) -> None:
+def _check_alone(address: _Address, port: int, make_socket: MakeSocket, *, ipv6_only: bool) -> None:
     """Raise OSError if a server has the port on every address, or this one has and it on loopback.
 
     With SO_REUSEADDR, such systems refuse only an address that another socket has exactly.
     """
     is_wildcard = address.place[0] in WILDCARDS.values()
-    # A socket of every IPv6 address takes IPv4 too.
-    families = FAMILIES if address.place[0] == WILDCARDS[socket.AF_INET6] else [address.family]
+    has_ipv4 = address.place[0] == WILDCARDS[socket.AF_INET6] and not ipv6_only
+    families = FAMILIES if has_ipv4 else [address.family]
     for family in families:
         host = LOOPBACKS[family] if is_wildcard else WILDCARDS[family]
         probe = _Address(family, address.protocol, (host, port))
         try:
-            _bound(probe, probe.place, make_socket, reuses=True, is_probe=True).close()
+            # A server on every IPv4 address has no IPv6 address.
+            _bound(probe, probe.place, make_socket, reuses=True, ipv6_only=True).close()
         except OSError as problem:
             if problem.errno not in ABSENT:
                 raise

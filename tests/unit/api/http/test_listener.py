@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import socket
 from pathlib import Path
 from typing import Any, Self, cast
@@ -12,6 +13,9 @@ import pytest
 
 from mlx_parallm.api.http.listener import LOCALHOST, bind, bind_all, inherit
 from mlx_parallm.types.errors import ConfigError
+
+# ANY: the name of every address, IPv4 and IPv6.
+ANY = "*"
 
 
 def test_port_0_takes_a_free_port() -> None:
@@ -56,6 +60,46 @@ def test_localhost_is_both_loopback_addresses(is_chosen: bool) -> None:
         assert hosts == ("127.0.0.1", "::1")
         assert len(set(ports)) == 1
         assert not is_chosen or ports[0] == port
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_name_of_both_wildcards_is_served_on_both(
+    monkeypatch: pytest.MonkeyPatch, is_reversed: bool, is_chosen: bool
+) -> None:
+    """Bind them in either order: a socket of ``::`` that takes IPv4 would refuse the other."""
+    port = 0
+    if is_chosen:
+        with bind("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+    found = socket.getaddrinfo(ANY, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    hosts = [place[0] for *_, place in found]
+    assert sorted(map(str, hosts)) == ["0.0.0.0", "::"]
+
+    def resolve(_host: str, port: int, **_: Any) -> list[Any]:
+        ordered = found[::-1] if is_reversed else found
+        return [(*each, (place[0], port, *place[2:])) for *each, place in ordered]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(each) for each in bind_all(ANY, port)]
+        assert [each.getsockname()[0] for each in listeners] == hosts[:: -1 if is_reversed else 1]
+        for listener in listeners:
+            listener.listen()
+        monkeypatch.undo()
+        (shared,) = {each.getsockname()[1] for each in listeners}
+        assert shared == port or not is_chosen
+        for loopback in ("127.0.0.1", "::1"):
+            socket.create_connection((loopback, shared)).close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_every_ipv6_address_alone_takes_ipv4_too() -> None:
+    (listener,) = bind_all("::", 0)
+    with listener:
+        listener.listen()
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])).close()
 
 
 def test_an_address_that_the_machine_lacks_is_left_out() -> None:
@@ -140,7 +184,9 @@ class DarwinSocket:
         if port != others_port:
             return False
         # A socket of every IPv6 address has every IPv4 address too, unless it gave them up.
-        wildcards = {"0.0.0.0", "::"} if self._has_ipv4 else {"::"}
+        if self._family != other._family and not (self._has_ipv4 and other._has_ipv4):
+            return False
+        wildcards = {"0.0.0.0", "::"}
         if host in wildcards and others_host in wildcards:
             return True
         is_wild = host in wildcards or others_host in wildcards
@@ -156,6 +202,11 @@ class DarwinSocket:
         ("0.0.0.0", "10.0.0.1", True),
         ("0.0.0.0", "localhost", True),
         ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "*", True),
+        ("::1", "*", True),
+        ("0.0.0.0", "*", True),
+        ("::", "*", True),
+        ("10.0.0.2", "*", False),
         ("::1", "localhost", True),
         ("127.0.0.1", "0.0.0.0", True),
         ("127.0.0.1", "::", True),
@@ -173,7 +224,9 @@ def test_a_port_of_a_wider_or_narrower_server_is_in_use(
     network = DarwinNetwork()
     network.bind(others, 8000)
     if is_in_use:
-        with pytest.raises(ConfigError, match=f"cannot listen on {host}:8000: Address already"):
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on {re.escape(host)}:8000: Address already"
+        ):
             bind_all(host, 8000, make_socket=network.socket, shares_ports=True)
         assert len(network.bound) == 1
     else:
