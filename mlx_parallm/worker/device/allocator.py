@@ -24,6 +24,9 @@ LEAST_CACHE_BYTES, MOST_CACHE_BYTES = 256 << 20, 2 << 30
 # freed: MLX then waits for the GPU before it computes more. Without it, a long prompt's activations
 # could fill the memory with command buffers that are under way.
 ARRAYS_PERCENT = 90
+# STEP_BYTES: room for a step's arrays above what weights and KV take. Without it MLX would wait in
+# every step, and no step could run ahead.
+STEP_BYTES = 512 << 20
 # UNWIRED_BYTES, UNWIRED_PERCENT: macOS and other programs keep the larger one of these to
 # themselves; Macs with 16 GB froze when all of the working set was wired.
 UNWIRED_BYTES, UNWIRED_PERCENT = 8 << 30, 35
@@ -35,9 +38,7 @@ def limit_allocator(config: MemoryConfig) -> None:
     Raises:
         ConfigError: memory is to be wired on a device without such memory, or too much of it.
     """
-    if backend_name() == "metal":
-        working_set = _size("max_recommended_working_set_size")
-        mx.set_memory_limit(working_set * ARRAYS_PERCENT // 100)
+    limit_arrays()
     cache_bytes = _cache_bytes(config)
     if cache_bytes is not None:
         mx.set_cache_limit(cache_bytes)
@@ -45,6 +46,14 @@ def limit_allocator(config: MemoryConfig) -> None:
     if config.wired_bytes:
         _check_wired(config.wired_bytes)
         mx.set_wired_limit(config.wired_bytes // config.num_engines)
+
+
+def limit_arrays() -> None:
+    """Set the memory that arrays take on Metal before MLX waits; call it again when models load."""
+    if backend_name() == "metal":
+        working_set = _size("max_recommended_working_set_size")
+        limit = working_set * ARRAYS_PERCENT // 100
+        mx.set_memory_limit(max(limit, mx.get_active_memory() + STEP_BYTES))
 
 
 def default_cache_bytes(working_set_bytes: int, num_engines: int = 1) -> int:

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerPool, LayerShape
+from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.properties import allocate
 
 
@@ -38,6 +39,7 @@ class KVPools:
         except OutOfMemoryError:
             self.release()
             raise
+        limit_arrays()
 
     def release(self) -> None:
         """Free the pools until ``restore``; no step may run in between."""

@@ -11,13 +11,18 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import MemoryConfig
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.device.allocator import (
+    STEP_BYTES,
     default_cache_bytes,
     limit_allocator,
+    limit_arrays,
     most_wired_bytes,
 )
 from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes
-from tests.fake_mac.mac import GIB, WORKING_SETS, FakeMac
+from mlx_parallm.worker.generation.kv_pools import KVPools
+from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
 
 Become = Callable[..., FakeMac]
 MIB = 1 << 20
@@ -68,12 +73,25 @@ def test_a_mac_waits_before_arrays_fill_the_working_set(
     assert "set_wired_limit" not in mac.limits
 
 
+@pytest.mark.parametrize(("memory_gb", "held_gb"), [(8, 4.81), (16, 10.5), (64, 44.0)])
+def test_steps_have_room_above_weights_and_kv(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, memory_gb: int, held_gb: float
+) -> None:
+    mac = fake_mac(memory_gb=memory_gb, rejects=ALL)
+    limit_allocator(MemoryConfig())
+    monkeypatch.setattr(mx, "get_active_memory", lambda: int(held_gb * GIB))
+    shape = LayerShape(num_kv_heads=1, key_dim=64, value_dim=64, dtype=mx.float16)
+    KVPools(ReferenceAttention(16), [shape], 1)
+    assert mac.limits["set_memory_limit"] == int(held_gb * GIB) + STEP_BYTES
+
+
 def test_other_devices_keep_the_limit_of_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[int] = []
     for name in ("set_cache_limit", "set_memory_limit"):
         monkeypatch.setattr(mx, name, limits.append)
     assert backend_name() == "cpu"
     limit_allocator(MemoryConfig())
+    limit_arrays()
     assert limits == []
     limit_allocator(MemoryConfig(mlx_cache_bytes=3 * MIB))
     assert limits == [3 * MIB]
