@@ -16,12 +16,21 @@ from tests.kernels.shim_compile import SHIM
 
 #: ``ABSENT``: Metal has no variables of a program that are not constant. It has no pointers to any
 #: address space either, but without those clang copies no structures (see test_texts.py).
-#: Queues of a device need the former.
-ABSENT = "-__opencl_c_program_scope_global_variables,-__opencl_c_device_enqueue"
+#: Queues of a device need the former. It has no `double`.
+ABSENT = ",".join(
+    f"-{feature}"
+    for feature in (
+        *("__opencl_c_program_scope_global_variables", "__opencl_c_device_enqueue"),
+        *("__opencl_c_fp64", "cl_khr_fp64"),
+    )
+)
 COMMAND = (
     *("-x", "cl", "-cl-std=clc++2021", "-Xclang", f"-cl-ext={ABSENT}", "--target=spir64"),
     *("-fsyntax-only", "-Werror", "-Wno-unknown-pragmas", f"-I{SHIM}", "-include", "opencl.h", "-"),
 )
+#: ``SHARED``: an array that the threads of a threadgroup share; all of them have 32 KiB.
+SHARED = re.compile(r"^threadgroup \w+ (\w+)\[.*$", re.MULTILINE)
+SHARED_BYTES = 32 << 10
 #: ``ATTRIBUTE``: where Metal finds an argument, which OpenCL does not say.
 ATTRIBUTE = re.compile(r" ?\[\[\w+(\(\d+\))?\]\]")
 
@@ -50,8 +59,18 @@ def complaints(sources: Sequence[str]) -> list[str]:
 
 
 def in_opencl(source: str) -> str:
-    """Return a Metal kernel in the words of OpenCL."""
-    return ATTRIBUTE.sub("", source.replace("[[kernel]] void", "kernel void"))
+    """Return a Metal kernel in the words of OpenCL, which asserts that it shares little memory."""
+    names = [match[1] for match in SHARED.finditer(source)]
+    # A declaration may be behind an #if.
+    source = SHARED.sub(r"\g<0>\n#define BYTES_OF_\1 sizeof(\1)", source)
+    ends = "".join(
+        f"\n#ifndef BYTES_OF_{name}\n#define BYTES_OF_{name} 0\n#endif" for name in names
+    )
+    total = " + ".join(("0", *(f"BYTES_OF_{name}" for name in names)))
+    body, end = source.rsplit("}", 1)
+    check = f'{ends}\nstatic_assert({total} <= {SHARED_BYTES}, "threadgroup memory");\n'
+    kernel = f"{body}{check}}}{end}".replace("[[kernel]] void", "kernel void")
+    return ATTRIBUTE.sub("", kernel)
 
 
 def _complaint(path: str, source: str) -> str | None:

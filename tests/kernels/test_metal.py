@@ -138,6 +138,8 @@ def test_some_variants_are_right(some_launches: list[Launch]) -> None:
         ("thread float (&", "float (&"),
         ("constant constexpr", "constexpr"),
         ("as_type<float>(", "as_type<double>("),
+        ("const float ", "const double "),
+        ("threadgroup float warp_sums[WARPS]", "threadgroup float warp_sums[WARPS * 99]"),
         ("bfloat16_t", "__nv_bfloat16"),
         ("simd_shuffle_xor", "__shfl_xor_sync"),
         ("T(", "T "),

@@ -70,3 +70,16 @@ def test_words_of_cuda_are_few() -> None:
 def test_a_pointer_to_anywhere_shows(right: str, wrong: str) -> None:
     assert unqualified(right) == []
     assert unqualified("int x = " + wrong) != []
+
+
+#: Words of Metal, and names in the header that MLX puts before every Metal kernel (its ``utils.h``
+#: and ``bf16.h``), which a text must not declare.
+RESERVED = re.compile(
+    r"\b(vertex|fragment|visible|intersection|half|sampler|texture|atomic|ceildiv|elem_to_loc\w*"
+    r"|log1p|Limits|shuffle_\w+|simd_shuffle_\w+_impl|metal|limits|complex64_t)\b(?! *<)"
+)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_names_are_not_those_of_metal_or_mlx(path: Path) -> None:
+    assert not RESERVED.search(kernel_text(path))
