@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _SIZE = struct.Struct("<I")
 # TAKEN: the other end has taken the oldest descriptor that was sent to it. No size is as large.
 TAKEN = 0xFFFF_FFFF
+# KEEPS_COPIES: macOS may collect a descriptor that is only on its way and in no process. Other
+# systems need no copy, which delays the end that clients see once the other process has closed.
+KEEPS_COPIES = sys.platform == "darwin"
 # READ_BYTES: bytes that are read at once.
 READ_BYTES = 1 << 18
 # NO_ROOM: a descriptor that came has no room in this process. Linux reports no error and drops the
@@ -198,11 +202,7 @@ def _path(target: bytes) -> str:
 
 
 class ConnectionPipe:
-    """One end of a pair of Unix sockets that carries connections, on an event loop.
-
-    A descriptor stays open here until the other end acknowledges it: macOS may collect one that is
-    only on its way and in no process.
-    """
+    """One end of a pair of Unix sockets that carries connections, on an event loop."""
 
     def __init__(
         self,
@@ -210,6 +210,8 @@ class ConnectionPipe:
         take: Handover,
         on_lost: Callable[[], None],
         on_dropped: Callable[[], None] = lambda: None,
+        *,
+        keeps_copies: bool = KEEPS_COPIES,
     ) -> None:
         """Begin to read.
 
@@ -219,16 +221,19 @@ class ConnectionPipe:
             on_lost: called once the other end is gone.
             on_dropped: called for each connection that came and for which this process has no
                 descriptor left. The system has closed it.
+            keeps_copies: a sent descriptor stays open here until the other end acknowledges it, as
+                both ends do; see ``KEEPS_COPIES``.
         """
         end.setblocking(False)
         self._end = end
         self._take = take
         self._on_lost = on_lost
         self._on_dropped = on_dropped
+        self._keeps_copies = keeps_copies
         self._loop = asyncio.get_running_loop()
         # What is still to be sent: the descriptor goes with the first byte.
         self._unsent: deque[tuple[socket.socket | None, memoryview]] = deque()
-        # What was sent and is not acknowledged, in the order of sending.
+        # The copies of what was sent and is not acknowledged, in the order of sending.
         self._on_their_way: deque[socket.socket] = deque()
         self._head = b""
         self._arriving: socket.socket | None = None
@@ -277,7 +282,7 @@ class ConnectionPipe:
                     sent = self._end.send(data)
                 else:
                     sent = socket.send_fds(self._end, [data], [connection.fileno()])
-                    self._on_their_way.append(connection)
+                    self._let_go(connection)
                 if sent < len(data):
                     self._unsent[0] = None, data[sent:]
                 else:
@@ -293,6 +298,12 @@ class ConnectionPipe:
                 self._lose()
             return
         self._loop.remove_writer(self._end)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        if self._keeps_copies:
+            self._on_their_way.append(connection)
+        else:
+            connection.close()
 
     def _read(self) -> None:
         try:
@@ -313,7 +324,8 @@ class ConnectionPipe:
             connection, body = self._arriving, bytes(self._body)
             self._size, self._arriving = None, None
             self._body = bytearray()
-            self._queue(None, _SIZE.pack(TAKEN))
+            if self._keeps_copies:
+                self._queue(None, _SIZE.pack(TAKEN))
             if connection is None:
                 logger.warning("a connection is closed: this process has no descriptor left for it")
                 self._on_dropped()

@@ -62,8 +62,9 @@ def connections() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
             end.close()
 
 
+@pytest.mark.parametrize("keeps_copies", [False, True])
 async def test_connections_arrive_in_order_with_what_was_read(
-    connections: list[tuple[socket.socket, socket.socket]],
+    connections: list[tuple[socket.socket, socket.socket]], keeps_copies: bool
 ) -> None:
     here, there = socket.socketpair()
     # Small buffers cut sizes, descriptors and bytes into parts.
@@ -77,8 +78,10 @@ async def test_connections_arrive_in_order_with_what_was_read(
             done.set()
 
     lost = asyncio.Event()
-    sender = ConnectionPipe(here, take, lost.set)
-    receiver = ConnectionPipe(there, take, lambda: pytest.fail("it was closed here"))
+    sender = ConnectionPipe(here, take, lost.set, keeps_copies=keeps_copies)
+    receiver = ConnectionPipe(
+        there, take, lambda: pytest.fail("it was closed here"), keeps_copies=keeps_copies
+    )
     heads = [bytes([number]) * (number * number * 331) for number in range(len(connections))]
     for (mine, _), head in zip(connections, heads, strict=True):
         sender.send(mine.dup(), head)
@@ -99,13 +102,63 @@ async def closed(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n"])
+async def test_a_client_sees_the_end_of_what_the_other_process_closed(
+    connections: list[tuple[socket.socket, socket.socket]], head: bytes
+) -> None:
+    """Close it there while this loop does nothing: a copy here would hold it open."""
+    here, there = socket.socketpair()
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=False)
+    with there:
+        mine, client = connections[0]
+        sender.send(mine, head)
+        _, descriptors, _, _ = socket.recv_fds(there, 4 + len(head), 1)
+        socket.socket(fileno=descriptors[0]).close()
+        client.setblocking(False)
+        assert client.recv(1) == b""
+        sender.close()
+
+
+async def test_a_process_that_reads_nothing_costs_the_sender_no_descriptors(
+    connections: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    here, there = socket.socketpair()
+    sender = ConnectionPipe(
+        here, lambda *_: None, lambda: pytest.fail("the pipe is there"), keeps_copies=False
+    )
+    with there:
+        for mine, _ in connections:
+            sender.send(mine, b"")
+        assert [mine.fileno() for mine, _ in connections] == [-1] * len(connections)
+        sender.close()
+
+
+async def test_without_copies_nothing_is_acknowledged(
+    connections: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    receiver = ConnectionPipe(
+        there,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        keeps_copies=False,
+    )
+    with here:
+        socket.send_fds(here, [bytes(4)], [connections[0][0].fileno()])
+        connection, _ = await taken.get()
+        connection.close()
+        receiver.close()
+        assert here.recv(4) == b""
+
+
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n"])
 async def test_a_descriptor_stays_open_until_the_other_end_has_it(
     connections: list[tuple[socket.socket, socket.socket]], head: bytes
 ) -> None:
     """Keep what is only on its way: XNU may collect a descriptor that no process has."""
     here, there = socket.socketpair()
     with there:
-        sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+        sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=True)
         sent = [mine for mine, _ in connections[:3]]
         for connection in sent:
             sender.send(connection, head)
@@ -127,7 +180,7 @@ async def test_what_no_process_acknowledged_is_closed_with_the_pipe(
 ) -> None:
     here, there = socket.socketpair()
     lost = asyncio.Event()
-    pipe = ConnectionPipe(here, lambda *_: None, lost.set)
+    pipe = ConnectionPipe(here, lambda *_: None, lost.set, keeps_copies=True)
     pipe.send(connections[0][0], b"")
     there.close()
     await lost.wait()
@@ -163,20 +216,23 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n", b"x" * 300_000])
+@pytest.mark.parametrize("keeps_copies", [False, True])
 async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
     connections: list[tuple[socket.socket, socket.socket]],
     caplog: pytest.LogCaptureFixture,
     head: bytes,
+    keeps_copies: bool,
 ) -> None:
     here, there = socket.socketpair()
     taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
     dropped: asyncio.Queue[None] = asyncio.Queue()
-    sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=keeps_copies)
     receiver = ConnectionPipe(
         there,
         lambda *arrived: taken.put_nowait(arrived),
         lambda: pytest.fail("the pipe is there"),
         on_dropped=lambda: dropped.put_nowait(None),
+        keeps_copies=keeps_copies,
     )
     (first, other_of_first), (second, other_of_second) = connections[:2]
     with no_descriptor_left():
@@ -194,8 +250,11 @@ async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
     sender.close()
 
 
+@pytest.mark.parametrize("keeps_copies", [False, True])
 async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
-    connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+    connections: list[tuple[socket.socket, socket.socket]],
+    monkeypatch: pytest.MonkeyPatch,
+    keeps_copies: bool,
 ) -> None:
     """Keep the bytes that the descriptor came with, as macOS does."""
     recv_fds = socket.recv_fds
@@ -210,12 +269,13 @@ async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     here, there = socket.socketpair()
     taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
     dropped: asyncio.Queue[None] = asyncio.Queue()
-    sender = ConnectionPipe(here, lambda *_: None, lambda: None)
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=keeps_copies)
     receiver = ConnectionPipe(
         there,
         lambda *arrived: taken.put_nowait(arrived),
         lambda: pytest.fail("the pipe is there"),
         on_dropped=lambda: dropped.put_nowait(None),
+        keeps_copies=keeps_copies,
     )
     sender.send(connections[0][0], b"first")
     sender.send(connections[1][0], b"second")
