@@ -73,12 +73,12 @@ def test_a_name_of_both_wildcards_is_served_on_both(
     if is_chosen:
         with bind("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
-    found = socket.getaddrinfo(ANY, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    hosts = [place[0] for *_, place in found]
+    addresses = socket.getaddrinfo(ANY, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    hosts = [place[0] for *_, place in addresses]
     assert sorted(map(str, hosts)) == ["0.0.0.0", "::"]
 
     def resolve(_host: str, port: int, **_: Any) -> list[Any]:
-        ordered = found[::-1] if is_reversed else found
+        ordered = addresses[::-1] if is_reversed else addresses
         return [(*each, (place[0], port, *place[2:])) for *each, place in ordered]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
