@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -40,24 +40,49 @@ def check_folder(path: str) -> Path | None:
 def is_spelled(
     name: str, root: Path, list_names: Callable[[Path], Iterable[str]] = os.listdir
 ) -> bool:
-    """True if a path below a folder is spelled as the folders on it list their entries.
+    """True unless the folders on an existing path list what it names by other names.
 
     A file system that ignores case, or how an accent is composed, finds one folder by several
-    names, which would be several models or adapters of one content.
+    names, which would be several models or adapters of one content. Where a folder may be entered
+    but not listed, any name that it finds is right.
 
     Args:
-        name: the path from ``root``, with slashes.
+        name: the path from ``root``, with slashes and no dots.
         root: the folder.
         list_names: returns the names in a folder.
     """
     folder = root
     for part in name.split("/"):
-        names = set(list_names(folder))
-        # HFS+ lists decomposed characters, which are seldom typed.
-        if part not in names | {unicodedata.normalize("NFC", each) for each in names}:
+        if part in ("", ".", "..") or _has_other_name(part, folder, list_names):
             return False
         folder /= part
     return True
+
+
+def _has_other_name(part: str, folder: Path, list_names: Callable[[Path], Iterable[str]]) -> bool:
+    try:
+        listed = set(list_names(folder))
+    except OSError:
+        return False
+    alike = [each for each in listed if _folded(each) == _folded(part)]
+    return bool(alike) and part not in {_typed(each, listed, folder) for each in alike}
+
+
+def _typed(name: str, listed: Collection[str], folder: Path) -> str:
+    """Return a listed name as it is typed, if the folder finds it so.
+
+    HFS+ lists decomposed characters, and APFS lists what the folder was made with; both find it by
+    composed characters too, which keyboards send.
+    """
+    composed = unicodedata.normalize("NFC", name)
+    is_another = composed in listed or not os.path.lexists(folder / composed)
+    return name if is_another else composed
+
+
+def _folded(name: str) -> str:
+    """Return what is equal for names that some file system does not distinguish."""
+    decomposed = unicodedata.normalize("NFD", name)
+    return unicodedata.normalize("NFD", decomposed.casefold())
 
 
 class Confinement:

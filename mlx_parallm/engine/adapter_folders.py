@@ -57,7 +57,8 @@ class AdapterFolders:
     def resolve(self, path: str, *, param: str = LORA_PATH) -> Path:
         """Return the folder of a path.
 
-        A relative path starts from the directory of named adapters.
+        A relative path starts from the directory of named adapters. Below its root it is spelled
+        as the disk lists it, so that one folder has one path.
 
         Raises:
             InvalidRequestError: the path is outside of every allowed root.
@@ -72,7 +73,7 @@ class AdapterFolders:
             )
         allowed = self._confinement.folders(path, param=param)
         for folder in allowed:
-            if folder.is_dir():
+            if self._is_there(folder):
                 return folder
         if allowed:
             # On a shared disk the folder may appear later: trainers try again on 404.
@@ -90,7 +91,7 @@ class AdapterFolders:
         if not self._confinement.allows_repo(path):
             return None
         folders = self._confinement.folders(path, param=LORA_PATH)
-        return None if any(folder.is_dir() for folder in folders) else path
+        return None if any(map(self._is_there, folders)) else path
 
     def find(self, name: str) -> Path | None:
         """Return the folder of an adapter in the directory of named adapters; None if absent.
@@ -103,6 +104,14 @@ class AdapterFolders:
         is_inside = folder != self._named and folder.is_relative_to(self._named)
         is_there = is_inside and (folder / CONFIG_NAME).is_file()
         return folder if is_there and is_spelled(name, self._named) else None
+
+    def _is_there(self, folder: Path) -> bool:
+        """True if a folder, below a root, exists and has this name."""
+        return folder.is_dir() and any(
+            folder == root or is_spelled(folder.relative_to(root).as_posix(), root)
+            for root in self._confinement.roots
+            if folder.is_relative_to(root)
+        )
 
     async def _download(self, repo: str) -> Path:
         # Downloads run one at a time, because each occupies a thread.

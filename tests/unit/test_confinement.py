@@ -88,6 +88,10 @@ def test_hub_ids_match_a_pattern_and_are_not_endless() -> None:
     assert not confinement.allows_repo("org/" + "x" * 300)
 
 
+# COMPOSED, DECOMPOSED: one name, in two forms of Unicode.
+COMPOSED, DECOMPOSED = "caf\u00e9", "cafe\u0301"
+
+
 @pytest.mark.parametrize(
     ("name", "is_own"),
     [
@@ -96,17 +100,55 @@ def test_hub_ids_match_a_pattern_and_are_not_endless() -> None:
         ("inside/deep", True),
         ("Inside", False),
         ("inside/Deep", False),
-        ("absent", False),
         ("", False),
+        (".", False),
+        ("..", False),
         ("./inside", False),
         ("inside/", False),
         ("inside/../inside", False),
-        ("caf\u00e9", True),
-        ("cafe\u0301", True),
+        (DECOMPOSED, True),
+        (COMPOSED, False),
         ("Caf\u00e9", False),
+        # Snapshots and folders that are mounted when they are entered are not always listed.
+        (".snapshot", True),
     ],
 )
 def test_a_folder_has_the_name_that_is_listed(root: Path, name: str, is_own: bool) -> None:
     (root / "inside" / "deep").mkdir()
-    (root / "cafe\u0301").mkdir()
+    (root / DECOMPOSED).mkdir()
     assert is_spelled(name, root) is is_own
+
+
+@pytest.mark.parametrize(
+    ("listed", "own"),
+    [
+        ({COMPOSED}, {COMPOSED}),
+        ({DECOMPOSED}, {COMPOSED}),
+        # A disk that distinguishes them lists both.
+        ({COMPOSED, DECOMPOSED}, {COMPOSED, DECOMPOSED}),
+        ({"CAF\u00c9"}, {"CAF\u00c9"}),
+        ({"CAFE\u0301"}, {"CAF\u00c9"}),
+        ({"CAF\u00c9", COMPOSED}, {"CAF\u00c9", COMPOSED}),
+    ],
+)
+def test_a_folder_has_one_name_where_accents_are_composed_or_not(
+    tmp_path: Path, listed: set[str], own: set[str]
+) -> None:
+    """Find a folder by each of four names, as a Mac's disk does."""
+    names = (COMPOSED, DECOMPOSED, "CAF\u00c9", "CAFE\u0301")
+    for name in names:
+        (tmp_path / name).mkdir(exist_ok=True)
+    assert {name for name in names if is_spelled(name, tmp_path, lambda _: listed)} == own
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError, OSError])
+def test_a_folder_that_may_be_entered_but_not_listed_finds_any_name(
+    root: Path, error: type[OSError]
+) -> None:
+    def refuse(folder: Path) -> list[str]:
+        raise error(f"no list of {folder}")
+
+    assert is_spelled("inside", root, refuse)
+    assert is_spelled("inside/deep", root, refuse)
+    assert not is_spelled("inside/../inside", root, refuse)
+    assert not is_spelled("./inside", root, refuse)
