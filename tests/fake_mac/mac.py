@@ -43,13 +43,14 @@ IMPORTED = ("mlx_lm.generate", "mlx_lm.models.gated_delta", "uvicorn", "uvloop",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeMac:
-    """A Mac, and what is wrong with its kernels; patterns are searched for in their names.
+    """A Mac, and what is wrong with its kernels.
 
     Attributes:
         memory_gb: its memory in GiB, a key of ``WORKING_SETS``.
         held_gb: what all programs hold of it, in GiB.
-        rejects: kernels that its compiler rejects; None for none.
-        wrong: kernels that do nothing, and return zeros; None for none.
+        rejects: a pattern of the kernels that its compiler rejects, which is searched for in their
+            name and source; None for none.
+        wrong: a pattern of the names of kernels that do nothing, and return zeros; None for none.
         broken_by: while this file exists, every launch fails as a rejected kernel does.
         outputs: what commands such as ``sysctl`` print, by their names.
         limits: the last arguments of MLX's functions that set limits, by their names.
@@ -142,7 +143,7 @@ class _Kernels:
         made = self._shim.make(name, input_names, output_names, source, header, strided=strided)
 
         def launch(**options: Any) -> list[mx.array]:
-            if self._is_rejected(name):
+            if self._is_rejected(f"{name}\n{source}"):
                 raise RuntimeError(REJECTION)
             if _matches(self._mac.wrong, name):
                 outputs = zip(options["output_shapes"], options["output_dtypes"], strict=True)
@@ -151,14 +152,14 @@ class _Kernels:
 
         return launch
 
-    def _is_rejected(self, name: str) -> bool:
+    def _is_rejected(self, text: str) -> bool:
         broken_by = self._mac.broken_by
         is_broken = broken_by is not None and Path(broken_by).exists()
-        return is_broken or _matches(self._mac.rejects, name)
+        return is_broken or _matches(self._mac.rejects, text)
 
 
-def _matches(pattern: str | None, name: str) -> bool:
-    return pattern is not None and re.search(pattern, name) is not None
+def _matches(pattern: str | None, text: str) -> bool:
+    return pattern is not None and re.search(pattern, text) is not None
 
 
 def pretend(mac: FakeMac, patch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -48,8 +48,10 @@ def mac_advice(mac: MacReport | None) -> list[str]:
 
 
 def speed_advice(tunings: Sequence[TuningTime], speed: SpeedReport | None) -> list[str]:
-    """Return advice if something else was faster than what models use."""
+    """Return advice if the model failed, or something else was faster than what models use."""
     advice: list[str] = []
+    if speed is not None and speed.problem is not None:
+        advice.append(f"The demonstration model fails ({speed.problem}): {REPORT}.")
     shipped = next((each for each in tunings if each.is_shipped and each.problem is None), None)
     best = fastest(tunings)
     if shipped and best and shipped.launch_us > MIN_GAIN * best.launch_us:

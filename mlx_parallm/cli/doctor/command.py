@@ -62,6 +62,8 @@ def exit_status(diagnosis: Diagnosis) -> int:
     """Return ``FAILED`` or ``REJECTED``, or 0 if a server would run as fast as it can."""
     attention = (diagnosis.attention, *diagnosis.quantised_kv.values())
     differs = diagnosis.world is not None and diagnosis.world.difference is not None
-    if diagnosis.kv_problem is not None or differs or not all(each.passed for each in attention):
+    serves = diagnosis.kv_problem is None and not differs
+    serves &= diagnosis.speed is None or diagnosis.speed.problem is None
+    if not serves or not all(each.passed for each in attention):
         return FAILED
     return REJECTED if diagnosis.rejected else 0

@@ -88,7 +88,8 @@ class Diagnosis:
     Attributes:
         quantised_kv: by the KV cache's dtype.
         compiler: None unless the device is an NVIDIA GPU.
-        rejected: why kernels that the device should have are not used, by what they compute.
+        rejected: why kernels that the device should have are not used, by what they compute; and
+            why others could not be timed, by their names.
         kernels: the time of each kernel; empty on a CPU.
         tunings: the time of attention with several tunings; empty unless the device is Metal's.
         speed: of the demonstration model; None on a CPU, and where several ranks compute a model.
@@ -146,6 +147,12 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     if compiler is not None:
         checks["compiler"] = compiler
     rejected = {name: each.rejected for name, each in checks.items() if each.rejected is not None}
+    # A check and a measurement that compile the same kernel fail for the same reason.
+    rejected |= {
+        each.name: each.problem
+        for each in (*tunings, *kernels)
+        if each.problem is not None and each.problem not in rejected.values()
+    }
     speed = _speed() if world is None else None
     kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
     return Diagnosis(

@@ -17,6 +17,7 @@ from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes, give_back_memory
 from mlx_parallm.worker.generation.plan import DecoderChoices
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.ops import Load, Op, Pending, Unload
 from mlx_parallm.worker.worker import Worker
 
@@ -81,7 +82,7 @@ def speed_report(model: ModelConfig = DEMO) -> SpeedReport | None:
     try:
         kernels = _measured(model, Worker())
         stock = None if backend_name() == "cuda" else _measured(model, StockWorker())
-    except (ParallmError, RuntimeError) as problem:
+    except (ParallmError, *MODEL_ERRORS) as problem:
         return SpeedReport(problem=f"{type(problem).__name__}: {problem}")
     after = cache_memory_bytes()
     give_back_memory()

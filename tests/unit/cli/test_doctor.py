@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.cli.doctor import speed
+from mlx_parallm.cli.doctor import diagnosis, speed
 from mlx_parallm.cli.doctor.advice import mac_advice, rejection_advice, speed_advice
 from mlx_parallm.cli.doctor.command import FAILED, REJECTED
 from mlx_parallm.cli.doctor.speed import ModelSpeed, SpeedReport, speed_report
 from mlx_parallm.cli.doctor.system import HIDDEN, MacReport, mac_report, system_report
 from mlx_parallm.cli.main import main
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
+from mlx_parallm.worker.timing.kernels import KernelTime
 from mlx_parallm.worker.timing.tunings import TuningTime
 from mlx_parallm.worker.worker import Worker
 from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
@@ -43,6 +45,8 @@ MAC = MacReport(
     swap_used_bytes=1536 * 2**20 + 2**18,
     is_translated=False,
 )
+# OF_MODELS: attention in bfloat16 with heads of 128 numbers, four for each KV head.
+OF_MODELS = r"(?s)^paged_attend_\w+\s+using T = bfloat16_t;.* D = 128;.* BITS 0\n.* SHARE = 4;"
 # FAST: kernels that are worth it. The real model takes minutes on a fake Mac.
 FAST = SpeedReport(
     kernels=ModelSpeed(attention="metal", one_row=200, many_rows=2000),
@@ -125,12 +129,13 @@ def test_a_mac_whose_kernels_are_right_has_nothing_to_change(
     assert [each["is_shipped"] for each in content["tunings"]] == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "rejected"),
     [
         ("adapters_expand", "adapters"),
-        pytest.param("sampling_draw", "sampling", marks=pytest.mark.slow),
-        pytest.param("paged_merge", "attention", marks=pytest.mark.slow),
+        ("sampling_draw", "sampling"),
+        ("paged_merge", "attention"),
     ],
 )
 def test_a_kernel_with_wrong_numbers_is_named(
@@ -146,6 +151,55 @@ def test_a_kernel_with_wrong_numbers_is_named(
     assert rejected in content["rejected"]
     assert rejected in content["advice"][0]
     assert {name.split()[-1] for name in content["rejected"]} <= {rejected, "KV"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rejects", "names"),
+    [
+        (OF_MODELS, ["attention"]),
+        (r"constexpr int SCORE_LANES = 8;", ["tile 4, 8 lanes, 2 heads"]),
+    ],
+)
+def test_what_no_check_in_float32_compiles_is_a_rejection(
+    fake_mac: Become,
+    report: Callable[[], tuple[int, dict[str, Any]]],
+    rejects: str,
+    names: list[str],
+) -> None:
+    require_compiler()
+    fake_mac(rejects=rejects)
+    status, content = report()
+    assert status == REJECTED
+    assert list(content["rejected"]) == names
+    assert "Unable to build" in content["rejected"][names[0]]
+    assert f"({', '.join(names)})" in content["advice"][0]
+
+
+def test_a_kernel_that_could_not_be_timed_is_a_rejection(
+    fake_mac: Become,
+    report: Callable[[], tuple[int, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_mac(rejects=ALL)
+    times = (KernelTime(name="paged_attend_1", problem="RuntimeError: lost"), KernelTime(name="2"))
+    monkeypatch.setattr(diagnosis, "time_kernels", lambda: times)
+    status, content = report()
+    assert status == REJECTED
+    assert content["rejected"].pop("paged_attend_1") == "RuntimeError: lost"
+    assert "2" not in content["rejected"]
+
+
+def test_a_model_that_fails_is_a_failure(
+    fake_mac: Become,
+    monkeypatch: pytest.MonkeyPatch,
+    report: Callable[[], tuple[int, dict[str, Any]]],
+) -> None:
+    fake_mac(rejects=ALL)
+    monkeypatch.setattr(speed, "speed_report", lambda: SpeedReport(problem="TypeError: no"))
+    status, content = report()
+    assert status == FAILED
+    assert "The demonstration model fails (TypeError: no)" in content["advice"][-1]
 
 
 def test_a_rejection_is_text_too(fake_mac: Become, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +304,7 @@ SLOW = replace(FAST, stock=ModelSpeed(attention="reference", one_row=150, many_r
         ([_tuning(100, is_shipped=True), _tuning(0, problem="no")], FAST, []),
         ([_tuning(0, is_shipped=True, problem="no"), _tuning(80)], FAST, []),
         ([], SLOW, ["With 16 rows, kernels generate 2000 tokens/s and stock operations 3000"]),
-        ([], SpeedReport(problem="no memory"), []),
+        ([], SpeedReport(problem="no memory"), ["model fails (no memory): please open an issue"]),
     ],
 )
 def test_advice_about_speed(
@@ -303,11 +357,23 @@ def test_cuda_measures_no_stock_operations(monkeypatch: pytest.MonkeyPatch) -> N
     assert workers == [Worker]
 
 
-def test_a_model_that_cannot_be_loaded_is_told(fake_mac: Become) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported(fake_mac: Become) -> None:
     fake_mac()
     measured = speed_report(ModelConfig(path="/no/model"))
     assert measured is not None
     assert "There is no folder /no/model" in (measured.problem or "")
+
+
+@pytest.mark.parametrize("error", MODEL_ERRORS)
+def test_a_model_that_raises_does_not_end_the_report(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> ModelSpeed:
+        raise error("planted")
+
+    fake_mac()
+    monkeypatch.setattr(speed, "_measured", fail)
+    assert speed_report() == SpeedReport(problem=f"{error.__name__}: planted")
 
 
 def test_a_processor_has_no_kernels_to_compare() -> None:
