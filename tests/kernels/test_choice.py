@@ -97,6 +97,15 @@ def test_blocks_that_kernels_cannot_quantise_go_to_the_reference(
     assert isinstance(choice.backend, QuantisedReferenceAttention)
 
 
+def test_kernels_that_would_write_copies_are_not_used(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shim, "bound", lambda array: array + 0)
+    choice = choose(shim, monkeypatch, "int8")
+    assert "would write a copy of key_pool" in (choice.rejected or "")
+    assert isinstance(choice.backend, QuantisedReferenceAttention)
+
+
 @pytest.mark.parametrize(("is_bounded", "num_small"), [(False, 0), (True, 1)])
 def test_within_a_bound_no_chunk_is_left_to_stock_attention(
     shim: Shim, monkeypatch: pytest.MonkeyPatch, is_bounded: bool, num_small: int

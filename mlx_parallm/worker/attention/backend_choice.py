@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerShape
 from mlx_parallm.worker.attention.check import (
     BLOCK_SIZE,
@@ -186,7 +186,7 @@ def _judge(
             misread = misread_share(kernels, shape, block_size)
             has_wrong_copies = miscopies(kernels, shape, block_size)
             disorder = order_error(kernels, shape, multiple, block_size)
-        except MODEL_ERRORS as cause:
+        except (*MODEL_ERRORS, ModelLoadError) as cause:
             return f"{type(cause).__name__}: {cause}", worst
         # The comparison is negated so that NaN fails.
         if not error <= MAX_ERROR[shape.dtype]:

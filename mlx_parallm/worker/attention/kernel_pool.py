@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.kernels.build import Constant
+from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.device.properties import backend_name
@@ -94,12 +95,16 @@ class KernelPool(LayerPool):
         """Evaluate the arrays, because those written in place must exist, and set ``bound``.
 
         ``bound`` is that of the kernels' language.
+
+        Raises:
+            ModelLoadError: kernels would write copies, and the pool would stay empty.
         """
         pools = self.pools()
         self.bound = tuple(bound(array) for array in pools)
         mx.eval(self.arrays(), self.bound)
-        for array, view in zip(pools, self.bound, strict=True):
-            assert _is_in_place(array, view), "kernels would write a copy of the pool"
+        for name, array, view in zip(self.layout.pools, pools, self.bound, strict=True):
+            if not _is_in_place(array, view):
+                raise ModelLoadError(f"kernels would write a copy of {name}, {array.shape}")
 
 
 def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
