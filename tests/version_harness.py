@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.api.turns.versions import VersionSpans
+from mlx_parallm.api.turns.samples import VersionSpans
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.policies import AdapterUpload, Policies

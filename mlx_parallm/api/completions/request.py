@@ -11,7 +11,7 @@ from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.logprobs import most_asked
 from mlx_parallm.api.turns.prelude import Prelude
-from mlx_parallm.api.turns.prompt_limit import FIELD, prompt_limit
+from mlx_parallm.api.turns.prepare import TRUNCATE, prompt_limit
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
@@ -107,7 +107,7 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
         max_model_len=model.info.max_model_len,
     )
     if body.suffix and limit is not None:
-        raise InvalidRequestError("A prompt with a suffix is not cut.", param=FIELD)
+        raise InvalidRequestError("A prompt with a suffix is not cut.", param=TRUNCATE)
 
     def encode() -> list[Prompt]:
         rows = [_rows_prompt(text, model.info) for text in embeds]

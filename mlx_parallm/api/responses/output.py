@@ -11,14 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mlx_parallm.api.responses.items import Item, new_id, sealed
-from mlx_parallm.api.turns.custom_input import CustomInput
-from mlx_parallm.api.turns.stream import TurnPart
-from mlx_parallm.parsing.parts import (
-    ContentText,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegin,
-)
+from mlx_parallm.api.turns.stream import CustomInput, TurnPart
+from mlx_parallm.parsing.parts import ContentText, ReasoningText, ToolCallArguments, ToolCallBegin
 
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from mlx_parallm.api.turns.lazy import LazySequence
-from mlx_parallm.api.turns.samples import Sample, Usage
+from mlx_parallm.api.turns.samples import LazySequence, Sample, Usage
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 Chunk = dict[str, Any]

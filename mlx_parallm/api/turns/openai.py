@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from typing import Any
 
+from mlx_parallm import __version__
 from mlx_parallm.api.turns.fields import StreamOptions
-from mlx_parallm.api.turns.fingerprint import system_fingerprint
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import RequestClient
+
+DIGEST_CHARS = 12
 
 
 def answer_head(admitted: Admitted, answer_id: str, kind: str) -> dict[str, Any]:
@@ -53,3 +59,30 @@ def closing_chunks(
     if options is None or not options.include_usage:
         return []
     return [head | {"choices": [], "usage": usage_body(usage)}]
+
+
+def system_fingerprint(engine: RequestClient, model: GenerationModel) -> str:
+    """Return a short digest of a model's weights as they are now, and of how it is served.
+
+    It stays the same over restarts. It changes with an update of the weights or of the adapter, or
+    their label, with the version of this program and with settings that change results. A request
+    that runs during an update tells the one that it began with; ``weight_versions`` say more.
+    """
+    info = model.info
+    base = engine.control.version(model.parent or model.names[0])
+    digests = (
+        adapter.digest for adapter in engine.control.adapters() if adapter.name == model.adapter
+    )
+    facts = [
+        __version__,
+        model.revision,
+        [base.content, base.label],
+        None if model.adapter is None else next(digests, ""),
+        model.tokenizer.chat_template,
+        dict(model.chat_template_kwargs),
+        engine.config.logprobs_mode,
+        [info.path, info.attention_backend, info.dtype, info.kv_cache_dtype, info.max_model_len],
+    ]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"fp_{digest[:DIGEST_CHARS]}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, in_thread, maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.lazy import LazySequence
 from mlx_parallm.api.turns.pictures import Pictures, picture_sources
-from mlx_parallm.api.turns.prompt_limit import prompt_limit
 from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.samples import LazySequence
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
@@ -22,13 +21,7 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.structured import ContentParser, ParserByStart, ParsersInTurn
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.pictures.prompt import (
-    Hide,
-    Messages,
-    PicturePrompt,
-    picture_prompt,
-    text_prompt,
-)
+from mlx_parallm.pictures.prompt import Hide, Messages, PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
@@ -36,6 +29,7 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingB
 
 # MESSAGE_CHARS: to render a message takes as long as to tokenise so many characters.
 MESSAGE_CHARS = 16
+TRUNCATE = "truncate_prompt_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,3 +301,35 @@ def _length(
     texts = sum(MESSAGE_CHARS + len(message.get("content") or "") for message in messages)
     written = [tools or (), [m["tool_calls"] for m in messages if "tool_calls" in m]]
     return texts + (LONG_TEXT_CHARS + 1 if is_longer(written, LONG_TEXT_CHARS) else 0)
+
+
+def prompt_limit(
+    truncate: int | None,
+    side: Literal["left", "right"],
+    *,
+    max_tokens: int | None,
+    max_model_len: int,
+) -> TokenLimit | None:
+    """Return what a prompt is cut to; None where it is not to be cut.
+
+    Args:
+        truncate: so many tokens stay; -1: as many as leave room for ``max_tokens``.
+        side: the end of the prompt at which it is cut; "left" keeps its last tokens.
+        max_tokens: most tokens to generate; None: one at least.
+        max_model_len: prompt and output together.
+
+    Raises:
+        InvalidRequestError: the tokens that are to stay leave no room for those to generate.
+    """
+    if truncate is None:
+        return None
+    room = max_model_len - (1 if max_tokens is None else max_tokens)
+    if room < 1 or not (truncate == -1 or 1 <= truncate <= room):
+        raise InvalidRequestError(
+            f"{TRUNCATE} is -1 or from 1 to {room}, which is what max_tokens leave of the context."
+            if room >= 1
+            else f"max_tokens leave no room for a prompt in a context of {max_model_len} tokens.",
+            param=TRUNCATE if room >= 1 else "max_tokens",
+        )
+    most = room if truncate == -1 else truncate
+    return TokenLimit(most=most, cuts=True, from_left=side == "left")

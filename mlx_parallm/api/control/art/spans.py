@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_parallm.api.control.art.policies import Policies
-from mlx_parallm.api.turns.versions import VersionSpans
+from mlx_parallm.api.turns.samples import VersionSpans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.api.turns.generation import WHOLE, Generation
-from mlx_parallm.api.turns.lazy import LazySequence
-from mlx_parallm.api.turns.samples import Sample
+from mlx_parallm.api.turns.samples import LazySequence, Sample
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import ParallmError

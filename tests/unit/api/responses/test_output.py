@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.responses.output import OutputWriter
-from mlx_parallm.api.turns.custom_input import CustomInput
-from mlx_parallm.api.turns.stream import ToolCall, ToolCallEnd, TurnPart
-from mlx_parallm.parsing.parts import (
-    ContentText,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallBegin,
-)
+from mlx_parallm.api.turns.stream import CustomInput, ToolCall, ToolCallEnd, TurnPart
+from mlx_parallm.parsing.parts import ContentText, ReasoningText, ToolCallArguments, ToolCallBegin
 from tests.response_events import KEYS, check_events
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=4)

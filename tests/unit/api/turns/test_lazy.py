@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.samples import LazySequence
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.types.events import PromptEvent, TokenEvent

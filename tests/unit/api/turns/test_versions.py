@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.turns.samples import Sample
-from mlx_parallm.api.turns.versions import VersionSpans
+from mlx_parallm.api.turns.samples import Sample, VersionSpans
 from mlx_parallm.types.events import TokenEvent
 
 
