@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.decisions.answer import answer
-from mlx_parallm.api.decisions.request import ask, input_text
+from mlx_parallm.api.decisions.request import TypedQuestion, ask, input_text
 from mlx_parallm.api.decisions.schema import (
+    ChoiceAnswer,
+    ChoiceProbability,
+    ChoiceQuestion,
     DecisionRequest,
     DecisionResponse,
     DecisionUsage,
     InputDetails,
+    LevelProbability,
+    PredicateAnswer,
+    PredicateQuestion,
+    ScoreAnswer,
+    ScoreQuestion,
 )
 from mlx_parallm.api.decisions.scoring import FIELDS, EncodedQuestion, QuestionEncoder, score
 from mlx_parallm.api.http.declared import INPUT
@@ -24,6 +33,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
+TypedAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
 
 
 @routes.post("/v1/decisions", batchable=True, response_model=DecisionResponse)
@@ -84,3 +94,41 @@ async def _decide(
     )
     whole = DecisionResponse(model=admitted.name, answers=answers, usage=usage)
     return JSONResponse(whole.model_dump())
+
+
+def answer(question: TypedQuestion, probabilities: Sequence[float]) -> TypedAnswer:
+    """Return the answer; ``probabilities`` are in the order of the question's labels."""
+    match question:
+        case PredicateQuestion():
+            return PredicateAnswer(name=question.name, probability=probabilities[0])
+        case ChoiceQuestion():
+            return _choose(question, probabilities)
+        case ScoreQuestion():
+            return _rate(question, probabilities)
+
+
+def _choose(question: ChoiceQuestion, probabilities: Sequence[float]) -> ChoiceAnswer:
+    best = max(range(len(probabilities)), key=probabilities.__getitem__)
+    return ChoiceAnswer(
+        name=question.name,
+        choice=question.choices[best].value,
+        confidence=probabilities[best],
+        probabilities=[
+            ChoiceProbability(value=choice.value, probability=probability)
+            for choice, probability in zip(question.choices, probabilities, strict=True)
+        ],
+    )
+
+
+def _rate(question: ScoreQuestion, probabilities: Sequence[float]) -> ScoreAnswer:
+    return ScoreAnswer(
+        name=question.name,
+        score=sum(value * probability for value, probability in enumerate(probabilities)),
+        confidence=max(probabilities),
+        probabilities=[
+            LevelProbability(value=value, label=level.label, probability=probability)
+            for value, (level, probability) in enumerate(
+                zip(question.levels, probabilities, strict=True)
+            )
+        ],
+    )

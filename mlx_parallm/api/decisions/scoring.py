@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.request import ANSWER, END_OF_INPUT, TASK, AskedQuestion
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
@@ -13,10 +13,43 @@ from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.types.request import GenerateRequest
 
+Tokens = tuple[int, ...]
 FIELDS = {"prompt": "input", "messages": "input"}
-
 # The log-probability of each next token after each beginning of a question's labels.
 Logprobs = dict[tuple[Tokens, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelTree:
+    """The labels' tokens as a tree: labels that begin alike share what they begin with.
+
+    Attributes:
+        labels: the tokens of each.
+        branches: what may follow each beginning of a label; the empty one comes first.
+    """
+
+    labels: tuple[Tokens, ...]
+    branches: Mapping[Tokens, Tokens]
+
+    @staticmethod
+    def of(labels: Sequence[Tokens]) -> LabelTree:
+        """Return the tree of these labels, none of which begins another."""
+        branches: dict[Tokens, dict[int, None]] = {}
+        for label in labels:
+            for place, token in enumerate(label):
+                branches.setdefault(label[:place], {})[token] = None
+        return LabelTree(tuple(labels), {start: tuple(ids) for start, ids in branches.items()})
+
+    def probabilities(self, logprobs: Mapping[tuple[Tokens, int], float]) -> list[float]:
+        """Each label's share, from the log-probability of each token after its beginning."""
+        totals = [
+            sum(logprobs[label[:place], token] for place, token in enumerate(label))
+            for label in self.labels
+        ]
+        best = max(totals)
+        weights = [math.exp(total - best) for total in totals]
+        whole = sum(weights)
+        return [weight / whole for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,21 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from pydantic import AliasChoices, Field, StrictBool, StrictStr
 from starlette.responses import Response
 
-from mlx_parallm.api.chat.schema import turns_of
+from mlx_parallm.api.chat.schema import Messages, turns_of
 from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.declared import COUNT, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
+from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.pooling.tei.answer import text_tokens
-from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
+from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import tokenizing_model
 from mlx_parallm.api.turns.pictures import picture_sources, pixel_range_of
@@ -32,12 +35,46 @@ from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import ANY_LENGTH
 
 routes = Routes(TOKENS, body_limit=TOKENIZE, in_any_process=True)
-
 # MAX_CHARACTERS: characters of a body's inputs. The answer about a token has some hundred times as
 # many bytes as its text.
 MAX_CHARACTERS = 1_000_000
 # PART_ENTRIES: entries of a list that are written at once.
 PART_ENTRIES = 1024
+
+
+class TokenizeRequest(TurnEndFields):
+    """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
+
+    model: StrictStr | None = Field(
+        None,
+        description="Default: the first that generates, else, or of inputs, the first encoder.",
+    )
+    prompt: StrictStr | None = Field(
+        None, validation_alias=AliasChoices("prompt", "content"), description="A text."
+    )
+    messages: Messages | None = Field(None, description="A conversation.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
+    add_special_tokens: StrictBool = Field(
+        True, description="Add the model's special tokens to a text."
+    )
+    chat_template_kwargs: TemplateKwargs
+    mm_processor_kwargs: ProcessorKwargs = None
+    return_token_strs: StrictBool = Field(
+        False, description='Add every token as the vocabulary has it, such as "Ġword".'
+    )
+    inputs: Texts | None = Field(
+        None, description="TEI's: a text or several, with TEI's answer, by an encoder."
+    )
+    prompt_name: PromptName = None
+
+
+class DetokenizeRequest(NullIsAbsent):
+    """Token ids to be turned into text."""
+
+    model: StrictStr | None = Field(
+        None, description="Default: the first that generates, else the first encoder."
+    )
+    tokens: Ids = Field(description="Token ids.")
 
 
 @routes.post("/tokenize", body_limit=COUNT)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Query
+from pydantic import BaseModel, Field
 
 from mlx_parallm.api.control.pause.schema import MessageAnswer
-from mlx_parallm.api.control.sleep.schema import (
-    IsSleeping,
-    MemoryTags,
-    SleepAnswer,
-    WakeAnswer,
-)
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.sglang.dialect import SGLANG
@@ -22,9 +18,39 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
 
 routes = Routes(SERVER, access=Access.ADMIN)
-
 # SCHEDULING: vLLM's tag for resuming requests, which happens once all memory is allocated.
 SCHEDULING = "scheduling"
+
+
+class SleepAnswer(BaseModel):
+    """The server sleeps."""
+
+    status: str = Field(default="sleeping", description="Always sleeping.")
+    level: int = Field(description="0: nothing is released; 1: KV; 2: KV and weights.")
+    mode: str = Field(description="The mode of the pause.")
+
+
+class WakeAnswer(BaseModel):
+    """The memory that is allocated again."""
+
+    status: str = Field(description="awake, or sleeping while some memory is released.")
+    tags: list[str] = Field(description="The memory that is still released.")
+
+
+class IsSleeping(BaseModel):
+    """True if memory is released."""
+
+    is_sleeping: bool = Field(description="True until memory is allocated again.")
+
+
+class MemoryTags(OpenForm):
+    """SGLang's body for releasing and resuming memory."""
+
+    without_effect = frozenset({"rid"})
+
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = Field(
+        None, description="The memory to release or to allocate; all by default."
+    )
 
 
 @routes.post("/sleep")

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
+from pydantic import Field, StrictStr
 
 from mlx_parallm.api.files.answer import batch_object, list_object
-from mlx_parallm.api.files.batches.schema import BatchRequest
 from mlx_parallm.api.files.batches.service import BatchesDep
+from mlx_parallm.api.files.schema import ExpiresAfter
 from mlx_parallm.api.http.dependencies import ClientDep
+from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
 from mlx_parallm.api.http.openapi import FILES
 from mlx_parallm.api.http.routing import Routes, declared_routes
 from mlx_parallm.batch_jobs.service import BatchOrder
 from mlx_parallm.types.errors import InvalidRequestError
 
 routes = Routes(FILES, short=True)
+
+
+class BatchRequest(NullIsAbsent):
+    """A file of requests to be answered in the background."""
+
+    input_file_id: StrictStr = Field(description="A file of the purpose batch.")
+    endpoint: StrictStr = Field(description="The path of every line's url.")
+    completion_window: Literal["24h"] = Field(description="When the batch expires.")
+    metadata: Metadata | None = Field(None, description="Kept with the batch.")
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="When output and error file expire; by default they stay."
+    )
 
 
 @routes.post("/v1/batches")

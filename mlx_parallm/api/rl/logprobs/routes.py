@@ -6,17 +6,20 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastapi import Response
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.forms import Ids
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.rl.logprobs.schema import LogprobsRequest
+from mlx_parallm.api.rl.fields import TrainerFields
 from mlx_parallm.api.rl.rollout.answer import token_scores
+from mlx_parallm.api.turns.fields import ProcessorKwargs
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
 from mlx_parallm.api.turns.openai import usage_body
-from mlx_parallm.api.turns.pictures import named_sources, pixel_range_of
+from mlx_parallm.api.turns.pictures import PictureUrls, named_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
@@ -31,8 +34,35 @@ FIELDS = {
     "max_tokens": "items",
     "prompt_logprobs": "top_logprobs",
 }
-
 routes = Routes(RL, body_limit=INPUT, short=True, in_any_process=True)
+MAX_ITEMS = 65_536
+
+
+class ScoredItem(BaseModel):
+    """A completion to be scored after a prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt_token_ids: Ids = Field(min_length=1, description="What comes before it.")
+    completion_token_ids: Ids = Field(min_length=1, description="What is scored.")
+    images: PictureUrls | None = Field(
+        None,
+        description="Pictures of the prompt, in order: URLs or base64. The prompt has one "
+        "placeholder, or all tokens, of each.",
+    )
+
+
+class LogprobsRequest(TrainerFields):
+    """Completions to be scored, each token given all before it."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    items: list[ScoredItem] = Field(
+        min_length=1, max_length=MAX_ITEMS, description="Prompts and completions, as token ids."
+    )
+    top_logprobs: StrictInt = Field(0, ge=0, description="Likeliest tokens at each place.")
+    entropy: StrictBool = Field(False, description="Of the model at each place.")
+    mm_processor_kwargs: ProcessorKwargs = None
 
 
 @routes.post("/v1/rl/logprobs")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.request import chat_turn
-from mlx_parallm.api.chat.schema import ChatRequest, turns_of
+from mlx_parallm.api.chat.schema import ChatRequest, Messages, turns_of
 from mlx_parallm.api.completions.request import completion_requests
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.dependencies import RequestsDep
+from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.tokenize.render.schema import AppliedTemplate, RenderedRequest, TemplateRequest
+from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.api.turns.prelude import PreludeDep
@@ -22,6 +26,34 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(TOKENS, body_limit=INPUT, short=True, in_any_process=True)
+
+
+class RenderedRequest(BaseModel):
+    """The engine's request for one prompt, in vLLM's names."""
+
+    request_id: str = Field(description="The id of the engine's request.")
+    model: str = Field(description="The model's first name.")
+    prompt: str = Field(description="The prompt's text; empty if it came as token ids.")
+    token_ids: list[int] = Field(description="The prompt's token ids.")
+    sampling_params: dict[str, Any] = Field(description="How tokens would be chosen.")
+    priority: int = Field(description="Lower runs first.")
+    cache_salt: str | None = Field(description="Share cached prefixes only with the same salt.")
+
+
+class TemplateRequest(NullIsAbsent):
+    """llama.cpp's body of ``/apply-template``."""
+
+    model: StrictStr | None = Field(None, description="Default: the first model.")
+    messages: Messages = Field(description="A conversation.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
+    add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
+    chat_template_kwargs: TemplateKwargs
+
+
+class AppliedTemplate(BaseModel):
+    """llama.cpp's answer of ``/apply-template``."""
+
+    prompt: str = Field(description="The conversation as text.")
 
 
 @routes.post("/v1/chat/completions/render")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.decisions.labels import LabelTree
+from mlx_parallm.api.decisions.scoring import LabelTree
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
