@@ -6,25 +6,34 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.api.http.body_pace import BodyPace
+from mlx_parallm.api.http.client_pace import ClientPace
 from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
-from mlx_parallm.api.http.entry_turns import EntryTurns
-from mlx_parallm.api.http.freed_memory import FreedMemory
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.heap import trim_heap
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
 
 # MIN_BYTES_PER_S: rate at which a body must arrive, beside the time that every body has.
 MIN_BYTES_PER_S = 16 * 1024
+# BYTES_PER_S: reading and checking a megabyte of JSON holds the event loop for 10 ms; a client may
+# use a tenth of the loop's time.
+BYTES_PER_S = 8 * 1024 * 1024
+# BURST_BYTES: bytes that may come at once, more than the largest conversations have.
+BURST_BYTES = 1024 * 1024
+# LARGE_BYTES: size of bodies that trigger a trim; memory of smaller ones is reused.
+LARGE_BYTES = 4 * 1024 * 1024
+# PAUSE_S: wait after the last large body; while more of them come, their memory is reused.
+PAUSE_S = 1.0
 
 
 class BodyBudgetMiddleware(HttpMiddleware):
@@ -169,3 +178,87 @@ class _Body:
             raise RequestTooLargeError(
                 f"The body is larger than {self._max_size} bytes.{self._hint}"
             )
+
+
+class BodyPace(ClientPace):
+    """Lets a client's bodies through at a bounded rate, unless it is the only client here.
+
+    A body that is being read holds the event loop, and everybody's tokens pass through that. A
+    client whose bodies come faster waits, and nobody else does.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock, rate=BYTES_PER_S, burst=BURST_BYTES)
+
+    async def wait(self, client: str, size: int) -> None:
+        """Hold back ``size`` bytes of a body that have come."""
+        delay_s = self.delay(client, size)
+        if delay_s:
+            await asyncio.sleep(delay_s)
+
+
+class EntryTurns:
+    """One request of each client enters per round of the event loop.
+
+    Parsing, checking and encoding a request holds the event loop for a millisecond or more. A
+    hundred that come together would hold it for their whole time; so they enter one after another,
+    and the work of other clients runs in between.
+    """
+
+    def __init__(self) -> None:
+        # The requests that enter in the next rounds, of each client that entered in this one.
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def take(self, client: str) -> None:
+        """Wait for a turn; a client's first request of a round does not wait."""
+        loop = asyncio.get_running_loop()
+        if not self._lines:
+            loop.call_soon(self._next_round)
+        line = self._lines.get(client)
+        if line is None:
+            self._lines[client] = deque()
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        line.append(turn)
+        await turn
+
+    def _next_round(self) -> None:
+        for client, line in list(self._lines.items()):
+            # Cancelled requests have no turn.
+            while line and line[0].done():
+                line.popleft()
+            if line:
+                line.popleft().set_result(None)
+            else:
+                del self._lines[client]
+        if self._lines:
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+
+class FreedMemory:
+    """Trims the heap once bodies of ``LARGE_BYTES`` together were answered and no more come.
+
+    Otherwise the freed memory of encoding megabytes of text stays with the process: glibc keeps it
+    for each thread, and a server on the CPU configures it to keep more.
+    """
+
+    def __init__(self, trim: Callable[[], None] = trim_heap, *, pause_s: float = PAUSE_S) -> None:
+        self._trim = trim
+        self._pause_s = pause_s
+        self._answered = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, size: int, held: int) -> None:
+        """Count an answered body of ``size`` bytes; those of running requests have ``held``."""
+        self._answered += size
+        if self._answered < LARGE_BYTES or held >= LARGE_BYTES:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._answered = 0
+        # Trimming takes milliseconds without the interpreter's lock, so it runs on a thread.
+        asyncio.get_running_loop().run_in_executor(None, self._trim)

@@ -8,8 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
-from mlx_parallm.api.http.body_pace import BURST_BYTES, BYTES_PER_S, BodyPace
+from mlx_parallm.api.http.body_budget import (
+    BURST_BYTES,
+    BYTES_PER_S,
+    BodyBudgetMiddleware,
+    BodyPace,
+)
 from mlx_parallm.config import ServerConfig
 from tests.api_app import scope_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from mlx_parallm.api.http.freed_memory import LARGE_BYTES, FreedMemory
+from mlx_parallm.api.http.body_budget import LARGE_BYTES, FreedMemory
 from mlx_parallm.heap import trim_heap
 
 WAIT_S = 60.0
