@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm.api.turns.pictures import PreparedCache
 from mlx_parallm.pictures.families import WrittenPicture
-from mlx_parallm.pictures.prepared_cache import PreparedCache
 from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.types.model_input import HostArray
 

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import base64
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished, similarities
+from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
 from mlx_parallm.api.pooling.hf.fill_mask import fill_mask
 from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.hf.schema import TaskParameters
 from mlx_parallm.api.pooling.hf.text_classification import text_classification
 from mlx_parallm.api.pooling.hf.token_classification import token_classification
-from mlx_parallm.api.pooling.hf.vectors import feature_extraction, sentence_similarity
+from mlx_parallm.api.pooling.inputs.request import prompted_inputs
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.mlm.inputs import num_masks
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_list
+from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import Task
+
+
+async def feature_extraction(job: Job) -> list[Any]:
+    """Return a list with a vector for each text, also for a text alone.
+
+    Raises:
+        ParallmError: see ``Job.texts``, ``single_inputs`` and ``PoolingCall.written``.
+    """
+    vectors = await _vectors(job, job.texts())
+    if job.parameters.encoding_format == "base64":
+        return [base64.b64encode(as_bytes(vector)).decode() for vector in vectors]
+    return [vector.tolist() for vector in vectors]
+
+
+async def sentence_similarity(job: Job) -> list[float]:
+    """Return the cosine of each sentence with the source sentence.
+
+    Raises:
+        ParallmError: ``inputs`` lacks the sentences; see also ``feature_extraction``.
+    """
+    content = job.inputs if is_object(job.inputs) else {}
+    source, sentences = content.get("source_sentence"), content.get("sentences")
+    if not isinstance(source, str) or not is_list(sentences) or not 0 < len(sentences) < MAX_INPUTS:
+        raise InvalidRequestError(
+            "inputs must have source_sentence, a text, and sentences, a list of texts.",
+            param="inputs",
+        )
+    return similarities(await _vectors(job, job.texts([source, *sentences])))
+
 
 #: Does a task and returns the JSON of its answer.
 Run = Callable[[Job], Awaitable[Any]]
-
 #: The task that a model must be able to do, and its function, by Hugging Face's names.
 TASKS: Mapping[str, tuple[Task, Run]] = {
     "fill-mask": ("mlm", fill_mask),
@@ -89,3 +123,13 @@ def _first(client: PoolingClient, inputs: Any) -> PoolingModel:
         if "mlm" in model.info.tasks and isinstance(text, str) and num_masks(text, model):
             return model
     return client.get(None, *DEFAULTS)
+
+
+async def _vectors(job: Job, texts: Sequence[str]) -> Sequence[np.ndarray]:
+    """Return vectors as the parameters say, float32 ``[dimensions]`` each."""
+    model, parameters = job.call.model, job.parameters
+    check_dimensions(parameters.dimensions, model)
+    inputs = await prompted_inputs(texts, model, "embed", job.reading, parameters.prompt_name)
+    vectors, _ = await job.call.written(inputs, lambda _, result: result)
+    options = (parameters.dimensions, parameters.normalize)
+    return finished(vectors, "embed", model.info, *options)

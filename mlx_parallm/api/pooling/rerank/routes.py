@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Response
 from starlette.responses import JSONResponse
@@ -10,11 +12,16 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.answer import PoolingDep
+from mlx_parallm.api.pooling.answer import PoolingCall, PoolingDep, prompt_usage
 from mlx_parallm.api.pooling.inputs.encode import shortened_texts
-from mlx_parallm.api.pooling.rerank.answer import rerank_answer, tei_answer
 from mlx_parallm.api.pooling.rerank.schema import RerankRequest
-from mlx_parallm.api.pooling.score.pairs import Activation, Pairs, score_pairs, scoring_model
+from mlx_parallm.api.pooling.score.pairs import (
+    Activation,
+    Pairs,
+    PairScores,
+    score_pairs,
+    scoring_model,
+)
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -57,3 +64,32 @@ def _activation(body: RerankRequest) -> Activation:
         return "none"
     # TEI ignores the activation in the model's files.
     return "sigmoid" if body.is_tei else "default"
+
+
+def ranked(values: Sequence[float]) -> list[int]:
+    """Return the places of the values, the highest value first; equal values keep their order."""
+    return sorted(range(len(values)), key=lambda place: (-values[place], place))
+
+
+def rerank_answer(
+    scores: PairScores, body: RerankRequest, documents: Sequence[str], call: PoolingCall
+) -> dict[str, Any]:
+    """Return the object of Jina, Cohere and vLLM."""
+    results = [
+        {"index": place, "relevance_score": scores.values[place]}
+        | ({"document": {"text": documents[place]}} if body.return_documents else {})
+        for place in ranked(scores.values)[: body.top_n or None]
+    ]
+    usage = prompt_usage(scores.num_tokens)
+    return {"id": call.answer_id, "model": call.name, "usage": usage, "results": results}
+
+
+def tei_answer(
+    scores: PairScores, body: RerankRequest, documents: Sequence[str], _: PoolingCall
+) -> list[dict[str, Any]]:
+    """Return TEI's list."""
+    return [
+        {"index": place, "score": scores.values[place]}
+        | ({"text": documents[place]} if body.return_text else {})
+        for place in ranked(scores.values)
+    ]
