@@ -33,7 +33,7 @@ UNWIRED_BYTES, UNWIRED_PERCENT = 8 << 30, 35
 
 
 def limit_allocator(config: MemoryConfig) -> None:
-    """Set the limits of this process's allocator.
+    """Set the limits of this process's allocator; MLX's own stay if the sizes are unknown.
 
     Raises:
         ConfigError: memory is to be wired on a device without such memory, or too much of it.
@@ -50,8 +50,8 @@ def limit_allocator(config: MemoryConfig) -> None:
 
 def limit_arrays() -> None:
     """Set the memory that arrays take on Metal before MLX waits; call it again when models load."""
-    if backend_name() == "metal":
-        working_set = _size("max_recommended_working_set_size")
+    working_set = _working_set_bytes()
+    if working_set is not None:
         limit = working_set * ARRAYS_PERCENT // 100
         mx.set_memory_limit(max(limit, mx.get_active_memory() + STEP_BYTES))
 
@@ -71,9 +71,8 @@ def _cache_bytes(config: MemoryConfig) -> int | None:
     """Return the most bytes of freed memory that this process keeps; None for MLX's own limit."""
     if config.mlx_cache_bytes is not None:
         return config.mlx_cache_bytes // config.num_engines
-    if backend_name() != "metal":
-        return None
-    return default_cache_bytes(_size("max_recommended_working_set_size"), config.num_engines)
+    working_set = _working_set_bytes()
+    return None if working_set is None else default_cache_bytes(working_set, config.num_engines)
 
 
 def most_wired_bytes(memory_bytes: int, working_set_bytes: int) -> int:
@@ -87,8 +86,10 @@ def _check_wired(num_bytes: int) -> None:
         raise ConfigError(
             f"--wired-memory-bytes needs the GPU of a Mac; the device is {backend_name()}."
         )
-    memory = _size("memory_size")
-    most = most_wired_bytes(memory, _size("max_recommended_working_set_size"))
+    memory, working_set = _size("memory_size"), _working_set_bytes()
+    if memory is None or working_set is None:
+        raise ConfigError("--wired-memory-bytes: MLX does not say what memory this Mac has.")
+    most = most_wired_bytes(memory, working_set)
     if num_bytes > most:
         part = f"at most {readable_bytes(most)}" if most else "nothing"
         raise ConfigError(
@@ -98,6 +99,11 @@ def _check_wired(num_bytes: int) -> None:
         )
 
 
-def _size(name: str) -> int:
-    """Return a size from MLX's description of the device; 0 if it has none."""
-    return int(mx.device_info().get(name, 0))
+def _working_set_bytes() -> int | None:
+    """Return what Metal recommends for all programs together; None if unknown or elsewhere."""
+    return _size("max_recommended_working_set_size") if backend_name() == "metal" else None
+
+
+def _size(name: str) -> int | None:
+    """Return a size from MLX's description of the device; None if it has none."""
+    return int(mx.device_info().get(name, 0)) or None

@@ -97,6 +97,27 @@ def test_other_devices_keep_the_limit_of_mlx(monkeypatch: pytest.MonkeyPatch) ->
     assert limits == [3 * MIB]
 
 
+@pytest.mark.parametrize("name", ["memory_size", "max_recommended_working_set_size"])
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_mac_of_unknown_size_keeps_the_limits_of_mlx(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, name: str, is_zero: bool
+) -> None:
+    mac = fake_mac()
+    info = mac.device_info()
+    del info[name]
+    if is_zero:
+        info[name] = 0
+    monkeypatch.setattr(mx, "device_info", lambda *_: info)
+    limit_allocator(MemoryConfig())
+    limit_arrays()
+    assert bool(mac.limits) == (name == "memory_size")
+    assert all(mac.limits.values())
+    limit_allocator(MemoryConfig(mlx_cache_bytes=3 * MIB))
+    assert mac.limits["set_cache_limit"] == 3 * MIB
+    with pytest.raises(ConfigError, match="does not say what memory this Mac has"):
+        limit_allocator(MemoryConfig(wired_bytes=1))
+
+
 def test_freed_memory_can_be_read_and_refused() -> None:
     before = mx.set_cache_limit(0)
     try:
