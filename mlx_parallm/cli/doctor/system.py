@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 # PREFIX: variables of MLX and of this program begin with it.
 PREFIX = "MLX_"
-# SECRET: parts of the names of variables whose values are shown to nobody.
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+# SECRET: parts of the names of variables whose values are hidden, unless the name is HARMLESS too:
+# that of a limit, or of a file.
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+HARMLESS = re.compile(r"MLX_(PARALLM_)?MAX_\w+|\w+_FILE")
 HIDDEN = "(set)"
-# SYSCTL: what macOS tells about itself. Names that it does not know are left out of the answer.
+# REMOVED: stands for the user, the password and the query of a URL.
+REMOVED = "..."
+# SYSCTL: names of facts. macOS leaves names that it does not know out of its answer.
 SYSCTL = (
     "kern.osproductversion",
     "kern.osversion",
@@ -28,6 +32,7 @@ SYSCTL = (
 )
 # TIMEOUT_S: a command that takes longer says nothing.
 TIMEOUT_S = 10.0
+_URL = re.compile(r"\w[\w+.-]*://\S+?(?=[\s,;]+\w[\w+.-]*://|\s|$)")
 _SIZE = re.compile(r"(\w+) = ([\d.,]+)([KMGT]?)")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
@@ -65,7 +70,7 @@ class SystemReport:
         platform: its name and version.
         machine: the instruction set, such as "arm64".
         descriptors: soft and hard limit of open files (RLIMIT_NOFILE); -1 is no limit.
-        variables: those that begin with ``PREFIX``; values of secret ones are hidden.
+        variables: those that begin with ``PREFIX``, as ``shown_value`` gives them.
         mac: of a Mac; None on other systems.
     """
 
@@ -79,18 +84,32 @@ class SystemReport:
 def system_report(environment: Mapping[str, str] = os.environ) -> SystemReport:
     """Return facts about the system and this process."""
     # A variable: type checkers take ``sys.platform`` for the one they run on.
-    name = sys.platform
+    system = sys.platform
     return SystemReport(
         platform=platform.platform(),
         machine=platform.machine(),
         descriptors=resource.getrlimit(resource.RLIMIT_NOFILE),
         variables={
-            variable: HIDDEN if any(part in variable for part in SECRET) else value
-            for variable, value in sorted(environment.items())
-            if variable.startswith(PREFIX)
+            name: shown_value(name, value)
+            for name, value in sorted(environment.items())
+            if name.startswith(PREFIX)
         },
-        mac=mac_report(_sysctl()) if name == "darwin" else None,
+        mac=mac_report(_sysctl()) if system == "darwin" else None,
     )
+
+
+def shown_value(name: str, value: str) -> str:
+    """Return the value of a variable without secrets; ``HIDDEN`` if all of it may be secret."""
+    if SECRET.search(name) and not HARMLESS.fullmatch(name):
+        return HIDDEN
+    return _URL.sub(lambda url: _without_secrets(url.group()), value)
+
+
+def _without_secrets(url: str) -> str:
+    """Return a URL without user, password, query and fragment."""
+    # A password may hold any letter where it is not quoted, so all up to the last @ is removed.
+    url = re.sub(r"(?<=://).*@", f"{REMOVED}@", url)
+    return re.sub(r"([?#]).*", rf"\1{REMOVED}", url)
 
 
 def mac_report(output: str) -> MacReport:

@@ -13,8 +13,15 @@ from mlx_parallm.cli.doctor import diagnosis, speed
 from mlx_parallm.cli.doctor.advice import mac_advice, rejection_advice, speed_advice
 from mlx_parallm.cli.doctor.command import FAILED, REJECTED
 from mlx_parallm.cli.doctor.speed import ModelSpeed, SpeedReport, speed_report
-from mlx_parallm.cli.doctor.system import HIDDEN, MacReport, mac_report, system_report
+from mlx_parallm.cli.doctor.system import (
+    HIDDEN,
+    MacReport,
+    mac_report,
+    shown_value,
+    system_report,
+)
 from mlx_parallm.cli.main import main
+from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
@@ -260,6 +267,43 @@ def test_variables_of_mlx_are_shown_and_keys_are_not() -> None:
     assert soft > 0
     assert hard in (-1, max(soft, hard))
     assert report.mac is None
+
+
+def test_of_all_settings_keys_alone_are_hidden() -> None:
+    report = system_report({setting.variable: "7" for setting in SETTINGS})
+    hidden = [name for name, value in report.variables.items() if value == HIDDEN]
+    assert hidden == ["MLX_PARALLM_ADMIN_API_KEY", "MLX_PARALLM_API_KEY"]
+    assert report.variables["MLX_PARALLM_MAX_NUM_BATCHED_TOKENS"] == "7"
+    assert len(report.variables) == len(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "name", ["MLX_PARALLM_API_KEYS", "MLX_PARALLM_HF_TOKEN", "MLX_SECRET", "MLX_PASSWORD"]
+)
+def test_variables_that_may_hold_secrets_are_hidden(name: str) -> None:
+    assert shown_value(name, "secret") == HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://h/x", "https://h/x"),
+        ("https://u:pw@h/x?token=pw", "https://...@h/x?..."),
+        ("https://u:pw@h:8/x#pw", "https://...@h:8/x#..."),
+        ("https://pw@h", "https://...@h"),
+        ("https://u:pw@pw/pw?pw#pw@h/x", "https://...@h/x"),
+        (
+            "https://h?a=pw,pw,https://u:pw@i, http://j/?pw",
+            "https://h?...,https://...@i, http://j/?...",
+        ),
+        ("https://h?a=pw http://u:pw@j", "https://h?... http://...@j"),
+        ('["https://u:pw@h/x?pw", "http://j"]', '["https://...@h/x?... "http://j"]'),
+        ("what? user@host #3", "what? user@host #3"),
+        ("1000", "1000"),
+    ],
+)
+def test_urls_are_shown_without_secrets(value: str, shown: str) -> None:
+    assert shown_value("MLX_PARALLM_VERIFIER_URLS", value) == shown
 
 
 @pytest.mark.parametrize(
