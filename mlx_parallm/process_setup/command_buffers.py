@@ -26,11 +26,19 @@ def enlarge_command_buffers() -> None:
 
     Call it before MLX uses the GPU.
     """
+    for name, value in default_limits().items():
+        os.environ.setdefault(name, value)
+
+
+def default_limits() -> dict[str, str]:
+    """Return MLX's variables that limit command buffers, with a Mac's values; empty elsewhere."""
     if sys.platform != "darwin":
-        return
+        return {}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", str(OPS_PER_BUFFER))
-    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", str(mb_per_buffer(memory_bytes)))
+    return {
+        "MLX_MAX_OPS_PER_BUFFER": str(OPS_PER_BUFFER),
+        "MLX_MAX_MB_PER_BUFFER": str(mb_per_buffer(memory_bytes)),
+    }
 
 
 def mb_per_buffer(memory_bytes: int) -> int:

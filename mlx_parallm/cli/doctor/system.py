@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mlx_parallm.process_setup.command_buffers import default_limits
+
 # PREFIX: variables of MLX and of this program begin with it.
 PREFIX = "MLX_"
 # SECRET: parts of the names of variables whose values are hidden, unless the name is HARMLESS too:
@@ -71,6 +73,8 @@ class SystemReport:
         machine: the instruction set, such as "arm64".
         descriptors: soft and hard limit of open files (RLIMIT_NOFILE); -1 is no limit.
         variables: those that begin with ``PREFIX``, as ``shown_value`` gives them.
+        defaults: names of the variables whose value is the one that this program sets if the user
+            does not.
         mac: of a Mac; None on other systems.
     """
 
@@ -78,6 +82,7 @@ class SystemReport:
     machine: str
     descriptors: tuple[int, int]
     variables: dict[str, str]
+    defaults: tuple[str, ...] = ()
     mac: MacReport | None = None
 
 
@@ -94,6 +99,9 @@ def system_report(environment: Mapping[str, str] = os.environ) -> SystemReport:
             for name, value in sorted(environment.items())
             if name.startswith(PREFIX)
         },
+        defaults=tuple(
+            name for name, value in default_limits().items() if environment.get(name) == value
+        ),
         mac=mac_report(_sysctl()) if system == "darwin" else None,
     )
 

@@ -102,7 +102,10 @@ def _system_rows(system: SystemReport) -> list[tuple[str, str]]:
             ("swap", f"{_gib(used)} of {_gib(total)}"),
             ("wired limit", wired),
         ]
-    return rows + list(system.variables.items())
+    return rows + [
+        (name, f"{value} (the default)" if name in system.defaults else value)
+        for name, value in system.variables.items()
+    ]
 
 
 def _world_rows(world: WorldReport) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,11 @@ from mlx_parallm.cli.doctor.system import (
     shown_value,
     system_report,
 )
+from mlx_parallm.cli.doctor.text import _system_rows
 from mlx_parallm.cli.main import main
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
 from mlx_parallm.worker.timing.kernels import KernelTime
@@ -267,6 +270,22 @@ def test_variables_of_mlx_are_shown_and_keys_are_not() -> None:
     assert soft > 0
     assert hard in (-1, max(soft, hard))
     assert report.mac is None
+
+
+@pytest.mark.parametrize("name", ["MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"])
+@pytest.mark.parametrize("value", [None, "7"])
+def test_what_the_user_set_differs_from_what_the_program_sets(
+    fake_mac: Become, monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+) -> None:
+    fake_mac(outputs={"sysctl": ""})
+    # A copy, which is dropped when the test has ended.
+    monkeypatch.setattr(os, "environ", {} if value is None else {name: value})
+    enlarge_command_buffers()
+    report = system_report(os.environ)
+    assert len(report.variables) == 2
+    assert set(report.variables) - set(report.defaults) == (set() if value is None else {name})
+    lines = dict(_system_rows(report))
+    assert lines[name] == (value or f"{report.variables[name]} (the default)")
 
 
 def test_of_all_settings_keys_alone_are_hidden() -> None:
