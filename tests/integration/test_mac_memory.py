@@ -97,14 +97,14 @@ def test_models_beyond_the_working_set_are_refused(
             kv_bytes(EngineConfig(cache=cache))
 
 
-@pytest.mark.parametrize(("fraction", "is_told"), [(0.05, False), (0.5, True), (0.9, True)])
+@pytest.mark.parametrize(("fraction", "is_logged"), [(0.05, False), (0.5, True), (0.9, True)])
 def test_the_log_says_that_the_share_is_bounded(
-    fake_mac: Become, caplog: pytest.LogCaptureFixture, fraction: float, is_told: bool
+    fake_mac: Become, caplog: pytest.LogCaptureFixture, fraction: float, is_logged: bool
 ) -> None:
     fake_mac(memory_gb=16, rejects=ALL)
     with caplog.at_level(logging.INFO):
         kv_bytes(EngineConfig(cache=CacheConfig(memory_fraction=fraction)))
-    assert ("KV takes at most 1 GiB" in caplog.text) == is_told
+    assert ("KV takes at most 1 GiB" in caplog.text) == is_logged
 
 
 @pytest.mark.parametrize(
