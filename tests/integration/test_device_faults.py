@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm.adapters.formats import read_adapter
@@ -30,6 +31,8 @@ from tests.recorded_worker import kinds_of
 
 GENERATOR, OTHER, EMBEDDER = "generator", "other", "embedder"
 NUM_TOKENS = 12
+#: CHUNK: tokens of the longest chunk of a prompt; prompts have more.
+CHUNK = 32
 
 
 class FaultyWorker(Worker):
@@ -64,7 +67,7 @@ class Served:
                 ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
             ),
             cache=CacheConfig(kv_cache_bytes=4 << 20, block_size=16),
-            scheduler=SchedulerConfig(max_num_seqs=4),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=CHUNK),
             warm_up=False,
         )
         built = build_models(
@@ -76,12 +79,18 @@ class Served:
         self.engines[GENERATOR].policies.load(AdapterUpload(name="adapter", weights=weights))
         self.training = TrainingEngine(self.worker, TrainingMetrics(MetricFamilies()))
 
-    def ask(self, name: str, model: str = GENERATOR, adapter: str | None = None) -> None:
+    def ask(
+        self,
+        name: str,
+        model: str = GENERATOR,
+        adapter: str | None = None,
+        first_id: int = 60,
+    ) -> None:
         self.engines[model].submit(
             GenerateRequest(
                 request_id=name,
                 model=model,
-                prompt_ids=tuple(range(60, 100)),
+                prompt_ids=tuple(range(first_id, first_id + 40)),
                 params=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS),
                 adapter=adapter,
             )
@@ -98,10 +107,14 @@ class Served:
         events: list[Any] = []
         while engine.has_work():
             events += engine.step() or ()
+        self.note(events)
+        return events
+
+    def note(self, events: Sequence[Any]) -> None:
+        """Keep the errors among events."""
         self.failed |= {
             event.request_id: event.error for event in events if isinstance(event, ErrorEvent)
         }
-        return events
 
     def vector(self) -> list[float]:
         """Return an embedding; [] if the batch failed."""
@@ -166,3 +179,55 @@ def test_a_step_in_flight_is_lost_and_later_answers_are_right(
     assert served.vector()
     assert isinstance(served.train(), TrainingEvent)
     generator._scheduler.check_integrity()
+
+
+class FailedDevice:
+    """A device whose work failed after it was submitted, which MLX raises once when it is asked."""
+
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = RuntimeError(f"{LATE}: Insufficient Memory.")
+
+    def synchronize(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+def _settle(served: Served) -> None:
+    served.note(served.engines[GENERATOR].settle())
+
+
+def _run_out_of_work(served: Served) -> None:
+    # A step is begun and nothing follows it, as when no blocks are free.
+    scheduler = served.engines[GENERATOR]._scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", lambda: None)
+        served.note(served.engines[GENERATOR].step())
+
+
+#: ``ENDS``: how a step ends that no other follows.
+ENDS = {"settled chunk": _settle, "last chunk": _run_out_of_work}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_chunk_that_no_step_follows_fails_with_its_device(
+    served: Served, end: Callable[[Served], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The chunk chooses no token, so that no output of it is read. Its device failed at once, which
+    # no array says that is complete.
+    generator = served.engines[GENERATOR]
+    served.ask("chunk", first_id=120)
+    generator.step()
+    mx.synchronize()
+    device = FailedDevice()
+    monkeypatch.setattr(mx, "synchronize", device.synchronize)
+    end(served)
+    assert set(served.failed) == {"chunk"}
+    assert device.error is None
+    assert served.vector(), "a pooling model hears of it no more"
+    served.failed.clear()
+    num_found = generator.stats.prefix_hits
+    assert len(served.tokens(first_id=120)) == NUM_TOKENS
+    assert generator.stats.prefix_hits == num_found, "a block of the chunk is found"
+    generator._scheduler.check_integrity()
+    served.engines[GENERATOR].reset_cache()

@@ -48,12 +48,26 @@ class InputComputer:
         self.tower = tower
         self._dtype = dtype
         self._two_way = two_way
-        self._evaluate: Callable[..., None] = mx.eval if waits else mx.async_eval
+        self._waits = waits
+        # Arrays that the device may still be at work on.
+        self._begun: list[mx.array] = []
 
     @property
     def num_stages(self) -> int:
         """The stages of a picture."""
         return 1 if self.tower is None else self.tower.num_stages
+
+    def take_begun(self) -> list[mx.array]:
+        """Return the arrays that were begun since the last call and may not be complete."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def _evaluate(self, *arrays: mx.array) -> None:
+        if self._waits:
+            mx.eval(*arrays)
+        else:
+            mx.async_eval(*arrays)
+            self._begun += arrays
 
     def begin(self, slots: Sequence[int], kind: InputKind, inputs: Sequence[Tensors]) -> InputRun:
         """Begin to compute inputs together, whose rows go into these slots.

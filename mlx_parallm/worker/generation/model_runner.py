@@ -245,11 +245,12 @@ class ModelRunner:
         a pool, MLX would copy it instead of writing in place.
         """
         runs_ahead = self._info.runs_ahead
+        features = self.inputs.take_begun()
         with self._recovering():
             with self._tracer.span(Phase.BUILD, batch):
                 step = self._build(batch)
             with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
-                step.start(self._written(), wait=not runs_ahead)
+                step.start(self._written(), features, wait=not runs_ahead)
         self._latest = step if runs_ahead else None
         return step
 
@@ -405,6 +406,7 @@ class ModelStep:
         self._num_faults = faults.count
         self._recovering = recovering
         self._written: list[mx.array] = []
+        self._features: list[mx.array] = []
 
     @cached_property
     def blocks(self) -> frozenset[int]:
@@ -416,15 +418,20 @@ class ModelStep:
         if self.tokens is not None:
             self.token_copy = self.tokens.astype(mx.int32)
 
-    def start(self, written: list[mx.array], *, wait: bool) -> None:
+    def start(self, written: list[mx.array], features: list[mx.array], *, wait: bool) -> None:
         """Begin to compute the results and ``written``.
 
         With ``wait``, no reference to ``written`` is kept: MLX writes a pool in place only if
         nothing else refers to it.
+
+        Args:
+            written: the arrays that the step writes.
+            features: those of inputs that were begun before the step and end with it.
+            wait: True to wait until everything is computed.
         """
         (mx.eval if wait else mx.async_eval)(self._outputs(), written)
         if not wait:
-            self._written = written
+            self._written, self._features = written, features
 
     @property
     def num_stages(self) -> int:
@@ -437,8 +444,8 @@ class ModelStep:
 
     def end(self) -> None:
         """Wait until everything is computed."""
-        mx.eval(self._outputs(), self._written)
-        self._written = []
+        mx.eval(self._outputs(), self._written, self._features)
+        self._written, self._features = [], []
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
@@ -449,8 +456,21 @@ class ModelStep:
         """See ``StepInFlight.wait``; the runner recovers if it raises."""
         with self._recovering():
             self._check_faults()
+            self._end_unread()
             return self._output()
-        raise AssertionError("a failure is raised")
+
+    def _end_unread(self) -> None:
+        """Wait for what the step computes besides the outputs that are read.
+
+        The caller lets later steps find the KV and the features. A step without outputs is the last
+        one if it has not ended: another would have ended it, see ``ModelRunner._end_latest``. So
+        the whole device is asked: MLX does not raise the error of an array that is complete.
+        """
+        mx.eval(self._features)
+        if self._written and not self._outputs():
+            mx.synchronize()
+            self._written = []
+        self._features = []
 
     def _check_faults(self) -> None:
         """Raise StepError if the device has failed since the step began: it may be this step."""
