@@ -301,7 +301,7 @@ class GenerationEngine(ServedEngine):
 
             def wait_in_vain() -> None:
                 lost.step.wait()
-                raise StepError("the step before it failed on the device")
+                raise StepError("the step before it failed")
 
             self._attempt(lost.batch, wait_in_vain, updates)
         if self.info.has_state:
