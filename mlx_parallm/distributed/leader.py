@@ -132,7 +132,6 @@ class LeadingWorker(Worker):
             batch = self._encoders[op.model].encode(op.batch)
             self._log.begin(Entry.STEP, (op.model, batch))
             return _LeadingStep(self._log, super().begin(op))
-        raise AssertionError("a failure ends the process")
 
     def _told(self, op: Op[Any]) -> Pending[Any]:
         """Apply an op that all ranks apply alike, so that none has anything to say about it."""

@@ -210,7 +210,6 @@ class _Begun(Generic[R]):
     def wait(self) -> R:
         with self._recovering():
             return self._pending.wait()
-        raise AssertionError("a failure is raised")
 
 
 class _Loading(_Begun[Any]):
