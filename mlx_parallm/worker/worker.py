@@ -108,7 +108,7 @@ class Worker:
         """
         self.tracer: StepTracer = tracer or NoTracer()
         self.ranks = ranks
-        self.faults = DeviceFaults()
+        self.faults = DeviceFaults(may_wait=ranks is None)
         self._loaders: dict[type, Loader] = {}
         self._models: dict[str, WorkerModel] = {}
         self._tensors: dict[str, dict[str, HostTensor]] = {}
@@ -132,13 +132,14 @@ class Worker:
     @contextmanager
     def _recovering(self) -> Generator[None]:
         """Leave device and models ready for the next op if this one fails."""
-        count = self.faults.count
+        faults, count, num_noted = self.faults, self.faults.count, self.faults.num_noted
         try:
             yield
         except Exception as error:
-            if is_device_error(error) and self.faults.count == count:
-                self.faults.note(error)
-            if self.faults.count > count:
+            # A model that recovers by itself has noted the error.
+            if is_device_error(error) and faults.num_noted == num_noted:
+                faults.note(error)
+            if faults.count > count:
                 for model in self._models.values():
                     model.recover()
             raise

@@ -22,11 +22,17 @@ from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingEvent, PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.types.training import Distribution, TrainableSpec
-from mlx_parallm.worker.device.faults import LATE
+from mlx_parallm.worker.device.faults import LATE, DeviceFaults
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.ops import Op, OpenTraining, Pending, PoolBatch, Step
 from mlx_parallm.worker.worker import Worker
 from tests import adapter_files
+from tests.compiled_attention import AheadAttention
+from tests.integration.test_parity_generate import loaded_model
 from tests.recorded_worker import kinds_of
 
 GENERATOR, OTHER, EMBEDDER = "generator", "other", "embedder"
@@ -231,3 +237,26 @@ def test_a_chunk_that_no_step_follows_fails_with_its_device(
     assert generator.stats.prefix_hits == num_found, "a block of the chunk is found"
     generator._scheduler.check_integrity()
     served.engines[GENERATOR].reset_cache()
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_a_runner_of_ranks_fails_without_waiting_for_its_device(
+    may_wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The device may wait for the sum of a rank that is lost; the error must end all ranks.
+    loaded, attention = loaded_model("llama"), AheadAttention(16)
+    layouts = probe_layout(loaded.model)
+    cache, scheduler = CacheConfig(block_size=16), SchedulerConfig()
+    plan = plan_kv(layouts, loaded.config, cache, scheduler, 32, attention)
+    faults = DeviceFaults(may_wait=may_wait)
+    runner = ModelRunner(loaded, layouts, plan, 4, attention, faults=faults)
+    chunk = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(5, 6), block_table=(0,))
+    step = runner.submit(ScheduledBatch(step_id=0, sequences=(chunk,)))
+    calls: list[str] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr(runner._path, "forget_writes", lambda: calls.append("forget_writes"))
+    faults.count += 1
+    with pytest.raises(StepError, match="in flight"):
+        step.wait()
+    # Forgetting evaluates arrays, behind what the device is at work on.
+    assert calls == (["synchronize", "forget_writes"] if may_wait else [])

@@ -43,14 +43,24 @@ class DeviceFaults:
 
     Attributes:
         count: their number; work that was begun before the latest has no results.
+        num_noted: errors that were noted, late or not.
+        may_wait: True if a failure may wait for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_wait: bool = True) -> None:
+        """``may_wait`` is False with ranks: the device waits forever for the sums of a lost one."""
         self.count = 0
+        self.num_noted = 0
+        self.may_wait = may_wait
 
     def note(self, error: Exception) -> None:
         """Wait until the device is idle, after an error; count it if it came late."""
-        kept = drain_device()
+        self.num_noted += 1
+        kept = None
+        if self.may_wait:
+            kept = drain_device()
+        else:
+            mx.clear_cache()
         if kept is not None or any(LATE in str(each) for each in _causes(error)):
             self.count += 1
 

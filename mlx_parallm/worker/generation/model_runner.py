@@ -274,9 +274,11 @@ class ModelRunner:
 
     def _recover(self, *, is_late: bool) -> None:
         self._latest = None
-        self._path.forget_writes()
-        if self._draft is not None:
-            self._draft.forget_writes()
+        # Where nothing may wait for the device, all ranks end after a step that failed.
+        if self._faults.may_wait:
+            self._path.forget_writes()
+            if self._draft is not None:
+                self._draft.forget_writes()
         if is_late:
             # Slots may have been filled in vain. Batches put their adapters anew.
             self.adapters.release()

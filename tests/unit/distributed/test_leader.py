@@ -15,6 +15,7 @@ from mlx_parallm.distributed.leader import LeadingWorker
 from mlx_parallm.distributed.log import LeaderLog
 from mlx_parallm.types.errors import InvalidRequestError, RankLostError
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
+from mlx_parallm.worker.device.faults import LATE
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import LARGE_BYTES_OF, SharedTensor
 from mlx_parallm.worker.ops import (
@@ -37,6 +38,8 @@ class FakeModel:
 
     num_bytes, num_stages = 0, 1
     problem: Exception | None = None
+    #: ``fails_in``: the call of a step that raises the problem.
+    fails_in = ""
 
     def __init__(self) -> None:
         self.model = self
@@ -48,13 +51,24 @@ class FakeModel:
             self.tensors = dict(tensors["h"])
         if isinstance(op, PrepareWeights) and self.problem is not None:
             raise self.problem
+        if isinstance(op, Step):
+            self._maybe_fail("begin")
         return self
+
+    def _maybe_fail(self, call: str) -> None:
+        if self.fails_in == call:
+            assert self.problem is not None
+            raise self.problem
 
     def advance(self) -> None:
         """Do nothing."""
 
     def wait(self) -> None:
         """Return the plan, or a verdict: there is none."""
+        self._maybe_fail("wait")
+
+    def recover(self) -> None:
+        """Do nothing."""
 
     def release(self) -> None:
         """Do nothing."""
@@ -161,3 +175,26 @@ def test_a_batch_that_cannot_be_encoded_ends_all(worker: LeadingWorker, log: Log
         worker.begin(Step(model="m", batch=ScheduledBatch(step_id=1, sequences=(row,))))
     assert len(log.ends) == 1
     assert log.ends[0].startswith("a step failed on rank 0: OverflowError")
+
+
+@pytest.mark.parametrize("problem", ["Unable to allocate", f"{LATE}: Insufficient Memory."])
+@pytest.mark.parametrize("fails_in", ["begin", "wait"])
+def test_a_step_that_fails_ends_all_without_waiting_for_the_device(
+    worker: LeadingWorker,
+    log: Log,
+    model: FakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_in: str,
+    problem: str,
+) -> None:
+    # The device waits for the sum of a rank that is lost.
+    def never_return(*_: Any) -> None:
+        raise AssertionError("the device never ends")
+
+    monkeypatch.setattr(mx, "synchronize", never_return)
+    monkeypatch.setattr(mx, "eval", never_return)
+    model.fails_in, model.problem = fails_in, RuntimeError(problem)
+    row = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(5,), block_table=(3,))
+    with pytest.raises(RuntimeError, match=problem.split(":")[0].split("]")[-1]):
+        worker.begin(Step(model="m", batch=ScheduledBatch(step_id=1, sequences=(row,)))).wait()
+    assert log.ends == [f"a step failed on rank 0: RuntimeError: {problem}"]

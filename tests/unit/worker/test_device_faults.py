@@ -193,3 +193,22 @@ def test_the_error_that_the_device_kept_counts(monkeypatch: pytest.MonkeyPatch) 
         run(worker, Work(model="a", fails="wait", error=RuntimeError("Unable to allocate")))
     assert recovered(worker) == [1]
     assert calls == ["synchronize", "clear_cache"] * 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to allocate"), LATE_ERROR])
+def test_an_error_that_a_model_noted_is_not_noted_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append("synchronize"))
+    worker = worker_of("a", "b")
+
+    def note_and_fail() -> None:
+        with worker._recovering():  # type: ignore[attr-defined]
+            worker.faults.note(error)
+            raise error
+
+    with pytest.raises(RuntimeError):
+        note_and_fail()
+    assert calls == ["synchronize"]
+    assert recovered(worker) == ([1, 1] if error is LATE_ERROR else [0, 0])
