@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.generation.kv_cache.budget import most_bytes
+from mlx_parallm.generation.kv_cache.budget import LEAST_BYTES, most_bytes
 from mlx_parallm.worker.device.allocator import default_cache_bytes, most_wired_bytes
 from tests.fake_mac.mac import GIB, WORKING_SETS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mac.md"
 # WEIGHT_BYTES, TOKEN_BYTES: of the page's model. OTHERS: bytes of other programs.
 WEIGHT_BYTES, TOKEN_BYTES, OTHERS = int(4.3 * GIB), 147_456, 5 * GIB
+# SMALL_TOKEN_BYTES: KV of a token of Qwen3-0.6B, which most of the page's runs serve.
+SMALL_TOKEN_BYTES = 28 * 2 * 8 * 128 * 2
 ROWS = {
     int(cells[0]): [float(cell.replace(",", "")) for cell in cells[1:]]
     for line in PAGE.read_text().splitlines()
@@ -41,3 +43,10 @@ def test_the_table_has_the_figures_of_the_rules(memory_gb: int) -> None:
         round(kv / GIB, 1),
         kv // TOKEN_BYTES,
     ]
+
+
+def test_the_requests_of_the_runs_fit_into_the_kv_of_any_mac() -> None:
+    lengths = re.findall(r"--prompt-lengths (\d+) --output-lengths (\d+)", PAGE.read_text())
+    assert len(lengths) == 2
+    longest = max(sum(map(int, each)) for each in lengths)
+    assert longest <= LEAST_BYTES // SMALL_TOKEN_BYTES
