@@ -14,7 +14,9 @@ from mlx_parallm.batch_jobs.files import FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
 from mlx_parallm.batch_jobs.slots import Slots
-from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.storage import disk
+from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -23,10 +25,39 @@ from mlx_parallm.types.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
 # RETRY_S: seconds until a folder in use by another process, or a full disk, is tried again.
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
+
+
+class Storage:
+    """Everything stored in a data folder."""
+
+    def __init__(
+        self, folder: Path, limits: FileLimits, now: Callable[[], float] = time.time
+    ) -> None:
+        """Open the folder, creating it if needed.
+
+        Raises:
+            StorageInUseError: another process uses it.
+            StorageError: it cannot be used.
+        """
+        with disk.storage_errors():
+            disk.make_folder(folder)
+            self._lock = disk.FolderLock(folder)
+            try:
+                ids = IdMaker()
+                self.files = FileStore(folder / "files", limits, ids, now)
+                self.batches = BatchStore(folder / "batches", ids)
+            except BaseException:
+                self._lock.release()
+                raise
+        for record in self.batches.unfinished():
+            self.files.use(record.input_file_id, record.id)
+
+    def close(self) -> None:
+        """Release the folder, so that another process can open it."""
+        self._lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.batch_jobs.files import MIN_CHARGE, FileLimits, FileRecord, FileStore
-from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.batch_jobs.service import Storage
 from mlx_parallm.storage.ids import IdMaker, page_of
 from mlx_parallm.types.errors import (
     InvalidRequestError,
