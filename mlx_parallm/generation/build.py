@@ -18,7 +18,6 @@ from mlx_parallm.engine.model_files import fetch_model
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.generation.kind import GenerationKind
 from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
@@ -28,6 +27,8 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.parsing import registry
+from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.pictures.form import PictureForm, picture_form
 from mlx_parallm.tokenizer.loading import load_tokenizer
@@ -401,3 +402,27 @@ def _engine(
         seed=settings.seed,
         tracer=context.tracer,
     )
+
+
+def tool_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ToolFormat | None:
+    """Return the format of tool calls; None where there is none, or none is known.
+
+    Raises:
+        ConfigError: the setting names an unknown one.
+    """
+    name = config.tool_call_parser
+    if name == "auto":
+        return registry.detect_tool_format(tokenizer.chat_template, tokenizer.vocabulary())
+    return None if name == "none" else registry.tool_format(name)
+
+
+def reasoning_format_of(config: ModelConfig, tokenizer: ParallmTokenizer) -> ReasoningFormat | None:
+    """Return the format of reasoning; None where there is none, or none is known.
+
+    Raises:
+        ConfigError: the setting names an unknown one.
+    """
+    name = config.reasoning_parser
+    if name == "auto":
+        return registry.detect_reasoning_format(tokenizer.chat_template, tokenizer.vocabulary())
+    return None if name == "none" else registry.reasoning_format(name)

@@ -6,12 +6,11 @@ prompts that wait, the part of its own that is not cached, and the samples that 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.engine.parallel.division import Candidate, Share, divide
-from mlx_parallm.engine.parallel.homes import Homes
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
 from mlx_parallm.types.work import Ends, RequestWork
 
@@ -29,6 +28,8 @@ MAX_LOOKED_AT = 16
 # UNCACHED: what a token of the request's own prompt counts that has to be computed: once for the
 # request, which waits for it, and once for the others, whose steps it takes.
 UNCACHED = 2
+# MAX_NAMES: names that are remembered; beyond that, the least recently used one is forgotten.
+MAX_NAMES = 65_536
 
 
 @dataclass(slots=True)
@@ -352,3 +353,28 @@ class Router:
 
 def _is_idle(load: EngineLoad) -> bool:
     return load.is_alive and not load.is_silent and not load.requests
+
+
+class Homes:
+    """The engines' numbers by the names of what they keep."""
+
+    def __init__(self) -> None:
+        self._ranks: OrderedDict[Hashable, int] = OrderedDict()
+
+    def rank_of(self, name: Hashable | None) -> int | None:
+        """Return which engine keeps what has this name; None if none does."""
+        return None if name is None else self._ranks.get(name)
+
+    def note(self, name: Hashable | None, rank: int) -> None:
+        """Note that an engine keeps what has this name, if it has one."""
+        if name is None:
+            return
+        self._ranks[name] = rank
+        self._ranks.move_to_end(name)
+        if len(self._ranks) > MAX_NAMES:
+            self._ranks.popitem(last=False)
+
+    def drop(self, rank: int) -> None:
+        """Forget what an engine keeps, because it has died."""
+        for name in [name for name, kept_by in self._ranks.items() if kept_by == rank]:
+            del self._ranks[name]

@@ -16,7 +16,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
-from mlx_parallm.pooling.batch_cost import BatchCost
+from mlx_parallm.pooling.engine import BatchCost
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.pooling import PoolingInput
