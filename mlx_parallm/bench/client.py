@@ -10,7 +10,6 @@ from typing import Any
 
 from mlx_parallm.bench.http_stream import ResponseError, Target, request
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
-from mlx_parallm.bench.sse import SSEParser
 
 DONE = b"[DONE]"
 MAX_ERROR_TEXT = 300
@@ -142,3 +141,24 @@ class StreamEvents:
         if delta is None:
             return choice.get("text") or ""
         return (delta.get("reasoning") or "") + (delta.get("content") or "")
+
+
+class SSEParser:
+    """A parser that splits a stream of bytes into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the data of each event that ``piece`` completes; comments are dropped."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        events: list[bytes] = []
+        for raw in lines:
+            line = raw.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data.clear()
+        return events

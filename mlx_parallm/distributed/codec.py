@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, compress, count
 from operator import is_not
 from typing import Any
 
-from mlx_parallm.distributed.numbers import NumberReader, pack_numbers
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import (
@@ -37,8 +37,9 @@ HAS_MEMBERS, HAS_LENGTHS, HAS_TOKENS, HAS_TABLES, HAS_RARE, HAS_COPIES, HAS_ADAP
 # HEAD: the size of the numbers; the adapters follow them, as JSON.
 HEAD = struct.Struct("<I")
 PENDING = (PENDING_TOKEN,)
-
 Table = tuple[int, ...]
+# NARROW, WIDE: the codes of ``array`` for signed integers of 4 and of 8 bytes.
+NARROW, WIDE = "i", "q"
 
 
 def for_follower(batch: ScheduledBatch) -> ScheduledBatch:
@@ -263,3 +264,33 @@ def _num_shared(old: Table, new: Table) -> int:
         return len(old)
     pairs = enumerate(zip(old, new, strict=False))
     return next((place for place, (left, right) in pairs if left != right), min(len(old), len(new)))
+
+
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Return the bytes of numbers below 2**63; the first byte says how wide they are."""
+    try:
+        # Trying costs less than looking for the largest number.
+        return NARROW.encode() + array(NARROW, numbers).tobytes()
+    except OverflowError:
+        return WIDE.encode() + array(WIDE, numbers).tobytes()
+
+
+class NumberReader:
+    """Reads numbers one after the other."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        numbers = array(WIDE if data[:1] == WIDE.encode() else NARROW)
+        numbers.frombytes(data[1:])
+        self._numbers = numbers.tolist()
+        self._next = 0
+
+    def number(self) -> int:
+        """Return the next number."""
+        self._next += 1
+        return self._numbers[self._next - 1]
+
+    def take(self, count: int) -> list[int]:
+        """Return the next ``count`` numbers."""
+        start = self._next
+        self._next += count
+        return self._numbers[start : self._next]

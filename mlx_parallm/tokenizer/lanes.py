@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import copy
 import pickle
+import threading
 from collections.abc import Generator
 from typing import Generic, TypeVar
-
-from mlx_parallm.tokenizer.lock import OwnLock
 
 T = TypeVar("T")
 
@@ -46,3 +45,19 @@ def _is_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class OwnLock:
+    """A lock within one process; unpickling gives a new, free lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[OwnLock], tuple[()]]:
+        return OwnLock, ()

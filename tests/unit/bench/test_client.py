@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.bench.client import LoadClient, StreamEvents
+from mlx_parallm.bench.client import LoadClient, SSEParser, StreamEvents
 from mlx_parallm.bench.http_stream import ChunkDecoder, ResponseError, ResponseHead, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
-from mlx_parallm.bench.sse import SSEParser
 
 EVENTS = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},

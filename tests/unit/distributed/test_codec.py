@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.distributed.codec import STAND_IN, StepDecoder, StepEncoder, for_follower
-from mlx_parallm.distributed.numbers import NumberReader, pack_numbers
+from mlx_parallm.distributed.codec import (
+    STAND_IN,
+    NumberReader,
+    StepDecoder,
+    StepEncoder,
+    for_follower,
+    pack_numbers,
+)
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import (

@@ -20,7 +20,7 @@ from mlx_parallm.engine.remote.events import pack_events, unpack_events
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
-from mlx_parallm.tokenizer.lock import OwnLock
+from mlx_parallm.tokenizer.lanes import OwnLock
 from mlx_parallm.types.errors import ControlError, StepError
 from mlx_parallm.types.events import (
     ErrorEvent,
