@@ -16,7 +16,6 @@ from mlx_parallm.worker.sampling.keys import random_keys
 from mlx_parallm.worker.sampling.logprob_rows import LogprobRows, RowLogprobs
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
 from mlx_parallm.worker.sampling.row_settings import RowSettings
-from mlx_parallm.worker.sampling.token_masks import apply_token_mask
 from mlx_parallm.worker.sampling.truncation import draw_logits
 
 
@@ -233,3 +232,30 @@ def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
     array = array[:]
     array[mx.array(rows)] = values
     return array
+
+
+def apply_token_mask(logits: mx.array, words: np.ndarray) -> mx.array:
+    """Return logits with ``-inf`` for tokens that a mask leaves out.
+
+    Args:
+        logits: ``[rows, vocab]`` of any float dtype.
+        words: uint32 ``[rows, words]``: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` is
+            allowed; tokens beyond the last word are not.
+    """
+    rows, vocab = logits.shape
+    num_words = -(-vocab // 32)
+    words = words[:, :num_words]
+    if words.shape[1] < num_words:
+        words = np.pad(words, ((0, 0), (0, num_words - words.shape[1])))
+    if vocab % 32:
+        padded = mx.pad(logits, [(0, 0), (0, num_words * 32 - vocab)])
+        masked = _mask(padded.reshape(rows, num_words, 32), mx.array(words)[:, :, None])
+        return masked.reshape(rows, -1)[:, :vocab]
+    return _mask(logits.reshape(rows, num_words, 32), mx.array(words)[:, :, None]).reshape(
+        rows, vocab
+    )
+
+
+def _mask(logits: mx.array, words: mx.array) -> mx.array:
+    bits = (words >> mx.arange(32, dtype=mx.uint32)) & 1
+    return mx.where(bits.astype(mx.bool_), logits, mx.array(-mx.inf, logits.dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -37,7 +38,6 @@ from mlx_parallm.worker.ops import (
     Pending,
 )
 from mlx_parallm.worker.pooling.own_heads import TrainableHead
-from mlx_parallm.worker.training.base_digest import BaseDigest
 from mlx_parallm.worker.training.directions import (
     Copies,
     Directions,
@@ -59,12 +59,13 @@ TrainingOp = (
     | CloseTraining
     | ForgetTraining
 )
-
 # CPU_FORWARDS, GPU_FORWARDS: a forward costs a CPU the calls of its operations, and a GPU its
 # launches and the preparation of new shapes. On an H200, one forward of 64 texts of RoBERTa-large,
 # padded to the longest, takes less time than two forwards of 0.6 times its tokens.
 CPU_FORWARDS = ForwardSize(max_tokens=4096, cost=48)
 GPU_FORWARDS = ForwardSize(max_tokens=16_384, cost=8192)
+#: ``PART_BYTES``: what is hashed in one stage, so that streams do not wait for a whole model.
+PART_BYTES = 8 << 20
 
 
 class _Session:
@@ -414,3 +415,43 @@ def _arrays(parameters: Mapping[str, np.ndarray]) -> dict[str, mx.array]:
 def _layer(model: TrainedModel, path: str, rank: int) -> TrainedLayer:
     outputs, inputs = plain_shape(model.modules[path])
     return TrainedLayer(path=path, num_inputs=inputs, num_outputs=outputs, rank=rank)
+
+
+class BaseDigest:
+    """The SHA-256 of a model's parameters, computed in stages.
+
+    It covers the name, dtype, shape and bytes of each parameter, in the order of their names.
+    """
+
+    def __init__(self, parameters: Mapping[str, mx.array]) -> None:
+        self._digest = hashlib.sha256()
+        self._parts = _parts(parameters)
+        self._next = next(self._parts, None)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is left to hash."""
+        return self._next is None
+
+    def advance(self) -> None:
+        """Hash the next part, of at most ``PART_BYTES`` or a single row of a parameter."""
+        assert self._next is not None, "a part is left"
+        self._digest.update(self._next)
+        self._next = next(self._parts, None)
+
+    def value(self) -> str:
+        """Hash what is left; return the digest in hex."""
+        while not self.is_complete:
+            self.advance()
+        return self._digest.hexdigest()
+
+
+def _parts(parameters: Mapping[str, mx.array]) -> Iterator[bytes]:
+    for name, array in sorted(parameters.items()):
+        yield f"{name} {array.dtype} {array.shape}\0".encode()
+        rows = array if array.ndim else array[None]
+        row_bytes = max(1, rows.nbytes // max(1, rows.shape[0]))
+        step = max(1, PART_BYTES // row_bytes)
+        for begin in range(0, rows.shape[0], step):
+            part = mx.contiguous(rows[begin : begin + step])
+            yield np.array(mx.view(part.reshape(-1), mx.uint8)).tobytes()

@@ -18,7 +18,7 @@ from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
 from mlx_parallm.types.request import Grammar, SamplingParams
 from mlx_parallm.types.step import SampleSpec
-from mlx_parallm.worker.sampling.token_masks import apply_token_mask
+from mlx_parallm.worker.sampling.sampler import apply_token_mask
 from tests.small_vocabulary import (
     CALL,
     END,
