@@ -10,13 +10,14 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation import input_forward, path_choice, picture_check
+from mlx_parallm.worker.generation import path_choice
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
+from mlx_parallm.worker.generation.inputs import forward, picture_check
+from mlx_parallm.worker.generation.inputs.forward import DeepstackSeam
+from mlx_parallm.worker.generation.inputs.picture_check import PictureText
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.path_choice import ALONE
-from mlx_parallm.worker.generation.picture_check import PictureText
 from mlx_parallm.worker.generation.plan import DecoderChoices
 from tests.golden_pictures import vision_names
 from tests.integration.test_parity_generate import BLOCK_SIZE, loaded_model
@@ -95,7 +96,7 @@ def test_pictures_are_refused_on_a_path_that_does_not_compute_them(
 def test_pictures_are_refused_where_rope_has_one_axis(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(input_forward, "find_rotary", lambda *_: None)
+    monkeypatch.setattr(forward, "find_rotary", lambda *_: None)
     assert not takes_pictures(load("qwen2_vl"))
     (warning,) = [each for each in caplog.messages if "takes no pictures" in each]
     assert "mrope_section" in warning

@@ -15,7 +15,7 @@ from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingPara
 from mlx_parallm.types.step import ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.input_runs import InputRun
+from mlx_parallm.worker.generation.inputs.runs import InputRun
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.path_choice import ALONE

@@ -20,13 +20,13 @@ from mlx_parallm.worker.generation.cache_layout import (
 )
 from mlx_parallm.worker.generation.discovery import CacheUsers, find_cache_users
 from mlx_parallm.worker.generation.group_cache import CacheViews
+from mlx_parallm.worker.generation.inputs.picture_check import PictureCheck
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.paths.split import SplitPath
-from mlx_parallm.worker.generation.picture_check import PictureCheck
 from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
 from mlx_parallm.worker.generation.self_check import (
     CheckedText,

@@ -19,8 +19,8 @@ from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import TOKEN_IDS
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.generation.input_rows import InputFeatures
-from mlx_parallm.worker.generation.rotary_rows import RotarySeam
+from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam
+from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from scripts.golden_vision_cases import SHOWN_ROWS
 from tests.golden_pictures import vision_names

@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
-from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.inputs.forward import DeepstackSeam
+from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
 
 VOCAB, WIDTH = 5, 2
 

@@ -10,8 +10,8 @@ import pytest
 from mlx_parallm.models.vision.features import Features
 from mlx_parallm.types.model_input import FEATURE, InputRows
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
-from mlx_parallm.worker.generation.picture_rows import over_span
+from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.inputs.runs import over_span
 
 VOCAB, WIDTH, MARK = 5, 2, 3
 

@@ -13,7 +13,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
-from mlx_parallm.worker.generation.input_runs import InputComputer
+from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.step_rows import StepRows
 from mlx_parallm.worker.generation.submitted_step import ModelStep
 from mlx_parallm.worker.sampling.sampler import SampleResult

@@ -11,8 +11,7 @@ from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.models.vision.features import Features, Stages, Tower, TwoWay
 from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS, InputKind
-from mlx_parallm.worker.generation.input_rows import InputFeatures
-from mlx_parallm.worker.generation.picture_rows import over_span
+from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 
 # OWN_ARRAYS: arrays of a picture that are not the tower's.
 OWN_ARRAYS = (TOKEN_IDS, POSITIONS)
@@ -179,3 +178,24 @@ class InputRun:
     def drop(self) -> None:
         """Free what was computed so far; nobody needs the result."""
         self._stages = None
+
+
+def over_span(features: Features, token_ids: mx.array, dtype: mx.Dtype) -> Features:
+    """Return the features of a picture with a row for each of its span, lazily.
+
+    Rows of marks have no meaning: their embeddings are those of their tokens, which adapters may
+    change.
+
+    Args:
+        features: of the tower.
+        token_ids: of the span, int32 ``[rows]``, with ``FEATURE`` where a row is one of the
+            tower's.
+        dtype: of the model.
+    """
+    rows = (features.rows / features.scale).astype(dtype)
+    layers = tuple(each.astype(dtype) for each in features.layers)
+    if rows.shape[0] == token_ids.shape[0]:
+        return Features(rows, layers)
+    is_feature = token_ids == FEATURE
+    places = mx.maximum(mx.cumsum(is_feature.astype(mx.int32)) - 1, 0)
+    return Features(rows[places], tuple(each[places] for each in layers))

@@ -3,23 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.two_way import TwoWayRows
-from mlx_parallm.worker.generation.deepstack_rows import DeepstackSeam
-from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam, find_rotary
+from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures, PlacedRows
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.rotary_rows import RotarySeam, find_rotary
 from mlx_parallm.worker.generation.step_rows import spread_proposals
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.weights.loader import LoadedModel
+
+
+class DeepstackSeam:
+    """Lets the first layers of a text model add a step's rows to the hidden states.
+
+    Steps without such rows do not need it.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """``layers`` are those of the text model, in order."""
+        self._layers = layers
+
+    @contextmanager
+    def during(self, placed: PlacedRows, added: mx.array) -> Iterator[None]:
+        """Add rows to the outputs of the first layers, for a while.
+
+        Args:
+            placed: where the rows are in a forward.
+            added: ``[layers, rows, width]``: what each layer adds.
+        """
+        layers = self._layers[: added.shape[0]]
+        assert len(layers) == added.shape[0], "the tower has rows for more layers than there are"
+        by_layer = {id(layer): rows for layer, rows in zip(layers, added, strict=True)}
+
+        def wrap(original: Any) -> Methods:
+            def adding(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+                hidden = original.__call__(self, *args, **kwargs)
+                return hidden + placed.spread(by_layer[id(self)].astype(hidden.dtype))
+
+            return {"__call__": adding}
+
+        with WrappedCalls(layers, wrap):
+            yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

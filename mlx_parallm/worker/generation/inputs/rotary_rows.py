@@ -13,7 +13,7 @@ import numpy as np
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.generation.input_rows import InputFeatures
+from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 from mlx_parallm.worker.generation.paged_cache import positions_of
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 

@@ -18,10 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows, Span
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.generation.input_forward import InputForward
-from mlx_parallm.worker.generation.input_rows import EmbeddingSeam, InputFeatures
+from mlx_parallm.worker.generation.inputs.forward import InputForward
+from mlx_parallm.worker.generation.inputs.rotary_rows import AXES
+from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
 from mlx_parallm.worker.generation.paths.base import ForwardPath
-from mlx_parallm.worker.generation.rotary_rows import AXES
 from mlx_parallm.worker.generation.self_check import (
     DECODE_STEPS,
     CheckedText,

@@ -1,0 +1,1 @@
+"""Inputs besides tokens: their rows, how these are computed, and forwards with them."""
