@@ -25,10 +25,7 @@ from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.paths.sequential import SequentialPath
-from mlx_parallm.worker.generation.paths.split import SplitPath
-from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
-from mlx_parallm.worker.generation.self_check import (
+from mlx_parallm.worker.generation.paths.self_check import (
     CheckedText,
     blocks_needed,
     check_path,
@@ -37,6 +34,9 @@ from mlx_parallm.worker.generation.self_check import (
     rehearse,
     stock_texts,
 )
+from mlx_parallm.worker.generation.paths.sequential import SequentialPath
+from mlx_parallm.worker.generation.paths.split import SplitPath
+from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)

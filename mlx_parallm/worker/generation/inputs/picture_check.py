@@ -22,7 +22,7 @@ from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.rotary_rows import AXES
 from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
 from mlx_parallm.worker.generation.paths.base import ForwardPath
-from mlx_parallm.worker.generation.self_check import (
+from mlx_parallm.worker.generation.paths.self_check import (
     DECODE_STEPS,
     CheckedText,
     agrees_with,

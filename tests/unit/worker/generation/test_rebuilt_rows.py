@@ -94,7 +94,7 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS | {"sample"},
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE - {"sample"},
     ),
-    "worker/generation/self_check.py": (
+    "worker/generation/paths/self_check.py": (
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
