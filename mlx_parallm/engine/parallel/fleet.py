@@ -8,24 +8,17 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlx_parallm.engine.commands import (
-    Abort,
-    Call,
-    Command,
-    HostCommand,
-    NeedsDecision,
-    Stop,
-    Submit,
-)
+from mlx_parallm.engine.commands import Abort, Call, HostCommand, NeedsDecision, Stop, Submit
 from mlx_parallm.engine.host_commands import EnsureAdapter
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import StateJournal
+from mlx_parallm.engine.parallel.member import Member, delay_after, smallest
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload
@@ -37,41 +30,8 @@ from mlx_parallm.types.work import Ends
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
-
-# MAX_RESTART_DELAY_S: most seconds until an engine that dies again and again is started anew.
-MAX_RESTART_DELAY_S = 60.0
 # SEED_BITS: bits of a seed that is drawn, as many as an engine draws.
 SEED_BITS = 31
-
-
-@dataclass(slots=True)
-class _Member:
-    """One engine.
-
-    Attributes:
-        life: its life, or the next one while it is dead.
-        inbox: the commands that it is given.
-        is_serving: True if it has loaded, and has had every command that the others had.
-        has_loaded: True if it has loaded, and waits for those commands.
-        num_missed: how many of those commands it has yet to carry out.
-        num_deaths: how often it has died in a row without an answer in between.
-    """
-
-    life: EngineLife
-    inbox: queue.SimpleQueue[Command]
-    is_serving: bool = False
-    has_loaded: bool = False
-    num_missed: int = 0
-    num_deaths: int = 0
-
-    @property
-    def readiness(self) -> Readiness:
-        """Return whether it gets requests that it begins at once."""
-        if not self.has_loaded:
-            return Readiness.STARTING
-        if not self.is_serving or self.num_missed:
-            return Readiness.CATCHING_UP
-        return self.life.readiness()[0]
 
 
 class Fleet:
@@ -99,9 +59,9 @@ class Fleet:
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
             seed: draws the seeds of requests without one.
         """
-        self._restart_delay_s = restart_delay_s or _restart_delay_s
+        self._restart_delay_s = restart_delay_s or delay_after
         self._read_free_bytes = read_free_bytes
-        self._members = [_Member(life, queue.SimpleQueue()) for life in lives]
+        self._members = [Member(life, queue.SimpleQueue()) for life in lives]
         self._router = router
         self._deliver = deliver
         self._on_end = on_end
@@ -305,7 +265,7 @@ class Fleet:
     def _loaded(self, rank: int, models: Sequence[StartedModel]) -> None:
         with self._lock:
             if not self._is_started:
-                self._models = _smallest(self._models or models, models)
+                self._models = smallest(self._models or models, models)
             self._members[rank].has_loaded = True
             self._join_if_settled()
         self._starts.put(None)
@@ -523,20 +483,3 @@ class Fleet:
             del self._parts[part_id]
         request.parts.clear()
         self._open.pop(request.request_id, None)
-
-
-def _smallest(
-    models: Sequence[StartedModel], others: Sequence[StartedModel]
-) -> Sequence[StartedModel]:
-    """Return each model as the engine has it whose KV pool is the smaller one.
-
-    Engines that share a device size their pools by what is free when they load. Where that does not
-    hold a whole context, the context that every engine can serve is that of the smallest pool.
-    """
-    pairs = zip(models, others, strict=True)
-    return [min(pair, key=lambda started: started.model.cache_tokens) for pair in pairs]
-
-
-def _restart_delay_s(num_deaths: int) -> float:
-    """Return no delay after the first death, then one second, and twice as much each time."""
-    return min(2.0 ** (num_deaths - 1), MAX_RESTART_DELAY_S) if num_deaths else 0.0
