@@ -18,19 +18,13 @@ from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.estimators import AS_SET, StepChanges
 from mlx_parallm.training.objectives import Measure
-from mlx_parallm.training.records import (
-    Example,
-    SessionConfig,
-    SessionState,
-    Status,
-    StepRecord,
-)
+from mlx_parallm.training.records import Example, SessionConfig, SessionState, Status, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
-from mlx_parallm.training.session import MadeStep, Session
+from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import SessionFiles, encoded, readable
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import StepLosses
+from mlx_parallm.training.step_forwards import MadeStep, StepLosses
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,

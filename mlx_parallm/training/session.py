@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from mlx_parallm.training.records import (
 from mlx_parallm.training.requests import TrainingOp
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import StepForwards, StepLosses
+from mlx_parallm.training.step_forwards import MadeStep, StepForwards, costs_of
 from mlx_parallm.types.errors import (
     ConflictError,
     InvalidRequestError,
@@ -44,7 +44,6 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.training import (
     FirstFactors,
-    PairResult,
     Perturbation,
     Segment,
     Step,
@@ -61,24 +60,14 @@ from mlx_parallm.worker.ops import (
 )
 
 logger = logging.getLogger(__name__)
-
 #: Has ops of a session run on the engine; returns the result of each.
 Send = Callable[[str, str, tuple[TrainingOp, ...]], Awaitable[tuple[Any, ...]]]
-
 # NUM_SAMPLES: examples with which it is tried whether kept states change a bit.
 NUM_SAMPLES = 3
 # NUM_MEASURED: examples whose texts give the first factors, if these are measured.
 NUM_MEASURED = 128
 # MAX_EVALUATED: inputs of an evaluation that are cut into forwards together.
 MAX_EVALUATED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class MadeStep:
-    """A step that was made, and the losses that it was made from."""
-
-    record: StepRecord
-    losses: StepLosses
 
 
 class Session:
@@ -195,7 +184,7 @@ class Session:
             assert config.measure is not None, "the caller tells no losses"
             losses = forwards.losses(results, config.measure)
             assert self.info is not None, "it is open"
-            costs = _costs(forwards, results, seconds, self.info)
+            costs = costs_of(forwards, results, seconds, self.info)
             record = self._made(losses.means, costs, changes)
         self._notify()
         return MadeStep(record, losses)
@@ -492,15 +481,3 @@ class Session:
             raise
         self._unapplied.clear()
         return results[len(before) :]
-
-
-def _costs(
-    forwards: StepForwards, results: Sequence[PairResult], seconds: float, info: TrainableInfo
-) -> Costs:
-    return Costs(
-        lookups=sum(result.lookups for result in results),
-        hits=sum(result.hits for result in results),
-        layer_tokens=forwards.layer_tokens(info, results),
-        naive_layer_tokens=forwards.naive_layer_tokens(info),
-        seconds=seconds,
-    )

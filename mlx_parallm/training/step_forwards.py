@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_parallm.training.micro_batches import MicroBatch, micro_batches, naive_batches
 from mlx_parallm.training.objectives import Measure, f1_loss, losses
-from mlx_parallm.training.records import Example, Mode, SessionConfig
+from mlx_parallm.training.records import Costs, Example, Mode, SessionConfig, StepRecord
 from mlx_parallm.types.training import ForwardSize, PairResult, Segment, TrainableInfo, num_tokens
 from mlx_parallm.worker.ops import PairForward
 
@@ -143,3 +143,24 @@ class StepForwards:
 
 def _lengths(examples: Sequence[Example]) -> list[int]:
     return [num_tokens(example.input) for example in examples]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStep:
+    """A step that was made, and the losses that it was made from."""
+
+    record: StepRecord
+    losses: StepLosses
+
+
+def costs_of(
+    forwards: StepForwards, results: Sequence[PairResult], seconds: float, info: TrainableInfo
+) -> Costs:
+    """Return what a step cost: its lookups, hits, computed tokens by layers, and seconds."""
+    return Costs(
+        lookups=sum(result.lookups for result in results),
+        hits=sum(result.hits for result in results),
+        layer_tokens=forwards.layer_tokens(info, results),
+        naive_layer_tokens=forwards.naive_layer_tokens(info),
+        seconds=seconds,
+    )
