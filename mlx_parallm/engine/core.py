@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,11 +22,11 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.adapter_names import with_adapter
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
+from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import Kind, ModelLoad, StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
@@ -34,8 +35,7 @@ from mlx_parallm.engine.models import ModelMemory, QueueLoad
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.requests import Event, EventReader, Request
-from mlx_parallm.engine.residency import ModelEntry, Residency
-from mlx_parallm.engine.sources import MODEL, ModelSources
+from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.state import (
     CheckRoom,
     EngineState,
@@ -46,16 +46,13 @@ from mlx_parallm.engine.state import (
 )
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.types.errors import (
-    ConfigError,
     EngineDeadError,
     InvalidRequestError,
-    ModelLoadError,
     ModelNotFoundError,
     ParallmError,
     RequestAbortedError,
     ShuttingDownError,
 )
-from mlx_parallm.types.served_names import check_name
 
 logger = logging.getLogger(__name__)
 
@@ -89,15 +86,13 @@ class EngineCore:
         self._num_entering = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._defaults = config.models[0] if config.models else ModelConfig()
-        paths = [model.path for model in config.models if model.path is not None]
-        self._sources = ModelSources(config.loading, paths)
         limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         self._residency = Residency(
             ModelLoader(self, config, kinds),
             {name: limit for name, limit in limits.items() if limit is not None},
         )
         self.control = EngineControl(self, config.adapters, ControlMetrics(self._registry))
+        self._directory = ModelDirectory(config, self._residency, self.control)
         self.died = threading.Event()
         self.ended = threading.Event()
 
@@ -163,49 +158,20 @@ class EngineCore:
             await self._idle.wait()
 
     def statuses(self) -> Sequence[ModelStatus]:
-        """Return all models that requests may name, and those that are being loaded.
-
-        Models that may be meant where no model is named come first.
-        """
-        statuses = (entry.status() for entry in self._residency.entries())
-        return sorted(statuses, key=lambda status: not status.is_default)
+        """See ``ModelDirectory``."""
+        return self._directory.statuses()
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model or adapter of this name; None if there is none."""
-        entry, adapter = self._address(name)
-        if entry is None:
-            return None
-        status = entry.status()
-        return status if adapter is None else with_adapter(status, adapter)
+        return self._directory.find(name)
 
     def not_found(self, name: str) -> ModelNotFoundError:
         """Return the error for a name that nothing has; it lists what is served."""
         return self.control.names.not_found(name)
 
-    def _address(self, name: str) -> tuple[ModelEntry | None, NamedAdapter | None]:
-        """Return the model that a name stands for, if there is one, and the adapter of it."""
-        entry = self._residency.by_name.get(name)
-        adapter = self.control.names.named(name) if entry is None else None
-        if adapter is not None:
-            entry = self._residency.by_name.get(adapter.base)
-        return entry, adapter
-
-    @contextlib.asynccontextmanager
-    async def hold(self, model: str) -> AsyncGenerator[None]:
-        """Have a model in memory while the block runs.
-
-        Raises:
-            ModelNotFoundError: none has the name.
-            ModelLoadError: it cannot be loaded.
-        """
-        entry = self._residency.by_name.get(model)
-        if entry is None:
-            raise ModelNotFoundError(model)
-        await self._residency.begin(entry)
-        try:
-            yield
-        finally:
-            self._residency.end(entry)
+    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Have a model in memory while the block runs; see ``ModelDirectory``."""
+        return self._directory.hold(model)
 
     async def wait(self, name: str) -> None:
         """Return once a model or adapter is loaded.
@@ -214,7 +180,7 @@ class EngineCore:
             ModelNotFoundError: it was unloaded meanwhile.
             ModelLoadError: it cannot be loaded.
         """
-        entry, adapter = self._address(name)
+        entry, adapter = self._directory.address(name)
         if entry is None:
             raise ModelNotFoundError(name)
         async with self.hold(entry.names[0]):
@@ -225,83 +191,13 @@ class EngineCore:
             await self.control.ensure_loaded(adapter.name, adapter.base)
 
     async def load_model(self, load: ModelLoad) -> ModelStatus:
-        """Serve one more model; return once it is loaded.
-
-        Raises:
-            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
-            NotFoundError: there is no such folder.
-        """
+        """Serve one more model; return once it is loaded; see ``ModelDirectory.load``."""
         self.check_open()
-        entry = self._residency.by_name.get(load.model)
-        if entry is not None and not entry.is_movable:
-            raise _name_is_taken(load.model)
-        is_new = entry is None
-        if entry is None:
-            entry = self._new_entry(load)
-            self._residency.add(entry)
-        elif set(load.names) - set(entry.names):
-            raise InvalidRequestError(
-                f"{load.model} is loaded under other names already.", param="name"
-            )
-        entry.is_pinned = entry.is_pinned or load.is_pinned
-        try:
-            await self._residency.begin(entry)
-            self._residency.end(entry)
-        except (ModelLoadError, ConfigError) as problem:
-            raise InvalidRequestError(str(problem), param=MODEL) from problem
-        finally:
-            if is_new and entry.loading is None and not entry.is_loaded:
-                await self._residency.unload(entry)
-        logger.info("loaded %s", entry.names[0])
-        return entry.status()
+        return await self._directory.load(load)
 
     async def unload_model(self, name: str) -> ModelStatus:
-        """Admit no more requests of a model, and free its memory once those have ended.
-
-        Its adapters go with it.
-
-        Raises:
-            ModelNotFoundError: none has the name.
-            InvalidRequestError: it is an adapter, or cannot be unloaded.
-        """
-        entry = self._residency.by_name.get(name)
-        if entry is None:
-            if (status := self.find(name)) is None:
-                raise self.not_found(name)
-            if status.model is not None and not status.model.traits.loads_later:
-                raise InvalidRequestError(
-                    f"{name} {status.model.traits.refuses_unload}", param=MODEL
-                )
-            raise InvalidRequestError(
-                f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
-            )
-        if entry.model is not None and not entry.is_movable:
-            raise InvalidRequestError(f"{name} {entry.model.traits.refuses_unload}", param=MODEL)
-        # The model is unloaded even if the caller is cancelled.
-        await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
-        await self.control.refresh()
-        self.control.note_unloaded(entry.names[0])
-        logger.info("unloaded %s", entry.names[0])
-        return entry.status()
-
-    def _new_entry(self, load: ModelLoad) -> ModelEntry:
-        source = self._sources.resolve(load.model)
-        names = load.names or (load.model,)
-        for name in names:
-            check_name(name)
-            if self.find(name) is not None:
-                raise _name_is_taken(name)
-        config = replace(
-            self._defaults,
-            path=source,
-            served_names=names,
-            task=load.task,
-            revision=load.revision,
-            dtype=load.dtype or self._defaults.dtype,
-            max_model_len=load.max_model_len,
-            max_model_len_is_own=load.max_model_len is not None,
-        )
-        return ModelEntry(config, names, is_pinned=load.is_pinned)
+        """Free a model's memory once its requests have ended; see ``ModelDirectory.unload``."""
+        return await self._directory.unload(name)
 
     async def check_queue(self, model: str, client: str, n: int) -> None:
         """Refuse early what a queue has no room for; ``open_reader`` decides.
@@ -335,7 +231,7 @@ class EngineCore:
         """
         self.check_open()
         self.control.check_open()
-        entry, adapter = self._address(request.model)
+        entry, adapter = self._directory.address(request.model)
         if entry is None:
             raise self.not_found(request.model)
         if entry.model is not None and not is_beside:
@@ -589,7 +485,3 @@ class EngineCore:
         self._streams.end_all(error)
         self.note_open()
         self.mailbox.fail(error)
-
-
-def _name_is_taken(name: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name!r} is the name of a model or adapter already.", param="name")

@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import MemoryLimit
 from mlx_parallm.engine.loader import MakeRoom, ModelLoader
 from mlx_parallm.engine.policies import NamedAdapter
@@ -282,6 +283,7 @@ async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     encoders.control = cast("Any", control)
     residency = residency_of(ScriptedLoader(), 25)
     encoders._residency = residency
+    encoders._directory = ModelDirectory(EngineConfig(), residency, cast("Any", control))
     entries = {name: ModelEntry(ModelConfig(), (name,)) for name in "ab"}
     for entry in entries.values():
         residency.add(entry)

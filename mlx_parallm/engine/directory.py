@@ -1,0 +1,162 @@
+"""The models that requests may name: found, held in memory, loaded and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.adapter_names import with_adapter
+from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.policies import NamedAdapter
+from mlx_parallm.engine.residency import ModelEntry, Residency
+from mlx_parallm.engine.sources import MODEL, ModelSources
+from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.types.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+)
+from mlx_parallm.types.served_names import check_name
+
+logger = logging.getLogger(__name__)
+
+
+class ModelDirectory:
+    """The models of a server, and their adapters, by name. It belongs to the event loop."""
+
+    def __init__(self, config: EngineConfig, residency: Residency, control: EngineControl) -> None:
+        """Prepare; ``residency`` has the models, ``control`` the names of adapters."""
+        self._residency = residency
+        self._control = control
+        self._defaults = config.models[0] if config.models else ModelConfig()
+        paths = [model.path for model in config.models if model.path is not None]
+        self._sources = ModelSources(config.loading, paths)
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return all models that requests may name, and those that are being loaded.
+
+        Models that may be meant where no model is named come first.
+        """
+        statuses = (entry.status() for entry in self._residency.entries())
+        return sorted(statuses, key=lambda status: not status.is_default)
+
+    def find(self, name: str) -> ModelStatus | None:
+        """Return the model or adapter of this name; None if there is none."""
+        entry, adapter = self.address(name)
+        if entry is None:
+            return None
+        status = entry.status()
+        return status if adapter is None else with_adapter(status, adapter)
+
+    def address(self, name: str) -> tuple[ModelEntry | None, NamedAdapter | None]:
+        """Return the model that a name stands for, if there is one, and the adapter of it."""
+        entry = self._residency.by_name.get(name)
+        adapter = self._control.names.named(name) if entry is None else None
+        if adapter is not None:
+            entry = self._residency.by_name.get(adapter.base)
+        return entry, adapter
+
+    @contextlib.asynccontextmanager
+    async def hold(self, model: str) -> AsyncGenerator[None]:
+        """Have a model in memory while the block runs.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            ModelLoadError: it cannot be loaded.
+        """
+        entry = self._residency.by_name.get(model)
+        if entry is None:
+            raise ModelNotFoundError(model)
+        await self._residency.begin(entry)
+        try:
+            yield
+        finally:
+            self._residency.end(entry)
+
+    async def load(self, load: ModelLoad) -> ModelStatus:
+        """Serve one more model; return once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        entry = self._residency.by_name.get(load.model)
+        if entry is not None and not entry.is_movable:
+            raise _name_is_taken(load.model)
+        is_new = entry is None
+        if entry is None:
+            entry = self._new_entry(load)
+            self._residency.add(entry)
+        elif set(load.names) - set(entry.names):
+            raise InvalidRequestError(
+                f"{load.model} is loaded under other names already.", param="name"
+            )
+        entry.is_pinned = entry.is_pinned or load.is_pinned
+        try:
+            await self._residency.begin(entry)
+            self._residency.end(entry)
+        except (ModelLoadError, ConfigError) as problem:
+            raise InvalidRequestError(str(problem), param=MODEL) from problem
+        finally:
+            if is_new and entry.loading is None and not entry.is_loaded:
+                await self._residency.unload(entry)
+        logger.info("loaded %s", entry.names[0])
+        return entry.status()
+
+    async def unload(self, name: str) -> ModelStatus:
+        """Admit no more requests of a model, and free its memory once those have ended.
+
+        Its adapters go with it.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
+        entry = self._residency.by_name.get(name)
+        if entry is None:
+            if (status := self.find(name)) is None:
+                raise self._control.names.not_found(name)
+            if status.model is not None and not status.model.traits.loads_later:
+                raise InvalidRequestError(
+                    f"{name} {status.model.traits.refuses_unload}", param=MODEL
+                )
+            raise InvalidRequestError(
+                f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
+            )
+        if entry.model is not None and not entry.is_movable:
+            raise InvalidRequestError(f"{name} {entry.model.traits.refuses_unload}", param=MODEL)
+        # The model is unloaded even if the caller is cancelled.
+        await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
+        await self._control.refresh()
+        self._control.note_unloaded(entry.names[0])
+        logger.info("unloaded %s", entry.names[0])
+        return entry.status()
+
+    def _new_entry(self, load: ModelLoad) -> ModelEntry:
+        source = self._sources.resolve(load.model)
+        names = load.names or (load.model,)
+        for name in names:
+            check_name(name)
+            if self.find(name) is not None:
+                raise _name_is_taken(name)
+        config = replace(
+            self._defaults,
+            path=source,
+            served_names=names,
+            task=load.task,
+            revision=load.revision,
+            dtype=load.dtype or self._defaults.dtype,
+            max_model_len=load.max_model_len,
+            max_model_len_is_own=load.max_model_len is not None,
+        )
+        return ModelEntry(config, names, is_pinned=load.is_pinned)
+
+
+def _name_is_taken(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name!r} is the name of a model or adapter already.", param="name")
