@@ -45,7 +45,8 @@ from mlx_parallm.api.turns.pictures import Pictures
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
-from mlx_parallm.training.service import SessionLimits, TrainingService
+from mlx_parallm.training.service import TrainingService
+from mlx_parallm.training.session_store import SessionLimits
 
 #: Modules with ``routes``. The order within a group is that of the OpenAPI document.
 SLICES = (

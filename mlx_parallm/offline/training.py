@@ -45,9 +45,10 @@ from mlx_parallm.training.estimators import StepChanges
 from mlx_parallm.training.objectives import Scores
 from mlx_parallm.training.records import Costs, Example, SessionState, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
-from mlx_parallm.training.service import ID_PREFIX, Train
+from mlx_parallm.training.service import Train
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import CONFIG, SessionFiles, encoded
+from mlx_parallm.training.session_store import ID_PREFIX
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.training import TrainableInfo
 

@@ -7,22 +7,20 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.storage import disk
-from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.estimators import AS_SET, StepChanges
 from mlx_parallm.training.objectives import Measure
-from mlx_parallm.training.records import Example, SessionConfig, SessionState, Status, StepRecord
+from mlx_parallm.training.records import Example, SessionConfig, Status, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
 from mlx_parallm.training.service_metrics import SessionMetrics
 from mlx_parallm.training.session import Session
-from mlx_parallm.training.session_files import SessionFiles, encoded, readable
+from mlx_parallm.training.session_files import SessionFiles, readable
+from mlx_parallm.training.session_store import SessionLimits, SessionStore
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.training.step_forwards import MadeStep, StepLosses
 from mlx_parallm.types.errors import (
@@ -30,7 +28,6 @@ from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
-    NotFoundError,
     OverloadedError,
     ParallmError,
     PausedError,
@@ -41,7 +38,6 @@ from mlx_parallm.types.errors import (
 
 logger = logging.getLogger(__name__)
 
-ID_PREFIX = "mezo_"
 # RETRY_S: seconds until a run goes on after the engine was paused or has died.
 RETRY_S = 0.5
 # MAX_ABORTED: how often a step in the background that was aborted is tried.
@@ -63,23 +59,6 @@ Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
 #: Returns the mean reward of the samples that an adapter makes of each example. Adapters that are
 #: asked with the same seed draw the same random numbers.
 Rewards = Callable[[SessionConfig, str, Sequence[Example], int], Awaitable[Sequence[float]]]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """Bounds of the service.
-
-    Attributes:
-        max_sessions: most sessions.
-        max_session_bytes: most bytes of the data, the log and the records of a session.
-        max_bytes: most bytes of those of all sessions together.
-        cache_bytes: most memory of the hidden states that the sessions of a model keep.
-    """
-
-    max_sessions: int = 100
-    max_session_bytes: int = 1 << 30
-    max_bytes: int = 10 << 30
-    cache_bytes: int = 256 << 20
 
 
 class TrainingService:
@@ -108,20 +87,16 @@ class TrainingService:
             adapters: serves perturbed copies; None: none are served.
             rewards: judges what they generate; None: nobody does.
         """
-        self._folder = folder
         self.train = train
         self._copies = ServedCopies(adapters)
         self._rewards = rewards
-        self._limits = limits or SessionLimits()
-        self._ids = IdMaker()
+        limits = limits or SessionLimits()
+        self._cache_bytes = limits.cache_bytes
+        self._store = SessionStore(folder, limits, self._session)
         self._numbers = count()
-        self._lock: disk.FolderLock | None = None
-        self._sessions: dict[str, Session] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._metrics = SessionMetrics()
-        # Held while a session is written, so that limits count it.
-        self._creation = asyncio.Lock()
 
     def start(self) -> None:
         """Open the folder, and go on with the runs of an earlier process."""
@@ -136,12 +111,7 @@ class TrainingService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for session in self._sessions.values():
-            session.files.close()
-        self._sessions.clear()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._store.close()
 
     async def create(
         self,
@@ -162,13 +132,13 @@ class TrainingService:
             StorageError: the data folder does not work.
         """
         self._open_folder()
-        session = await self._created(make, examples, start)
+        session = await self._store.create(make, examples, start)
         config, files = session.config, session.files
         try:
             await session.open()
         except BaseException:
             # A session that was deleted meanwhile is gone already.
-            if self._sessions.pop(config.id, None) is not None:
+            if self._store.remove(config.id):
                 session.note_deleted()
                 with contextlib.suppress(ParallmError):
                     await session.close()
@@ -177,38 +147,17 @@ class TrainingService:
         logger.info("began the training session %s of %s", config.id, config.model)
         return session
 
-    async def _created(
-        self,
-        make: Callable[[str, int], SessionConfig],
-        examples: Sequence[Example],
-        start: StartParameters | None,
-    ) -> Session:
-        """Return a session whose files are written, by a thread: data may be large."""
-        async with self._creation:
-            data = await asyncio.to_thread(encoded, examples)
-            self._check_new(len(data))
-            config = make(self._ids.make(ID_PREFIX), int(time.time()))
-            folder = self._folder / config.id
-            files = await asyncio.to_thread(
-                SessionFiles.create, folder, config, SessionState(), data, start
-            )
-            session = await asyncio.to_thread(self._session, files)
-            self._sessions[config.id] = session
-        return session
-
     def all(self) -> Sequence[Session]:
         """Return all sessions, oldest first."""
-        return [self._sessions[name] for name in sorted(self._sessions)]
+        return self._store.all()
 
     def has(self, session_id: str) -> bool:
         """True if a session has this id."""
-        return session_id in self._sessions
+        return self._store.has(session_id)
 
     def get(self, session_id: str) -> Session:
         """Return a session."""
-        if session_id not in self._sessions:
-            raise NotFoundError(f"There is no training session {session_id[:100]!r}.", param="id")
-        return self._sessions[session_id]
+        return self._store.get(session_id)
 
     async def step(
         self,
@@ -287,7 +236,7 @@ class TrainingService:
                 raise ConflictError("No losses were asked for since the last step; ask first.")
             values = losses(copies)
             try:
-                self._check_room(session)
+                self._store.check_room(session)
                 record = await session.learn(values)
             except ENDING as problem:
                 self._told(session_id)
@@ -320,13 +269,13 @@ class TrainingService:
 
     def on_sleep(self) -> None:
         """See ``Watcher``: sessions make no steps until the server is awake."""
-        for session in self._sessions.values():
+        for session in self.all():
             if session.state.status is not Status.PAUSED:
                 session.pause(ASLEEP)
 
     def on_wake(self) -> None:
         """See ``Watcher``: sessions that the sleep has paused go on."""
-        for session in self._sessions.values():
+        for session in self.all():
             if session.state.reason == ASLEEP:
                 # The server wakes up even if the disk refuses to note that.
                 with readable(session.config.id):
@@ -334,7 +283,7 @@ class TrainingService:
 
     def on_weights(self, model: str) -> None:
         """See ``Watcher``: sessions of a model with other weights are paused."""
-        for session in self._sessions.values():
+        for session in self.all():
             if session.config.model == model and session.state.status is Status.READY:
                 check = asyncio.ensure_future(self._check(session))
                 self._checks.add(check)
@@ -342,19 +291,19 @@ class TrainingService:
 
     def on_unload(self, model: str) -> None:
         """See ``Watcher``: the sessions of a model that is gone are paused."""
-        for session in self._sessions.values():
+        for session in self.all():
             if session.config.model == model and session.state.status is not Status.PAUSED:
                 session.pause(f"{model} was unloaded.")
 
     def metrics(self) -> bytes:
         """Return the Prometheus metrics of the sessions."""
-        sessions = self._sessions.values()
-        return self._metrics.text((each.state.status for each in sessions), self._num_bytes)
+        statuses = (each.state.status for each in self.all())
+        return self._metrics.text(statuses, self._store.num_bytes)
 
     async def delete(self, session_id: str) -> None:
         """Delete a session with its files; what it has published stays."""
         session = self.get(session_id)
-        del self._sessions[session_id]
+        self._store.remove(session_id)
         session.note_deleted()
         run = self._runs.pop(session_id, None)
         if run is not None:
@@ -384,7 +333,7 @@ class TrainingService:
         return self._follow(session, after)
 
     async def _follow(self, session: Session, after: int) -> AsyncGenerator[StepRecord]:
-        while session.config.id in self._sessions:
+        while self._store.has(session.config.id):
             for record in session.files.records(after, limit=1000):
                 after = record.step
                 yield record
@@ -427,45 +376,13 @@ class TrainingService:
             raise ConflictError("The session measures its losses itself: step or run.")
         return session
 
-    @property
-    def _num_bytes(self) -> int:
-        """The bytes of all sessions."""
-        return sum(session.files.num_bytes for session in self._sessions.values())
-
-    def _check_new(self, num_bytes: int) -> None:
-        """Raise if a session with so many bytes of data cannot be kept."""
-        limits = self._limits
-        if len(self._sessions) >= limits.max_sessions:
-            raise ConflictError(
-                f"There are {len(self._sessions)} training sessions already, and "
-                f"--max-training-sessions is {limits.max_sessions}; delete one first."
-            )
-        if num_bytes >= limits.max_session_bytes:
-            raise InvalidRequestError(
-                f"The data takes {num_bytes} bytes as tokens, and --max-training-session-size is "
-                f"{limits.max_session_bytes}.",
-                param="data",
-            )
-        if self._num_bytes + num_bytes >= limits.max_bytes:
-            raise _full(limits.max_bytes)
-
-    def _check_room(self, session: Session) -> None:
-        limits = self._limits
-        if session.files.num_bytes >= limits.max_session_bytes:
-            raise ConflictError(
-                "The session is full: its data and log have reached --max-training-session-size, "
-                f"{limits.max_session_bytes} bytes."
-            )
-        if self._num_bytes >= limits.max_bytes:
-            raise _full(limits.max_bytes)
-
     async def _step(
         self,
         session: Session,
         examples: Sequence[Example] | None = None,
         changes: StepChanges = AS_SET,
     ) -> MadeStep:
-        self._check_room(session)
+        self._store.check_room(session)
         if session.config.measure is Measure.REWARD:
             made = await self._judged_step(session, examples, changes)
         else:
@@ -548,33 +465,22 @@ class TrainingService:
         )
 
     def _open_folder(self) -> None:
-        """Lock the folder and open its sessions, if that was not done.
+        """Open the folder, if that was not done, and go on with its runs.
 
         Raises:
             StorageInUseError: another process uses it.
             StorageError: it cannot be used.
         """
-        if self._lock is not None:
+        if self._store.is_open:
             return
-        with disk.storage_errors():
-            disk.make_folder(self._folder)
-            lock = disk.FolderLock(self._folder)
-            try:
-                stored = SessionFiles.open_all(self._folder)
-            except BaseException:
-                lock.release()
-                raise
-        self._lock = lock
-        for files in stored:
-            with readable(files.config.id):
-                session = self._sessions[files.config.id] = self._session(files)
-                if session.state.status is Status.RUNNING:
-                    self._begin(session)
+        for session in self._store.open():
+            if session.state.status is Status.RUNNING:
+                self._begin(session)
         # The sleep has ended with the process.
         self.on_wake()
 
     def _session(self, files: SessionFiles) -> Session:
-        return Session(files, self._send, self._limits.cache_bytes)
+        return Session(files, self._send, self._cache_bytes)
 
 
 async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
@@ -586,10 +492,3 @@ async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
         for part in parts:
             part.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
-
-
-def _full(max_bytes: int) -> ConflictError:
-    return ConflictError(
-        f"The training sessions have reached --max-training-size, {max_bytes} bytes; delete one "
-        "first."
-    )

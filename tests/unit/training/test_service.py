@@ -19,14 +19,10 @@ from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
 from mlx_parallm.training.requests import TrainingRequest
-from mlx_parallm.training.service import (
-    ASLEEP,
-    MAX_ABORTED,
-    SessionLimits,
-    TrainingService,
-)
+from mlx_parallm.training.service import ASLEEP, MAX_ABORTED, TrainingService
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
+from mlx_parallm.training.session_store import SessionLimits
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -1012,7 +1008,7 @@ async def test_data_are_written_and_read_by_threads(
 
         return call
 
-    monkeypatch.setattr("mlx_parallm.training.service.encoded", noting(encoded))
+    monkeypatch.setattr("mlx_parallm.training.session_store.encoded", noting(encoded))
     monkeypatch.setattr(SessionFiles, "examples", noting(SessionFiles.examples))
     await begin(opened())
     assert len(threads) == 2
