@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -23,10 +19,20 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
-from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation, per_prompt
-from mlx_parallm.offline.completions import RequestOutput, apply, empty_output
+from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation
+from mlx_parallm.offline.completions import RequestOutput
 from mlx_parallm.offline.engines import OfflineEngines
+from mlx_parallm.offline.generation import (
+    Message,
+    OfflineRequests,
+    Prompt,
+    PromptMapping,
+    chat_prompt,
+    compiled,
+    plain_prompt,
+    run,
+)
+from mlx_parallm.offline.opening import open_engines, part
 from mlx_parallm.offline.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -35,23 +41,16 @@ from mlx_parallm.offline.outputs import (
     ScoringRequestOutput,
 )
 from mlx_parallm.pictures.prompt import PicturePrompt
-from mlx_parallm.process_setup.device_process import prepare_device_process
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.request import RAW_LOGPROBS, Grammar, SamplingParams
 from mlx_parallm.types.weights import SLEEP_TAGS
-from mlx_parallm.worker.device.gpus import visible_devices
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:
     from mlx_parallm.offline.pooling import OfflinePooling
     from mlx_parallm.offline.training import OfflineSession
     from mlx_parallm.tokenizer.loaded import HubTokenizer
-
-Prompt = str | Sequence[int]
-#: ``PromptMapping``: vLLM's form of a prompt, which may have pictures.
-PromptMapping = Mapping[str, Any]
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -133,10 +132,10 @@ class LLM:
             # No stream would wait for the first step of a shape.
             warm_up=False,
         )
-        self._engines = _open_engines(config, data_parallel_size, data_parallel_devices)
+        self._engines = open_engines(config, data_parallel_size, data_parallel_devices)
         self._max_rank = config.adapters.max_rank
         self._is_closed = False
-        self._ids = count()
+        self._requests = OfflineRequests()
         self._offline: OfflinePooling | None = None
         (self._config,) = config.models
         self._hub_tokenizer: HubTokenizer | None = None
@@ -204,7 +203,7 @@ class LLM:
                 f"{model.names[0]} is a model that generates, not an encoder.", param="model"
             )
         # The paths of routes import FastAPI, which a model that generates does not need.
-        offline: OfflinePooling = _part("pooling").OfflinePooling(model, self._engines)
+        offline: OfflinePooling = part("pooling").OfflinePooling(model, self._engines)
         self._offline = offline
         return offline
 
@@ -219,8 +218,7 @@ class LLM:
         Raises:
             InvalidRequestError: the specification is wrong, or cannot be enforced.
         """
-        assert self._model.grammars is not None, "a loaded model has a compiler"
-        return Grammar(text=self._model.grammars.compile(spec))
+        return compiled(spec, self._model)
 
     def get_tokenizer(self) -> HubTokenizer:
         """Return transformers' tokenizer of the model's folder, a ``PreTrainedTokenizerBase``.
@@ -233,7 +231,7 @@ class LLM:
         """
         tokenizer = self._hub_tokenizer
         if tokenizer is None:
-            tokenizer = self._hub_tokenizer = _part("hub_tokenizer").hub_tokenizer(self._config)
+            tokenizer = self._hub_tokenizer = part("hub_tokenizer").hub_tokenizer(self._config)
         return tokenizer
 
     def sleep(self, level: int = 1) -> None:
@@ -322,14 +320,8 @@ class LLM:
                 was generated.
             StepError: a step failed.
         """
-        items = [self._plain_prompt(prompt) for prompt in as_prompts(prompts)]
+        items = [plain_prompt(prompt, lambda: self._model) for prompt in as_prompts(prompts)]
         return self._generate(items, sampling_params, adapter, on_finish)
-
-    def _plain_prompt(self, prompt: Prompt | PromptMapping) -> Prompt | PicturePrompt:
-        if not isinstance(prompt, Mapping):
-            return prompt
-        plain: Prompt | PicturePrompt = _part("pictures").mapped_prompt(prompt, self._model)
-        return plain
 
     def _generate(
         self,
@@ -338,13 +330,8 @@ class LLM:
         adapter: str | Sequence[str | None] | None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        params = per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
-        adapters = per_prompt(adapter, len(items), "adapter")
-        requests = [
-            (item if isinstance(item, str) else None, self._request(item, item_params, name))
-            for item, item_params, name in zip(items, params, adapters, strict=True)
-        ]
-        return self._run(requests, on_finish)
+        made = self._requests.make(items, lambda: self._model, sampling_params, adapter)
+        return run(made, self._awake, on_finish)
 
     def chat(
         self,
@@ -366,22 +353,8 @@ class LLM:
         variables = self._model.template_variables(chat_template_kwargs or {})
         options = {"tools": tools, "template_kwargs": variables}
         sizes = mm_processor_kwargs
-        prompts = [self._chat_prompt(list(each), options, sizes) for each in several]  # type: ignore[arg-type]
+        prompts = [chat_prompt(list(each), self._model, options, sizes) for each in several]  # type: ignore[arg-type]
         return self._generate(prompts, sampling_params, adapter)
-
-    def _chat_prompt(
-        self,
-        conversation: Sequence[Message],
-        options: Mapping[str, Any],
-        sizes: Mapping[str, Any] | None,
-    ) -> Prompt | PicturePrompt:
-        is_plain = not any(
-            isinstance(message.get("content"), list) or message.get("tool_calls")
-            for message in conversation
-        )
-        if is_plain and self._model.pictures is None:
-            return self._model.tokenizer.encode_chat(conversation, **options)
-        return _part("pictures").chat_prompt(conversation, self._model, sizes, **options)
 
     def embed(
         self,
@@ -519,79 +492,7 @@ class LLM:
         """
         named = {"objective": objective, "data": data}
         fields = {name: value for name, value in named.items() if value is not None} | settings
-        session: OfflineSession = _part("training").open_session(
+        session: OfflineSession = part("training").open_session(
             lambda: self._awake, path, fields, cache_bytes=cache_bytes, max_rank=self._max_rank
         )
         return session
-
-    def _request(
-        self, prompt: Prompt | PicturePrompt, params: SamplingParams, adapter: str | None
-    ) -> GenerateRequest:
-        if isinstance(prompt, PicturePrompt):
-            ids, inputs = prompt.token_ids, prompt.inputs
-        else:
-            ids = self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            inputs = ()
-        return GenerateRequest(
-            request_id=f"offline-{next(self._ids)}",
-            model=self._model.names[0],
-            prompt_ids=tuple(ids),
-            params=self._with_grammar(params),
-            adapter=adapter,
-            inputs=inputs,
-        )
-
-    def _with_grammar(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose ``structured_outputs`` is compiled."""
-        if params.structured_outputs is None:
-            return params
-        spec = structured_outputs_spec(params.structured_outputs, param="structured_outputs")
-        if spec is None:
-            raise InvalidRequestError(
-                "structured_outputs names nothing to match.", param="structured_outputs"
-            )
-        try:
-            return replace(params, structured_outputs=None, grammar=self.grammar(spec))
-        except InvalidRequestError as refusal:
-            refusal.param = "structured_outputs"
-            raise
-
-    def _run(
-        self,
-        requests: Sequence[tuple[str | None, GenerateRequest]],
-        on_finish: Callable[[RequestOutput], None] | None,
-    ) -> list[RequestOutput]:
-        outputs = {request.request_id: empty_output(text, request) for text, request in requests}
-        with closing(self._awake.events([request for _, request in requests])) as events:
-            for event in events:
-                done = apply(event, outputs[event.request_id])
-                if done and on_finish is not None:
-                    on_finish(outputs[event.request_id])
-        return list(outputs.values())
-
-
-def _open_engines(
-    config: EngineConfig, size: int | Literal["auto"], devices: Sequence[int | str]
-) -> OfflineEngines:
-    """Return the engines, with their models loaded."""
-    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-    if size != "auto" and not is_count:
-        raise ConfigError(
-            f'data_parallel_size must be a whole number of at least 1, or "auto", not {size!r}.'
-        )
-    count = max(1, len(visible_devices())) if size == "auto" else size
-    if count == 1:
-        if devices:
-            raise ConfigError("data_parallel_devices needs a data_parallel_size above 1.")
-        prepare_device_process()
-        own: OfflineEngines = _part("own_engine").OwnEngine(config)
-        return own
-    several: OfflineEngines = _part("engine_processes").EngineProcesses(
-        config, count, [str(index) for index in devices]
-    )
-    return several
-
-
-def _part(name: str) -> Any:
-    """Return a module of ``offline``, of which each caller needs few: they import much."""
-    return importlib.import_module(f"mlx_parallm.offline.{name}")
