@@ -124,7 +124,7 @@ def test_a_draft_model_is_named(tmp_path: Path) -> None:
 
 def test_serve_ends_with_one_line(tmp_path: Path) -> None:
     folder = changed(tmp_path / "model", DEMO_FOLDER, "config.json", "attention_bias", "yes")
-    flags = ["--model", str(folder), "--port", "0", "--log-level", "warning"]
+    flags = ["--model", str(folder), "--port", "0", "--log-level", "error"]
     command = [sys.executable, "-m", "mlx_parallm", "serve", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
