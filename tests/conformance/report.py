@@ -34,6 +34,8 @@ The embedded model knows a few exercises and nothing else ([demo-model.md](demo-
 - langchain runs with `parallel_tool_calls: false` and `reasoning_effort: none`.
   The model makes two calls for "San Francisco, CA".
   It thinks without end about what it does not know.
+  Its typed output is strict: a schema that allows more properties lets the model write one without
+  end.
 - schemathesis sends 200 random requests to every operation of the server's own schema.
   OpenAI's published schema is not tested, because no package used here contains it.
 """
