@@ -52,6 +52,9 @@ class FakeModel:
     def begin(self, op: Any, tensors: Mapping[str, Any]) -> Pending[Any]:
         return Done({handle: sorted(names) for handle, names in tensors.items()})
 
+    def recover(self) -> None:
+        raise AssertionError("no device has failed")
+
     def release(self) -> None:
         self.is_released = True
 
