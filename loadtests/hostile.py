@@ -106,6 +106,8 @@ def main() -> int:
     options = [part for key in keys for part in ("--api-key", key)]
     options += ["--api-server-count", str(args.http_processes)]
     names = args.attacks.split(",")
+    if unknown := set(names) - ATTACKS.keys() - PICTURE_ATTACKS.keys():
+        parser.error(f"there is no attack {', '.join(sorted(unknown))}")
     cases = {name: [name] for name in names} | ({"all": names} if len(names) > 1 else {})
     with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
         run_phase(server, 3.0)
