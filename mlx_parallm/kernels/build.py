@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.kernel import Kernel, kernel_text
+from mlx_parallm.kernels.kernel import Kernel, KernelText, kernel_text
 from mlx_parallm.kernels.language import KernelLanguage
 
 #: ``Constant``: a type or a number that is written into a kernel's text.
@@ -83,15 +83,8 @@ class KernelBuilder:
         name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
         header = self._language.words + "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
-        return self._language.make(
-            name,
-            spec.inputs,
-            spec.outputs,
-            body,
-            header,
-            strided=spec.strided,
-            dtypes=self._dtypes(spec, constants),
-        )
+        text = KernelText(name, spec.inputs, spec.outputs, body, header, spec.strided)
+        return self._language.make(text, self._dtypes(spec, constants))
 
     def _dtypes(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> list[mx.Dtype] | None:
         """Return the dtypes of inputs and outputs; None unless all are known."""

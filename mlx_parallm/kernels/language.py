@@ -75,22 +75,11 @@ class KernelLanguage(Protocol):
         """True if the texts in ``tensor_cores``, which are CUDA's, compile."""
         ...
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Kernel:
-        """Return a kernel with the body ``source`` after ``header``.
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
+        """Return the kernel of a text.
 
-        It raises on other devices. Inputs that are not contiguous are copied, unless the kernel is
-        ``strided``. If ``dtypes``, those of inputs and outputs, are known, it is compiled in the
-        background where the language allows it.
+        It raises on other devices. If ``dtypes``, those of inputs and outputs, are known, it is
+        compiled in the background where the language allows it.
         """
         ...
 
@@ -121,19 +110,8 @@ class CudaLanguage:
         """See ``KernelLanguage.words``."""
         return kernel_text(METAL_WORDS)
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Kernel:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """See ``KernelLanguage.make``."""
-        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
         precompiler = self._precompiler()
         if precompiler is None:
             return _stock_kernel(text)
@@ -152,26 +130,16 @@ class MetalLanguage:
     has_tensor_cores = False
     tuning = METAL_TUNINGS[0]
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Kernel:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """See ``KernelLanguage.make``."""
         del dtypes  # Metal compiles at the first call.
         kernel: Any = mx.fast.metal_kernel(
-            name=name,
-            input_names=list(input_names),
-            output_names=list(output_names),
-            source=source,
-            header=header,
-            ensure_row_contiguous=not strided,
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            source=text.source,
+            header=text.header,
+            ensure_row_contiguous=not text.strided,
         )
         return kernel
 

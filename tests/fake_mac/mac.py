@@ -21,6 +21,7 @@ from typing import Any, Self
 import mlx.core as mx
 import pytest
 
+from mlx_parallm.kernels.kernel import KernelText
 from mlx_parallm.kernels.language import MetalLanguage
 from mlx_parallm.worker.attention import check
 from tests.kernels.shim_language import MetalShim
@@ -140,7 +141,8 @@ class _Kernels:
     ) -> Callable[..., list[mx.array]]:
         """Return a kernel, which MLX compiles when it is launched first."""
         strided = not ensure_row_contiguous
-        made = self._shim.make(name, input_names, output_names, source, header, strided=strided)
+        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
+        made = self._shim.make(text)
 
         def launch(**options: Any) -> list[mx.array]:
             if self._is_rejected(f"{name}\n{source}"):

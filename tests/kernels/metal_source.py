@@ -66,19 +66,8 @@ class RecordingMetal(MetalLanguage):
         """Return a launch of every variant so far."""
         return list(self._launches.values())
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Any:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
         """See ``KernelLanguage.make``."""
-        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
 
         def call(**options: Any) -> list[mx.array]:
             shapes = [tuple(shape) for shape in options["output_shapes"]]
@@ -102,11 +91,7 @@ def metal_sources(launches: Sequence[Launch]) -> list[str]:
 
 
 def _export(launch: Launch) -> None:
-    text = launch.text
-    kernel: Any = MetalLanguage().make(
-        *(text.name, text.input_names, text.output_names, text.source, text.header),
-        strided=text.strided,
-    )
+    kernel: Any = MetalLanguage().make(launch.text)
 
     def call(*inputs: mx.array) -> list[mx.array]:
         return kernel(

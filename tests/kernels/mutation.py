@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.kernel import kernel_text
+from mlx_parallm.kernels.kernel import KernelText, kernel_text
 from tests.kernels.shim_language import ORDERS, CudaShim, MetalShim, Shim
 
 SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
@@ -84,20 +84,10 @@ class MistakenShim(CudaShim):
         assert mistake.right in kernel_text(folder / f"{mistake.file}.metal")
         self._prefix, self._mistake = prefix, mistake
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Any:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
         """See ``Shim.make``."""
-        if name.startswith(self._prefix):
+        if text.name.startswith(self._prefix):
             right, wrong = self._mistake.right, self._mistake.wrong
-            source, header = (text.replace(right, wrong) for text in (source, header))
-        names = (name, input_names, output_names)
-        return super().make(*names, source, header, strided=strided, dtypes=dtypes)
+            source, header = (part.replace(right, wrong) for part in (text.source, text.header))
+            text = replace(text, source=source, header=header)
+        return super().make(text, dtypes)

@@ -116,24 +116,13 @@ class Shim:
         # Shapes of the arrays that kernels are given views of, by address.
         self._whole: dict[int, tuple[int, ...]] = {}
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Any:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
         """See ``KernelLanguage.make``; calls must have the compiled ``dtypes``."""
-        source = self.mutate(name, source)
-        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
+        text = replace(text, source=self.mutate(text.name, text.source))
 
         def call(**options: Any) -> list[mx.array]:
             actual = [*(array.dtype for array in options["inputs"]), *options["output_dtypes"]]
-            assert dtypes is None or actual == list(dtypes), f"{name}: {actual}, not {dtypes}"
+            assert dtypes is None or actual == list(dtypes), f"{text.name}: {actual}, not {dtypes}"
             return self._call(text, **options)
 
         return call

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.kernel import kernel_text
+from mlx_parallm.kernels.kernel import KernelText, kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from tests.kernels.shim_compile import SHIM
 from tests.kernels.shim_language import CudaShim
@@ -18,19 +19,7 @@ class TensorShim(CudaShim):
 
     has_tensor_cores = True
 
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-        dtypes: Sequence[mx.Dtype] | None = None,
-    ) -> Any:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Any:
         real = kernel_text(TEXTS / "tensor_cores" / "tensor.cu")
         shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
-        header = header.replace(real, shim)
-        names = (name, input_names, output_names)
-        return super().make(*names, source, header, strided=strided, dtypes=dtypes)
+        return super().make(replace(text, header=text.header.replace(real, shim)), dtypes)

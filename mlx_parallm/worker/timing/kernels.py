@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.config import KV_CACHE_DTYPES
-from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.kernel import Kernel, KernelText
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage
 from mlx_parallm.worker.attention.check import (
     BLOCK_SIZE,
@@ -91,9 +91,9 @@ class _TimedMetal(MetalLanguage):
         super().__init__()
         self._note = note
 
-    def make(self, name: str, *texts: Any, **options: Any) -> Kernel:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """See ``KernelLanguage.make``."""
-        return _TimedKernel(name, super().make(name, *texts, **options), self._note)
+        return _TimedKernel(text.name, super().make(text, dtypes), self._note)
 
 
 class _TimedCuda(CudaLanguage):
@@ -103,9 +103,9 @@ class _TimedCuda(CudaLanguage):
         super().__init__()
         self._note = note
 
-    def make(self, name: str, *texts: Any, **options: Any) -> Kernel:
+    def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """See ``KernelLanguage.make``."""
-        return _TimedKernel(name, super().make(name, *texts, **options), self._note)
+        return _TimedKernel(text.name, super().make(text, dtypes), self._note)
 
 
 def time_kernels() -> tuple[KernelTime, ...]:

@@ -223,17 +223,14 @@ def test_without_a_compiler_kernels_are_made_by_mlx() -> None:
     language = CudaLanguage(lambda: None)
     # MLX's build for a CPU fails here; its error names the function that was called.
     with pytest.raises(RuntimeError, match="cuda_kernel"):
-        language.make("k", ["x"], ["y"], "y[0] = x[0];", "", strided=False)
+        language.make(KernelText("k", ("x",), ("y",), "y[0] = x[0];", "", strided=False))
 
 
 def test_a_language_begins_to_compile_what_it_makes(tmp_path: Path) -> None:
     parts = Parts(tmp_path, Device())
     language = CudaLanguage(lambda: parts.precompiler)
     dtypes = (mx.float32, mx.int32, mx.float32)
-    kernel = language.make(
-        TEXT.name, TEXT.input_names, TEXT.output_names, TEXT.source, TEXT.header,
-        strided=False, dtypes=dtypes,
-    )  # fmt: skip
+    kernel = language.make(TEXT, dtypes)
     assert isinstance(kernel, PrecompiledKernel)
     program = program_of(TEXT, dtypes, CUDA_TYPES)
     assert program is not None
