@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -146,13 +147,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
     }
     if compiler is not None:
         checks["compiler"] = compiler
-    rejected = {name: each.rejected for name, each in checks.items() if each.rejected is not None}
-    # A check and a measurement that compile the same kernel fail for the same reason.
-    rejected |= {
-        each.name: each.problem
-        for each in (*tunings, *kernels)
-        if each.problem is not None and each.problem not in rejected.values()
-    }
+    rejected = _rejected(checks, (*tunings, *kernels))
     speed = _speed() if world is None else None
     kv, kv_problem = fitting_kv(config) if world is None else ({}, None)
     return Diagnosis(
@@ -182,6 +177,20 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         kv_problem=kv_problem,
         world=world,
     )
+
+
+def _rejected(
+    checks: Mapping[str, AttentionReport | KernelReport | CompilerReport],
+    times: Sequence[TuningTime | KernelTime],
+) -> dict[str, str]:
+    """Return ``Diagnosis.rejected``."""
+    rejected = {name: each.rejected for name, each in checks.items() if each.rejected is not None}
+    # A check and a measurement that compile the same kernel fail for the same reason.
+    return rejected | {
+        each.name: each.problem
+        for each in times
+        if each.problem is not None and each.problem not in rejected.values()
+    }
 
 
 def _speed() -> SpeedReport | None:
