@@ -62,7 +62,7 @@ class TrainingSession:
         id: its id.
         model: the first name of the model.
         status: "ready", "running" or "paused".
-        reason: why it was paused, if nobody asked for that.
+        reason: why the server paused it; None if a request did.
         created_at: Unix seconds.
         step: number of steps that were made.
         until: number of steps after which the run in the background ends.

@@ -120,7 +120,7 @@ class SessionState:
 
     Attributes:
         status: see the class.
-        reason: why it was paused, if nobody asked for that.
+        reason: why the server paused it; None if a request did.
         base: the SHA-256 of the weights that it trains on; None before it was opened.
         forwards: the sizes of its forwards; None before it was opened. They stay the same, because
             the bits of a result depend on them.

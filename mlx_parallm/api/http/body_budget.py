@@ -183,8 +183,8 @@ class _Body:
 class BodyPace(ClientPace):
     """Lets a client's bodies through at a bounded rate, unless it is the only client here.
 
-    A body that is being read holds the event loop, and everybody's tokens pass through that. A
-    client whose bodies come faster waits, and nobody else does.
+    A body that is being read holds the event loop, and the tokens of all clients pass through
+    that. A client whose bodies come faster waits; the others do not.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -53,7 +53,7 @@ class SessionAnswer(BaseModel):
     object: str = Field(default="mezo.session", description="What this is.")
     model: str = Field(description="The model.")
     status: str = Field(description="ready, running or paused.")
-    reason: str | None = Field(description="Why it was paused, if nobody asked for that.")
+    reason: str | None = Field(description="Why the server paused it; null if a request did.")
     created_at: int = Field(description="Unix seconds.")
     step: int = Field(description="Steps that were made.")
     until: int = Field(description="Steps after which the run in the background ends.")
