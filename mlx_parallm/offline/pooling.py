@@ -8,15 +8,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mlx_parallm.api.pooling.activation import activated
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished
 from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.hf.fill_mask import filled
 from mlx_parallm.api.pooling.inputs.encode import ANY_TEXT, Reading, Role, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt
-from mlx_parallm.api.pooling.rewards.request import reward_model, reward_of
-from mlx_parallm.api.pooling.score.pairs import Pairs, score_pairs, scoring_model
-from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS
+from mlx_parallm.api.pooling.scores.pairs import Pairs, score_pairs, scoring_model
+from mlx_parallm.api.pooling.scores.rewards import reward_model, reward_of
+from mlx_parallm.api.pooling.vectors.arrays import activated, check_dimensions, finished
+from mlx_parallm.api.pooling.vectors.routes import POOLING_TASKS
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.offline.outputs import (
     ClassificationOutput,

@@ -11,7 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.vectors.arrays import activated
 from mlx_parallm.client.tensors import encode_safetensors
 from tests.decoder_folders import write_decoder_of
 from tests.embedder_folder import write_embedder, write_encoder_of

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished, similarities
-from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
 from mlx_parallm.api.pooling.hf.fill_mask import fill_mask
 from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.hf.schema import TaskParameters
@@ -18,6 +16,12 @@ from mlx_parallm.api.pooling.hf.token_classification import token_classification
 from mlx_parallm.api.pooling.inputs.request import prompted_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.mlm.inputs import num_masks
+from mlx_parallm.api.pooling.vectors.arrays import (
+    as_bytes,
+    check_dimensions,
+    finished,
+    similarities,
+)
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.pooling.activation import activated, ranked_labels, softmax
 from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, is_list_of
+from mlx_parallm.api.pooling.vectors.arrays import activated, ranked_labels, softmax
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.pooling import PoolingInput, ProblemType

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.activation import softmax
 from mlx_parallm.api.pooling.hf.entities import LabelledTokens, entities
 from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
+from mlx_parallm.api.pooling.vectors.arrays import softmax
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, TokenSpan
 

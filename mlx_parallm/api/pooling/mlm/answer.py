@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.pooling.activation import log_softmax
 from mlx_parallm.api.pooling.answer import prompt_usage
 from mlx_parallm.api.pooling.mlm.fill_mask import fillings
 from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.pooling.mlm.schema import MlmRequest
+from mlx_parallm.api.pooling.vectors.arrays import log_softmax
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task

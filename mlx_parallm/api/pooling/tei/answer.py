@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm import __version__
-from mlx_parallm.api.pooling.activation import activated, ranked_labels
 from mlx_parallm.api.pooling.inputs.encode import pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.tei.schema import PredictRequest
+from mlx_parallm.api.pooling.vectors.arrays import activated, ranked_labels
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, TokenSpan

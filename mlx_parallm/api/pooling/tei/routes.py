@@ -16,7 +16,6 @@ from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished, similarities
 from mlx_parallm.api.pooling.inputs.request import prompted_inputs
 from mlx_parallm.api.pooling.tei.answer import (
     PARAM,
@@ -33,6 +32,7 @@ from mlx_parallm.api.pooling.tei.schema import (
     PredictRequest,
     SimilarityRequest,
 )
+from mlx_parallm.api.pooling.vectors.arrays import check_dimensions, finished, similarities
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types.pooling import PoolingInput, Task

@@ -1,1 +1,1 @@
-"""vLLM's route for any result of a pooling model."""
+"""Vectors, probabilities of labels and moderations: OpenAI's and vLLM's routes."""

@@ -1,4 +1,4 @@
-"""``POST /pooling``, in vLLM's shape."""
+"""``POST /classify`` and ``POST /pooling``, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,84 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import Response
+from pydantic import Field, StrictBool
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
-from mlx_parallm.api.pooling.embeddings.array_encoding import BYTES, arrays_answer, check_format
-from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
 from mlx_parallm.api.pooling.inputs.request import request_inputs
-from mlx_parallm.api.pooling.late_interaction import side_inputs, side_vectors
-from mlx_parallm.api.pooling.vectors.answer import POOLING_TASKS, pooling_task
+from mlx_parallm.api.pooling.inputs.schema import TextsRequest
+from mlx_parallm.api.pooling.vectors.arrays import (
+    BYTES,
+    arrays_answer,
+    check_dimensions,
+    check_format,
+    finished,
+)
+from mlx_parallm.api.pooling.vectors.late_interaction import side_inputs, side_vectors
+from mlx_parallm.api.pooling.vectors.schema import PoolingRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput, Task
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
 
 routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
+POOLING_TASKS: tuple[Task, ...] = ("embed", "token_embed", "classify", "token_classify")
+
+
+class ClassifyRequest(TextsRequest):
+    """vLLM's ``POST /classify``."""
+
+    use_activation: StrictBool | None = Field(
+        None, description="False: the logits in place of probabilities."
+    )
+
+
+# SGLang serves /classify also with the prefix of OpenAI's routes.
+@routes.post("/v1/classify")
+@routes.post("/v1/classifications", include_in_schema=False)
+async def classify(body: ClassifyRequest, pooling: PoolingDep) -> Response:
+    """Return the likeliest label of each text, and the probabilities of all labels."""
+    call = pooling.open("classify", body.model, "classify", own_id=body.request_id)
+    inputs = await request_inputs(body, call.model, "classify")
+    return await call.respond(
+        inputs, lambda encoded: classified(encoded, use_activation=body.use_activation)
+    )
+
+
+def classified(encoded: Encoded, *, use_activation: bool | None) -> dict[str, Any]:
+    """Return the likeliest label of each text, and the probabilities of all labels in order."""
+    info = encoded.call.model.info
+    rows = finished(encoded.results, "classify", info, use_activation=use_activation)
+    return encoded.answer(
+        [
+            {
+                "index": index,
+                "label": info.labels[int(row.argmax())],
+                "probs": row.tolist(),
+                "num_classes": len(row),
+            }
+            for index, row in enumerate(rows)
+        ]
+    )
+
+
+def pooling_task(body: PoolingRequest, info: PoolingInfo) -> Task:
+    """Return the task of a request; by default the model's first that this route serves.
+
+    Raises:
+        InvalidRequestError: a field belongs to another task, or to plugins.
+    """
+    task: Task = body.task or next(each for each in info.tasks if each in POOLING_TASKS)
+    if "data" in (body.model_extra or {}):
+        raise InvalidRequestError(
+            "data is not supported, because there are no plugins: send input or messages.",
+            param="data",
+            code="unsupported_parameter",
+        )
+    if body.dimensions is not None and task != "embed":
+        raise InvalidRequestError(f"dimensions is not supported for {task}.", param="dimensions")
+    return task
 
 
 @routes.post("/v1/pooling", responses=BYTES)

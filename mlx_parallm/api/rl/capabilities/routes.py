@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep, MaxWaitingDep
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.rewards.request import gives_rewards
+from mlx_parallm.api.pooling.scores.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import LOGPROBS_MODES

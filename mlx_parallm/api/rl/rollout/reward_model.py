@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.pooling.inputs.encode import Reading
-from mlx_parallm.api.pooling.rewards.request import Text, reward_inputs, reward_model, reward_of
+from mlx_parallm.api.pooling.scores.rewards import Text, reward_inputs, reward_model, reward_of
 from mlx_parallm.api.rl.rollout.groups import Group, Judge, Verdict
 from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutItem
 from mlx_parallm.api.turns.generation import named_by

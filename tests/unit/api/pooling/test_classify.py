@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.vectors.arrays import activated
 from mlx_parallm.types.pooling import PoolingInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.api.pooling import answer as encoder_answer
-from mlx_parallm.api.pooling.activation import activated
-from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
+from mlx_parallm.api.pooling.vectors.arrays import activated, as_bytes
 from mlx_parallm.types.pooling import PoolingInput, Task
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder

@@ -8,8 +8,8 @@ import numpy as np
 import openai
 import pytest
 
-from mlx_parallm.api.pooling.activation import activated
-from mlx_parallm.api.pooling.moderations.answer import CATEGORIES, SHORT, harmful, moderates
+from mlx_parallm.api.pooling.vectors.arrays import activated
+from mlx_parallm.api.pooling.vectors.moderations import CATEGORIES, SHORT, harmful, moderates
 from mlx_parallm.types.pooling import PoolingInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mlx_parallm.api.pooling.score.pairs import scoring_model
+from mlx_parallm.api.pooling.scores.pairs import scoring_model
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.fake_encoders import FakeEncoders, make_encoder
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.api.pooling import encoded as encoding
-from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.vectors.arrays import activated
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.pooling import PoolingInput, Task
 from tests.encoder_requests import fetch, post, refused_field

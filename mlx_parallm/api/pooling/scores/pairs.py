@@ -11,17 +11,17 @@ from typing import Literal
 import numpy as np
 
 from mlx_parallm.api.pooling.answer import num_tokens
-from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
 from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.inputs.encode import Reading, Role, pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
-from mlx_parallm.api.pooling.late_interaction import (
+from mlx_parallm.api.pooling.scores.schema import ScoreRequest
+from mlx_parallm.api.pooling.vectors.arrays import unit_vectors
+from mlx_parallm.api.pooling.vectors.late_interaction import (
     Side,
     max_sim,
     side_inputs,
     side_vectors,
 )
-from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError

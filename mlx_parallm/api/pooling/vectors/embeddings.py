@@ -8,11 +8,15 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import PoolingDep
-from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
-from mlx_parallm.api.pooling.embeddings.array_encoding import BYTES, arrays_answer, check_format
-from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt, prompt_of_type
 from mlx_parallm.api.pooling.inputs.request import request_inputs
+from mlx_parallm.api.pooling.vectors.arrays import (
+    BYTES,
+    arrays_answer,
+    check_dimensions,
+    check_format,
+)
+from mlx_parallm.api.pooling.vectors.schema import EmbeddingsRequest
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.activation import softmax
 from mlx_parallm.api.pooling.answer import PoolingCall, num_tokens
 from mlx_parallm.api.pooling.inputs.encode import single_inputs
-from mlx_parallm.api.pooling.score.schema import ScoreRequest
+from mlx_parallm.api.pooling.scores.schema import ScoreRequest
+from mlx_parallm.api.pooling.vectors.arrays import softmax
 from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage

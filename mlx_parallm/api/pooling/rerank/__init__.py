@@ -1,1 +1,0 @@
-"""Documents sorted by a query: Jina, Cohere, vLLM and TEI."""

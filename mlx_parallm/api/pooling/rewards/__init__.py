@@ -1,1 +1,0 @@
-"""Rewards of texts and conversations."""

@@ -1,1 +1,0 @@
-"""Scores of pairs and of labels: vLLM and SGLang."""

@@ -1,0 +1,1 @@
+"""Scores of texts: rerankers, pairs, labels and rewards."""
