@@ -9,9 +9,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mlx_parallm.api.pooling.encoded import ModelCall
-from mlx_parallm.api.pooling.hf.fill_mask import filled
-from mlx_parallm.api.pooling.inputs.encode import ANY_TEXT, Reading, Role, single_inputs
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.hf.tasks import filled
+from mlx_parallm.api.pooling.inputs.encode import (
+    ANY_TEXT,
+    Reading,
+    Role,
+    named_prompt,
+    single_inputs,
+)
 from mlx_parallm.api.pooling.scores.pairs import Pairs, score_pairs, scoring_model
 from mlx_parallm.api.pooling.scores.rewards import reward_model, reward_of
 from mlx_parallm.api.pooling.vectors.arrays import activated, check_dimensions, finished

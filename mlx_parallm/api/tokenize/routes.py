@@ -17,7 +17,7 @@ from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.encode import named_prompt
 from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields

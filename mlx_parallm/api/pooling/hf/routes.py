@@ -12,9 +12,8 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import PoolingDep, PoolingPrelude
-from mlx_parallm.api.pooling.hf.choice import TASKS, choose
-from mlx_parallm.api.pooling.hf.job import Job
-from mlx_parallm.api.pooling.hf.schema import TaskRequest
+from mlx_parallm.api.pooling.hf.schema import Job, TaskRequest
+from mlx_parallm.api.pooling.hf.tasks import TASKS, choose
 from mlx_parallm.api.turns.generation import unless_disconnected
 
 routes = Routes(POOLING, body_limit=INPUT, in_any_process=True)

@@ -1,14 +1,17 @@
-"""Bodies of Hugging Face's task form."""
+"""Bodies of Hugging Face's task form, and the work that they ask for."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.api.pooling.encoded import ModelCall
 from mlx_parallm.api.pooling.inputs.encode import Reading
-from mlx_parallm.api.pooling.inputs.schema import Dimensions, PromptName
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Dimensions, PromptName, as_texts
+from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_TOP_K = 1000
 MAX_TARGETS = 10_000
@@ -65,3 +68,38 @@ class TaskRequest(TaskParameters):
         beside = self.model_dump(include={*TaskParameters.model_fields}, exclude_unset=True)
         within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
         return TaskParameters.model_validate({**beside, **within})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A task of a request.
+
+    Attributes:
+        inputs: the body's; of any type.
+        parameters: the body's.
+        call: a call of a model that can do the task.
+        warnings: sentences about words that were read in another way; the task adds them.
+    """
+
+    inputs: Any
+    parameters: TaskParameters
+    call: ModelCall
+    warnings: list[str] = field(default_factory=list[str])
+
+    @property
+    def reading(self) -> Reading:
+        """Return how the inputs are read."""
+        return self.parameters.reading("inputs")
+
+    def texts(self, inputs: Any = None) -> list[str]:
+        """Return the body's inputs, or others, as a list: a text or several.
+
+        Raises:
+            InvalidRequestError: they are something else.
+        """
+        texts = as_texts(self.inputs if inputs is None else inputs)
+        if texts is None:
+            raise InvalidRequestError(
+                f"inputs must be a text or a list of 1 to {MAX_INPUTS} texts.", param="inputs"
+            )
+        return texts

@@ -8,8 +8,13 @@ from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.inputs.encode import Reading, Role, single_inputs, text_limit
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.encode import (
+    Reading,
+    Role,
+    named_prompt,
+    single_inputs,
+    text_limit,
+)
 from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel

@@ -12,8 +12,13 @@ import numpy as np
 
 from mlx_parallm.api.pooling.answer import num_tokens
 from mlx_parallm.api.pooling.encoded import ModelCall
-from mlx_parallm.api.pooling.inputs.encode import Reading, Role, pair_inputs, single_inputs
-from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
+from mlx_parallm.api.pooling.inputs.encode import (
+    Reading,
+    Role,
+    pair_inputs,
+    prompt_of_type,
+    single_inputs,
+)
 from mlx_parallm.api.pooling.scores.schema import ScoreRequest
 from mlx_parallm.api.pooling.vectors.arrays import unit_vectors
 from mlx_parallm.api.pooling.vectors.late_interaction import (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import AliasChoices, Field, StrictBool
 from starlette.responses import Response
 
 from mlx_parallm.api.pooling.answer import Encoded
-from mlx_parallm.api.pooling.vectors.schema import ArraysRequest
+from mlx_parallm.api.pooling.inputs.schema import Dimensions, TextsRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import LABEL_TASKS, PoolingInfo, ProblemType, Task
@@ -22,6 +23,29 @@ MAX_DESCRIBED = 256
 #: ``BYTES``: what routes with such answers say in the API's document.
 BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
 _DTYPES: Mapping[str, str] = {"float32": "f4", "float16": "f2"}
+
+
+class ArraysRequest(TextsRequest):
+    """The fields that choose the form of each input's array."""
+
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = Field(
+        "float",
+        description="Numbers; base64 of the bytes of numbers; or the bytes alone as the body, "
+        "with or without a header `metadata` that says what they are.",
+    )
+    embed_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        "float32", description="Type of numbers as bytes."
+    )
+    endianness: Literal["native", "little", "big"] = Field(
+        "native", description="Byte order of numbers as bytes; native is little."
+    )
+    dimensions: Dimensions = None
+    use_activation: StrictBool | None = Field(
+        None,
+        validation_alias=AliasChoices("use_activation", "normalize"),
+        description="Divide vectors by their lengths, make probabilities of logits. Vectors: as "
+        "the model's files say by default; probabilities: true. Also as normalize.",
+    )
 
 
 def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:

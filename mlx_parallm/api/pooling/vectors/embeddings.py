@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from fastapi import Response
+from pydantic import AliasChoices, Field, StrictStr
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.answer import PoolingDep
-from mlx_parallm.api.pooling.inputs.prompts import named_prompt, prompt_of_type
+from mlx_parallm.api.pooling.inputs.encode import named_prompt, prompt_of_type
 from mlx_parallm.api.pooling.inputs.request import request_inputs
+from mlx_parallm.api.pooling.inputs.schema import PromptName
 from mlx_parallm.api.pooling.vectors.arrays import (
     BYTES,
+    ArraysRequest,
     arrays_answer,
     check_dimensions,
     check_format,
 )
-from mlx_parallm.api.pooling.vectors.schema import EmbeddingsRequest
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo
 
 routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
+
+
+class EmbeddingsRequest(ArraysRequest):
+    """OpenAI's, with vLLM's fields, and the prompts of sentence-transformers."""
+
+    input_type: StrictStr | None = Field(
+        None,
+        validation_alias=AliasChoices("input_type", "task"),
+        description="Use of the texts, such as query or document, as in Cohere, NVIDIA, Voyage "
+        "and (as task) Jina: the model's prompt for that use precedes them.",
+    )
+    prompt_name: PromptName = None
+    prompt: StrictStr | None = Field(None, description="A text that precedes the texts.")
 
 
 @routes.post("/v1/embeddings", batchable=True, responses=BYTES)

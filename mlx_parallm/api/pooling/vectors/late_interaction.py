@@ -12,8 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from mlx_parallm.api.pooling.inputs.encode import Reading, Role, single_inputs
-from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
+from mlx_parallm.api.pooling.inputs.encode import Reading, Role, prompt_of_type, single_inputs
 from mlx_parallm.api.pooling.vectors.arrays import unit_vectors
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import LateInteraction, PoolingInput

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Response
 from pydantic import Field, StrictBool
@@ -16,13 +16,13 @@ from mlx_parallm.api.pooling.inputs.request import request_inputs
 from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 from mlx_parallm.api.pooling.vectors.arrays import (
     BYTES,
+    ArraysRequest,
     arrays_answer,
     check_dimensions,
     check_format,
     finished,
 )
 from mlx_parallm.api.pooling.vectors.late_interaction import side_inputs, side_vectors
-from mlx_parallm.api.pooling.vectors.schema import PoolingRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
@@ -65,6 +65,17 @@ def classified(encoded: Encoded, *, use_activation: bool | None) -> dict[str, An
             }
             for index, row in enumerate(rows)
         ]
+    )
+
+
+class PoolingRequest(ArraysRequest):
+    """vLLM's ``POST /pooling``."""
+
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
+        None, description="Default: the model's main task."
+    )
+    input_type: Literal["query", "document"] | None = Field(
+        None, description="For token_embed: read texts for comparison by their tokens."
     )
 
 
