@@ -34,7 +34,7 @@ CLIENTS, STREAMS = 32, 128
 SKIPPED = 20
 EVENT = b"data: {"
 LAST_CHUNK = b"0\r\n\r\n"
-# TARGETS: largest ratios to the version before the work on these costs (docs/performance.md).
+# TARGETS: largest ratios to the version before these costs were cut (benchmarks/results/http.md).
 TARGETS = {"embedding, base64": 0.6, "streamed token": 0.75}
 THREADS = ("loop", "process")
 

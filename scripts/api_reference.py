@@ -22,6 +22,7 @@ from mlx_parallm.api.http.routing import declared_routes
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.units import readable_bytes
 from scripts.compact_json import compact_json
+from scripts.markdown_links import anchor
 from tests.fake_engine import FakeEngine
 
 MAX_TEXT = 160
@@ -173,12 +174,6 @@ class Page:
         if schema.get("type") == "array":
             return f"list of {self._type(schema.get('items', {}))}"
         return schema.get("type", "any")
-
-
-def anchor(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
-    kept = (letter for letter in heading.lower() if letter.isalnum() or letter in " -_")
-    return "".join(kept).replace(" ", "-")
 
 
 def shortened(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.gpu`` measures what ``results/gpu.json`` does not have yet, in order of
 priority, and writes the file after every row. ``--write-docs`` takes the file's figures into
-``benchmarks/gpu/published.json`` and puts the tables of these into ``docs/performance.md``.
+``benchmarks/gpu/published.json`` and puts the tables of these into ``benchmarks/results/gpu.md``.
 ``--shrink`` runs every row at sizes for a CPU, to see that it runs.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.figures import write_index
 from benchmarks.gpu.bench import Bench, Outcome, Row, Sizes
 from benchmarks.gpu.rows import all_rows
 from benchmarks.gpu.store import Results, about_run
@@ -50,6 +51,7 @@ def main() -> int:
         published = Results(PUBLISHED)
         published.take(results)
         write_tables(rows, published.rows)
+        write_index()
     else:
         bench = Bench(Sizes.tiny() if args.shrink else Sizes())
         run(bench, chosen, results, args)

@@ -1,4 +1,4 @@
-"""The Markdown tables of the results, between the marks of ``docs/performance.md``."""
+"""The Markdown tables of the results, between the marks of ``benchmarks/results/gpu.md``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-from benchmarks.figures import PAGE, replace_marked
+from benchmarks.figures import PAGES, replace_marked
 from benchmarks.gpu.bench import Row
 from benchmarks.gpu.store import why_incomplete
 
 Record = Mapping[str, Any]
+PAGE = PAGES / "gpu.md"
 
 
 def write_tables(rows: Sequence[Row], records: Mapping[str, Record], page: Path = PAGE) -> None:

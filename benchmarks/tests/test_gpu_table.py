@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -15,11 +14,10 @@ from benchmarks.gpu.engines import engine_for, random_prompts
 from benchmarks.gpu.parity import parting_gap
 from benchmarks.gpu.rows import all_rows
 from benchmarks.gpu.store import Results
-from benchmarks.gpu.tables import format_table, write_tables
+from benchmarks.gpu.tables import PAGE, format_table, write_tables
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.types.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 #: ``OUTSIDE``: rows that start processes.
 OUTSIDE = {
     "parity",

@@ -43,7 +43,7 @@ class PictureSize:
         return f"{self.width}x{self.height}"
 
 
-#: ``DEFAULT_SIZE``: that of the figures in docs/performance.md.
+#: ``DEFAULT_SIZE``: that of the figures in benchmarks/results/images.md.
 DEFAULT_SIZE = PictureSize(1024, 768)
 
 

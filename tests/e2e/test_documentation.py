@@ -23,6 +23,7 @@ FOLDERS = (
     "examples/mezo",
     "loadtests",
     "benchmarks",
+    "benchmarks/results",
 )
 
 

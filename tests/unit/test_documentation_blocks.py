@@ -92,7 +92,7 @@ def test_a_block_that_awaits_outside_a_function_is_no_script(tmp_path: Path, cod
 def all_pages() -> list[Path]:
     folders = [ROOT, *(ROOT / name for name in ("docs", "examples", "benchmarks", "loadtests"))]
     return [page for folder in folders for page in folder.glob("*.md")] + [
-        page for name in ("docs", "examples") for page in (ROOT / name).glob("*/*.md")
+        page for name in ("docs", "examples", "benchmarks") for page in (ROOT / name).glob("*/*.md")
     ]
 
 

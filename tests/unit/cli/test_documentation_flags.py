@@ -20,7 +20,14 @@ from mlx_parallm.cli.settings import SETTINGS
 from tests.documentation import Block, read_blocks
 from tests.server_process import ROOT
 
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    *(
+        f"{folder}/{path.name}"
+        for folder in ("docs", "benchmarks/results")
+        for path in sorted((ROOT / folder).glob("*.md"))
+    ),
+)
 OPERATIONS = "docs/operations.md"
 #: The pages name these options of other programs.
 OTHER_OPTIONS = {
