@@ -13,9 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import override
+
 from mlx_parallm.bench.step_times import Span, device_spans
 from mlx_parallm.types.step import ScheduledBatch
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.tracing import Phase, StepTracer
 
 PROCESS = 1
 ENGINE_THREAD = 1
@@ -23,7 +25,7 @@ DEVICE = 2
 THREADS = {ENGINE_THREAD: "engine thread", DEVICE: "device, at most"}
 
 
-class TraceRecorder:
+class TraceRecorder(StepTracer):
     """Keeps every span in memory. Implements ``StepTracer``.
 
     Attributes:
@@ -34,8 +36,8 @@ class TraceRecorder:
         self.spans: list[Span] = []
         self._clock = clock
 
+    @override
     def span(self, phase: Phase, batch: ScheduledBatch | None = None) -> _Recording:
-        """See ``StepTracer.span``."""
         return _Recording(self.spans, self._clock, phase, batch)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from mlx_parallm.distributed.codec import StepEncoder
 from mlx_parallm.distributed.log import (
     LONG_S,
@@ -80,8 +82,8 @@ class LeadingWorker(Worker):
         self._specs = tuple(shared)
         self._encoders: dict[str, StepEncoder] = {}
 
+    @override
     def least_free(self, own: int | None) -> int | None:
-        """See ``Worker.least_free``."""
         number = self._log.begin(Entry.FREE_MEMORY, None)
         known = [own, *self._log.replies(number)]
         self._log.end()

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 
+from typing_extensions import override
+
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
-from mlx_parallm.engine.policies import AdapterHead
+from mlx_parallm.engine.policies import AdapterHead, TensorStore
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.room import naming_lack
 from mlx_parallm.worker.ops import (
@@ -31,7 +33,7 @@ ADAPTER = "An adapter"
 UPDATE = "An update of weights"
 
 
-class DeviceAdapters:
+class DeviceAdapters(TensorStore):
     """The adapters of one model. Implements ``policies.TensorStore``; lives on the engine thread.
 
     It keeps the tensors of adapters, so that a model that was evicted comes back with its own.
@@ -45,15 +47,15 @@ class DeviceAdapters:
         self._heads: dict[str, AdapterHead | None] = {}
         self._parts: dict[tuple[int, str], int] = {}
 
+    @override
     def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
-        """See ``TensorStore``."""
         if content not in self._heads:
             self._heads[content] = self._send(content, adapter)
             self._adapters[content] = adapter
         return self._heads[content]
 
+    @override
     def stage(self, slot: int, content: str) -> bool:
-        """See ``TensorStore``."""
         self.ensure([content])
         part = self._parts.pop((slot, content), 0)
         op = StageAdapter(model=self._model, content=content, slot=slot, part=part)
@@ -63,8 +65,8 @@ class DeviceAdapters:
             self._parts[slot, content] = part + 1
         return has_more
 
+    @override
     def remove(self, content: str) -> None:
-        """See ``TensorStore``."""
         self._adapters.pop(content, None)
         if content in self._heads:
             del self._heads[content]

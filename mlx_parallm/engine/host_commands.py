@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.commands import Change, HostCommand
+from mlx_parallm.engine.commands import Change, HostCommand, JoinsResults, NeedsDecision
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.models import ServedEngine
@@ -36,7 +38,7 @@ class ListVersions(HostCommand[LoadedVersions]):
 
 
 @dataclass(frozen=True, slots=True)
-class BeginAdapter(HostCommand[bool]):
+class BeginAdapter(HostCommand[bool], JoinsResults):
     """Check an adapter and upload its first part into a slot; return True if there is more.
 
     Raises:
@@ -64,13 +66,14 @@ class BeginAdapter(HostCommand[bool]):
         host.stagings[self.number] = staging
         return staging.advance()
 
+    @override
     def together(self, results: Sequence[bool]) -> bool:
-        """See ``JoinsResults``: an engine without a free slot has no parts to put."""
+        """An engine without a free slot has no parts to put."""
         return any(results)
 
 
 @dataclass(frozen=True, slots=True)
-class StageAdapterPart(HostCommand[bool]):
+class StageAdapterPart(HostCommand[bool], JoinsResults):
     """Upload the next part of an adapter; see ``BeginAdapter``."""
 
     number: int
@@ -79,8 +82,8 @@ class StageAdapterPart(HostCommand[bool]):
         """Apply the command."""
         return host.stagings[self.number].advance()
 
+    @override
     def together(self, results: Sequence[bool]) -> bool:
-        """See ``JoinsResults`` and ``BeginAdapter``."""
         return any(results)
 
 
@@ -105,7 +108,7 @@ def _choose_evicted(results: Sequence[Evictable]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoom(HostCommand[Evictable]):
+class FindRoom(HostCommand[Evictable], JoinsResults):
     """Return what can be evicted for an adapter of a model; raise as ``Policies.load`` does."""
 
     name: str
@@ -115,13 +118,13 @@ class FindRoom(HostCommand[Evictable]):
         """Apply the command."""
         return policies_of(host, self.model).evictable_for(self.name)
 
+    @override
     def together(self, results: Sequence[Evictable]) -> str | None:
-        """See ``JoinsResults``."""
         return _choose_evicted(results)
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoomForStaged(HostCommand[Evictable]):
+class FindRoomForStaged(HostCommand[Evictable], JoinsResults):
     """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does."""
 
     number: int
@@ -131,13 +134,13 @@ class FindRoomForStaged(HostCommand[Evictable]):
         staging = host.stagings[self.number]
         return staging.policies.evictable_for(staging.upload.name)
 
+    @override
     def together(self, results: Sequence[Evictable]) -> str | None:
-        """See ``JoinsResults``."""
         return _choose_evicted(results)
 
 
 @dataclass(frozen=True, slots=True)
-class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]]):
+class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]], NeedsDecision):
     """Let requests use a prepared adapter; return it, and all that is loaded.
 
     Raises as ``Policies.load`` does.
@@ -150,12 +153,12 @@ class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]]):
     number: int
     evicted: str | None = None
 
+    @override
     def inquiry(self) -> FindRoomForStaged:
-        """See ``NeedsDecision``."""
         return FindRoomForStaged(self.number)
 
+    @override
     def decided(self, decision: str | None) -> CommitAdapter:
-        """See ``NeedsDecision``."""
         return replace(self, evicted=decision)
 
     def __call__(self, host: EngineLoop) -> tuple[AdapterInfo, LoadedVersions]:
@@ -181,7 +184,7 @@ class DropStagedAdapter(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class EnsureAdapter(Change, HostCommand[AdapterInfo]):
+class EnsureAdapter(Change, HostCommand[AdapterInfo], NeedsDecision):
     """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``.
 
     Attributes:
@@ -194,12 +197,12 @@ class EnsureAdapter(Change, HostCommand[AdapterInfo]):
     model: str
     evicted: str | None = None
 
+    @override
     def inquiry(self) -> FindRoom:
-        """See ``NeedsDecision``."""
         return FindRoom(self.upload.name, self.model)
 
+    @override
     def decided(self, decision: str | None) -> EnsureAdapter:
-        """See ``NeedsDecision``."""
         return replace(self, evicted=decision)
 
     def __call__(self, host: EngineLoop) -> AdapterInfo:
@@ -221,7 +224,7 @@ class UnloadAdapter(Change, HostCommand[AdapterInfo]):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(Change, HostCommand[int]):
+class Pause(Change, HostCommand[int], JoinsResults):
     """Begin no more steps; return how many requests are kept."""
 
     def __call__(self, host: EngineLoop) -> int:
@@ -232,8 +235,9 @@ class Pause(Change, HostCommand[int]):
             host.deliver(engine.settle())
         return sum(engine.num_requests for engine in host.takers())
 
+    @override
     def together(self, results: Sequence[int]) -> int:
-        """See ``JoinsResults``: each engine has requests of its own."""
+        """Each engine has requests of its own."""
         return sum(results)
 
 
@@ -352,7 +356,7 @@ class SleepModels(Change, HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class WakeModels(Change, HostCommand[list[str]]):
+class WakeModels(Change, HostCommand[list[str]], JoinsResults):
     """Allocate memory again; return which of ``SLEEP_TAGS`` are still asleep."""
 
     tags: Sequence[str]
@@ -364,8 +368,8 @@ class WakeModels(Change, HostCommand[list[str]]):
             live.wake(self.tags)
         return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
 
+    @override
     def together(self, results: Sequence[list[str]]) -> list[str]:
-        """See ``JoinsResults``."""
         return [tag for tag in SLEEP_TAGS if any(tag in asleep for asleep in results)]
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.commands import Call, Change, HostCommand
+from mlx_parallm.engine.commands import Call, Change, HostCommand, JoinsResults
 from mlx_parallm.engine.kind import Kind, OpenModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import kind_of, model_folder
@@ -132,7 +134,7 @@ class BeginLoad(HostCommand[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class AdvanceLoad(HostCommand[float]):
+class AdvanceLoad(HostCommand[float], JoinsResults):
     """Load the next part of a model; see ``PendingModel.advance``."""
 
     number: int
@@ -141,8 +143,9 @@ class AdvanceLoad(HostCommand[float]):
         """Apply the command."""
         return host.pending[self.number].advance()
 
+    @override
     def together(self, results: Sequence[float]) -> float:
-        """See ``JoinsResults``: all engines must have the model."""
+        """All engines must have the model."""
         return min(results)
 
 

@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
+from typing_extensions import override
+
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
-from mlx_parallm.engine.life import Deliver, OnLoaded
+from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import MakeBeside, WorkBeside
@@ -45,7 +47,7 @@ def nothing_beside(_worker: Worker, _families: MetricFamilies) -> Sequence[WorkB
     return ()
 
 
-class LocalLife:
+class LocalLife(EngineLife):
     """Implements ``EngineLife`` on the thread that runs it; metrics go on from life to life."""
 
     def __init__(
@@ -65,13 +67,13 @@ class LocalLife:
         self._clock = StepClock()
         self._state: EngineState | None = None
 
+    @override
     def run(
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
         on_loaded: OnLoaded,
     ) -> None:
-        """See ``EngineLife.run``."""
         gc.unfreeze()
         compute_in_batches()
         with self._open_worker(self._config, self._families) as worker:
@@ -103,12 +105,12 @@ class LocalLife:
             clock=self._clock,
         ).run()
 
+    @override
     async def query(self, ask: StateQuery[T]) -> T:
-        """See ``EngineLife.query``."""
         return self.ask_now(ask)
 
+    @override
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """See ``EngineLife.ask``."""
         del key
         answer: Any = self.ask_now(question)
         if isinstance(answer, Future):
@@ -123,17 +125,18 @@ class LocalLife:
             raise EngineDeadError("No engine is loaded.")
         return ask(self._state)
 
+    @override
     def readiness(self) -> Sequence[Readiness]:
-        """See ``EngineLife.readiness``."""
         return [Readiness.STARTING if self._state is None else Readiness.READY]
 
+    @override
     def steps_s(self) -> Sequence[float]:
-        """See ``EngineLife.steps_s``."""
         return [self._clock.running_s()]
 
+    @override
     def stop_within(self, timeout_s: float) -> None:
-        """See ``EngineLife.stop_within``; nothing interrupts this thread."""
+        """Nothing interrupts this thread."""
 
+    @override
     def end(self) -> None:
-        """See ``EngineLife.end``."""
         end_thread()

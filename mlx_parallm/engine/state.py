@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from typing_extensions import override
 
 from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
 from mlx_parallm.engine.models import QueueLoad, ServedEngine
@@ -59,14 +60,15 @@ class CheckRoom(StateQuery[None]):
     client: str
     n: int
 
+    @override
     def __call__(self, state: EngineState) -> None:
-        """See ``StateQuery``."""
         engine = state.engines.get(self.model)
         if engine is not None:
             engine.check_room(self.client, self.n)
 
+    @override
     def together(self, answers: Sequence[ParallmError | None]) -> None:
-        """See ``StateQuery``: one engine with room is enough."""
+        """One engine with room is enough."""
         _answered(answers)
 
 
@@ -74,14 +76,16 @@ class CheckRoom(StateQuery[None]):
 class ReadLoads(StateQuery[Sequence[QueueLoad | None]]):
     """Return the load of each engine; None for one that does not answer."""
 
+    @override
     def __call__(self, state: EngineState) -> Sequence[QueueLoad]:
-        """See ``StateQuery``: the load of this engine."""
+        """The load of this engine."""
         return [sum((engine.load for engine in dict(state.engines).values()), QueueLoad())]
 
+    @override
     def together(
         self, answers: Sequence[Sequence[QueueLoad | None] | ParallmError]
     ) -> Sequence[QueueLoad | None]:
-        """See ``StateQuery``: in the order of the engines."""
+        """In the order of the engines."""
         _answered(answers)
         return [None if isinstance(answer, ParallmError) else answer[0] for answer in answers]
 
@@ -90,12 +94,12 @@ class ReadLoads(StateQuery[Sequence[QueueLoad | None]]):
 class ReadCacheBytes(StateQuery[Mapping[str, int]]):
     """Return the memory of the results that each loaded model keeps, by first names."""
 
+    @override
     def __call__(self, state: EngineState) -> Mapping[str, int]:
-        """See ``StateQuery``."""
         return {name: engine.cache_bytes for name, engine in dict(state.engines).items()}
 
+    @override
     def together(self, answers: Sequence[Mapping[str, int] | ParallmError]) -> Mapping[str, int]:
-        """See ``StateQuery``."""
         sizes = _answered(answers)
         return {name: sum(each.get(name, 0) for each in sizes) for name in sizes[0]}
 
@@ -104,8 +108,8 @@ class ReadCacheBytes(StateQuery[Mapping[str, int]]):
 class ReadMetrics(StateQuery[bytes]):
     """Return the engines' metrics in Prometheus' format."""
 
+    @override
     def __call__(self, state: EngineState) -> bytes:
-        """See ``StateQuery``."""
         registry = CollectorRegistry()
         gauges = [Gauge(name, text, ("model_name",), registry=registry) for name, text in SLOTS]
         for name, engine in dict(state.engines).items():
@@ -115,8 +119,9 @@ class ReadMetrics(StateQuery[bytes]):
                 gauge.labels(name).set(count)
         return generate_latest(state.families.registry) + generate_latest(registry)
 
+    @override
     def together(self, answers: Sequence[bytes | ParallmError]) -> bytes:
-        """See ``StateQuery``: samples get vLLM's label ``engine``, the engine's number."""
+        """Samples get vLLM's label ``engine``, the engine's number."""
         _answered(answers)
         return labelled_by_engine(
             {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, bytes)}

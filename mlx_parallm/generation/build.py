@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from typing_extensions import override
+
 from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
@@ -103,12 +105,12 @@ class _Loaded:
 class GenerationBuilder(GenerationKind, KindBuilder):
     """Loads models that continue tokens. It shares out the memory that is left."""
 
+    @override
     def declare(self, families: MetricFamilies) -> None:
-        """See ``KindBuilder``."""
         families.of(GenerationFamilies)
 
+    @override
     def install(self, worker: Worker) -> None:
-        """See ``KindBuilder``."""
         worker.install(
             GenerationSpec,
             GenerationLoader(

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.model_input import HostArray, InputChanges, InputStages
-from mlx_parallm.types.step import NO_CHANGES, ScheduledBatch, StepInFlight
+from mlx_parallm.types.step import NO_CHANGES, Runner, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.generation.plan import GenerationPlan
 from mlx_parallm.worker.ops import ComputeInputs, DropInputs, DropTensors, Pending, Step, tensor_ops
 from mlx_parallm.worker.worker import Worker
 
 
-class DeviceRunner:
+class DeviceRunner(Runner):
     """Runs the steps of one model as ops. Implements ``Runner``.
 
     Attributes:
@@ -31,8 +32,8 @@ class DeviceRunner:
         # Runs of inputs that are not complete, by their numbers.
         self._runs: dict[int, Pending[None]] = {}
 
+    @override
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        """See ``Runner``."""
         if batch.inputs:
             self._change_inputs(batch.inputs)
             batch = replace(batch, inputs=NO_CHANGES)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import override
+
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.models import QueueLoad, ServedEngine
 from mlx_parallm.engine.policies import NoAdapters, Policies
@@ -128,13 +130,14 @@ class GenerationEngine(ServedEngine):
         return self._pace.seconds
 
     @property
+    @override
     def waiting_since_s(self) -> float:
-        """See ``TurnTaker``: streams wait always."""
+        """Streams wait always."""
         return -math.inf
 
     @property
+    @override
     def load(self) -> QueueLoad:
-        """See ``ServedEngine``."""
         stats, info = self._metrics.stats, self.info
         return QueueLoad(
             num_running=stats.num_running,
@@ -150,10 +153,10 @@ class GenerationEngine(ServedEngine):
         """How full it is, and what it has counted so far."""
         return self._scheduler.stats()
 
+    @override
     def submit(
         self, request: GenerateRequest, *, arrival_s: float | None = None
     ) -> Sequence[GenerateEvent]:
-        """See ``ServedEngine``."""
         check_request(request, self.info)
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
@@ -234,12 +237,13 @@ class GenerationEngine(ServedEngine):
             self._end(ending, updates)
         return self._publish(updates)
 
+    @override
     def reset_cache(self, *, reset_running: bool = False) -> None:
-        """See ``ServedEngine``."""
         self._scheduler.reset_prefix_cache(reset_running=reset_running)
 
+    @override
     def release(self) -> None:
-        """See ``ServedEngine``; its arrays are freed with this object."""
+        """Its arrays are freed with this object."""
 
     def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
         """Begin a batch, end one, and return the events of the latter; None if nothing could run.

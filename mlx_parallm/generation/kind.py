@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from typing_extensions import override
+
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.kind import Kind
 from mlx_parallm.generation.model import GENERATION_TRAITS
@@ -14,7 +16,8 @@ class GenerationKind(Kind):
 
     traits = GENERATION_TRAITS
 
+    @override
     def serves(self, config: ModelConfig, path: Path) -> bool:
-        """See ``Kind``: mlx_lm says at load what it cannot run."""
+        """Mlx_lm says at load what it cannot run."""
         del config, path
         return True

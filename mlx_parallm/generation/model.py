@@ -7,7 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
-from mlx_parallm.engine.models import Ask, KindTraits, ModelMemory, ServedModel
+from typing_extensions import override
+
+from mlx_parallm.engine.models import Ask, KindTraits, ModelMemory, PackedModel, ServedModel
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.generation.admission import check_request
 from mlx_parallm.generation.event_stream import EventStream
@@ -232,8 +234,8 @@ class GenerationModel(ServedModel):
     reads_tools = True
 
     @property
+    @override
     def input_modalities(self) -> Sequence[str]:
-        """See ``ServedModel``."""
         return ("text",) if self.pictures is None else ("text", "image")
 
     @property
@@ -290,38 +292,40 @@ class GenerationModel(ServedModel):
         return None if self.tool_format is None else self.tool_format.id_length
 
     @property
+    @override
     def tasks(self) -> Sequence[str]:
-        """See ``ServedModel``."""
         return ("generate",)
 
     @property
+    @override
     def cache_tokens(self) -> int:
-        """See ``ServedModel``."""
         return self.info.num_blocks * self.info.block_size
 
     @property
+    @override
     def memory(self) -> ModelMemory:
-        """See ``ServedModel``."""
         return ModelMemory(weights=self.info.weight_bytes, kv=self.info.kv_bytes)
 
+    @override
     def check(self, request: GenerateRequest | Any) -> None:
-        """See ``ServedModel`` and ``check_request``; the engine checks work beside the model."""
+        """The engine checks work beside the model."""
         if isinstance(request, GenerateRequest):
             check_request(request, self.info)
 
+    @override
     def reader(self, request: GenerateRequest) -> EventStream:
-        """See ``ServedModel``."""
         return EventStream(request)
 
+    @override
     def with_adapter(self, adapter: NamedAdapter) -> Self:
-        """See ``ServedModel``: a request that names the adapter loads it."""
+        """A request that names the adapter loads it."""
         root = adapter.source or adapter.name
         return replace(
             self, names=(adapter.name,), root=root, parent=adapter.base, adapter=adapter.name
         )
 
+    @override
     def packed(self) -> PackedGenerationModel:
-        """See ``ServedModel``."""
         tools, reasoning, grammars = self.tool_format, self.reasoning_format, self.grammars
         return PackedGenerationModel(
             model=replace(self, tool_format=None, reasoning_format=None, grammars=None),
@@ -332,7 +336,7 @@ class GenerationModel(ServedModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedGenerationModel:
+class PackedGenerationModel(PackedModel):
     """A model whose parts can be pickled. Implements ``PackedModel``.
 
     Attributes:
@@ -347,8 +351,8 @@ class PackedGenerationModel:
     reasoning_format: str | None
     vocabulary: GrammarVocabulary | None
 
+    @override
     def unpack(self, ask: Ask) -> GenerationModel:
-        """See ``PackedModel``."""
         tools, reasoning, vocabulary = self.tool_format, self.reasoning_format, self.vocabulary
         name = self.model.names[0]
         return replace(

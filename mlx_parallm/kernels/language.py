@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
+from typing_extensions import override
 
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.kernels.kernel import Kernel, KernelText, kernel_text
@@ -55,25 +56,19 @@ METAL_TUNINGS = (
 class KernelLanguage(Protocol):
     """A kernel language: what its texts begin with, and its compiler."""
 
-    @property
-    def name(self) -> str:
-        """Return the name of the language."""
-        ...
+    name: str
+    """The name of the language."""
 
     @property
     def words(self) -> str:
         """Return what stands before each kernel, so that texts in Metal's words compile."""
         ...
 
-    @property
-    def tuning(self) -> Tuning:
-        """Return the tuning for its devices."""
-        ...
+    tuning: Tuning
+    """The tuning for its devices."""
 
-    @property
-    def has_tensor_cores(self) -> bool:
-        """True if the texts in ``tensor_cores``, which are CUDA's, compile."""
-        ...
+    has_tensor_cores: bool
+    """True if the texts in ``tensor_cores``, which are CUDA's, compile."""
 
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         """Return the kernel of a text.
@@ -91,7 +86,7 @@ class KernelLanguage(Protocol):
         ...
 
 
-class CudaLanguage:
+class CudaLanguage(KernelLanguage):
     """CUDA C++, compiled by NVRTC: by this project if possible, else by MLX at the first call."""
 
     name = "cuda"
@@ -106,32 +101,37 @@ class CudaLanguage:
         self._precompiler = precompiler
 
     @property
+    @override
     def words(self) -> str:
-        """See ``KernelLanguage.words``."""
         return kernel_text(METAL_WORDS)
 
+    @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
-        """See ``KernelLanguage.make``."""
         precompiler = self._precompiler()
         if precompiler is None:
             return _stock_kernel(text)
         return PrecompiledKernel(text, precompiler, lambda: _stock_kernel(text), dtypes)
 
+    @override
     def bound(self, array: mx.array) -> mx.array:
-        """See ``KernelLanguage.bound``: the array itself."""
+        """The array itself."""
         return array
 
 
-class MetalLanguage:
+class MetalLanguage(KernelLanguage):
     """The Metal Shading Language. It has not run on Apple hardware yet."""
 
     name = "metal"
-    words = ""
     has_tensor_cores = False
     tuning = METAL_TUNINGS[0]
 
+    @property
+    @override
+    def words(self) -> str:
+        return ""
+
+    @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
-        """See ``KernelLanguage.make``."""
         del dtypes  # Metal compiles at the first call.
         kernel: Any = mx.fast.metal_kernel(
             name=text.name,
@@ -143,8 +143,9 @@ class MetalLanguage:
         )
         return kernel
 
+    @override
     def bound(self, array: mx.array) -> mx.array:
-        """See ``KernelLanguage.bound``: a view of the first row, ``array[:1]``.
+        """A view of the first row, ``array[:1]``.
 
         MLX binds the buffer behind a view, and ends a command buffer when the arrays that it binds
         have too many elements; of a view it counts only those in it

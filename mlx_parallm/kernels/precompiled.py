@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+from typing_extensions import override
 
 from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
 from mlx_parallm.kernels.kernel import Kernel, KernelText
@@ -83,7 +84,7 @@ def program_of(
     )
 
 
-class PrecompiledKernel:
+class PrecompiledKernel(Kernel):
     """A kernel that is compiled once for each combination of dtypes. Implements ``Kernel``.
 
     A kernel that cannot be compiled beside MLX is left to ``mx.fast.cuda_kernel``.
@@ -107,6 +108,7 @@ class PrecompiledKernel:
         if dtypes is not None:
             precompiler.begin(text, dtypes)
 
+    @override
     def __call__(
         self,
         *,
@@ -116,7 +118,6 @@ class PrecompiledKernel:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
-        """See ``Kernel.__call__``."""
         dtypes = (*[array.dtype for array in inputs], *output_dtypes)
         variant = self._variants.get(dtypes)
         if variant is None:
@@ -200,7 +201,7 @@ class Precompiler:
         return LoadedKernel(program, code, key, self._launch, is_strided=is_strided)
 
 
-class LoadedKernel:
+class LoadedKernel(Kernel):
     """A kernel that passes MLX its machine code at the first call, and only a key later."""
 
     def __init__(
@@ -212,6 +213,7 @@ class LoadedKernel:
         self._launch = launch
         self._is_strided = is_strided
 
+    @override
     def __call__(
         self,
         *,
@@ -221,7 +223,6 @@ class LoadedKernel:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
-        """See ``Kernel.__call__``."""
         options: dict[str, Any] = {
             "name": self._program.name,
             "compiled_source": self._code,

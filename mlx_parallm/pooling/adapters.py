@@ -7,6 +7,8 @@ from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
+from typing_extensions import override
+
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.engine.device import DeviceAdapters
@@ -27,8 +29,8 @@ class BatchSlots(AdapterSlots):
         """Return how many different adapters a batch may name."""
         return self.num_slots - len(self._pinned | (+self._users).keys())
 
+    @override
     def is_available(self, content: str) -> bool:
-        """See ``AdapterSlots``."""
         return content in self._slots or self.num_movable > 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from typing_extensions import override
+
 from mlx_parallm.engine.kind import BuildContext, BuiltModel, KindBuilder, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.models.load_failures import load_failures
@@ -18,16 +20,16 @@ from mlx_parallm.worker.worker import Worker
 class PoolingBuilder(PoolingKind, KindBuilder):
     """Loads pooling models."""
 
+    @override
     def declare(self, families: MetricFamilies) -> None:
-        """See ``KindBuilder``."""
         families.of(PoolingFamilies)
 
+    @override
     def install(self, worker: Worker) -> None:
-        """See ``KindBuilder``."""
         worker.install(PoolingSpec, PoolingLoader(TrainingSessions))
 
+    @override
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
-        """See ``KindBuilder``."""
         built: list[BuiltModel] = []
         for folder in models:
             text = f"Loading {folder.names[0]}"

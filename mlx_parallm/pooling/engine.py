@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.models import ServedEngine
@@ -149,12 +150,12 @@ class PoolingEngine(ServedEngine):
         self._metrics.on_waiting(len(self._queue))
         return [self._answer(state)] if state.is_complete else []
 
+    @override
     def abort(self, request_id: str) -> bool:
-        """See ``ServedEngine``."""
         return self._forget(request_id)
 
+    @override
     def cancel(self, request_id: str) -> Sequence[ErrorEvent]:
-        """See ``ServedEngine``."""
         return self._refuse(request_id, RequestAbortedError("The request was cancelled."))
 
     def _refuse(self, request_id: str, error: ParallmError) -> list[ErrorEvent]:
@@ -172,8 +173,8 @@ class PoolingEngine(ServedEngine):
         return True
 
     @property
+    @override
     def num_requests(self) -> int:
-        """See ``ServedEngine``."""
         return len(self._open)
 
     @property
@@ -188,8 +189,9 @@ class PoolingEngine(ServedEngine):
         return self._running is not None or len(self._queue) > 0
 
     @property
+    @override
     def settles_others(self) -> bool:
-        """See ``TurnTaker``; False if all that waits is known to be one short batch."""
+        """False if all that waits is known to be one short batch."""
         if self._running is not None:
             return True
         return self._cost.seconds(len(self._queue), self._queue.longest) > SHORT_S

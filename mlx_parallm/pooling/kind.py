@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import Kind, MemoryLimit, ModelFolder, OpenModel
 from mlx_parallm.models.checkpoints.encoders import is_encoder
@@ -38,13 +40,13 @@ class PoolingKind(Kind):
 
     traits = POOLING_TRAITS
 
+    @override
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
-        """See ``Kind``."""
         max_bytes = settings.loading.max_encoder_bytes
         return None if max_bytes is None else MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
 
+    @override
     def serves(self, config: ModelConfig, path: Path) -> bool:
-        """See ``Kind``."""
         return is_read(config, path)
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:

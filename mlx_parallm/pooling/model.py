@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from typing_extensions import override
+
 from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.types.pooling import LABEL_TASKS, OwnHead, PoolingInfo, PoolingInput, PoolRequest
@@ -78,17 +80,18 @@ class PoolingModel(ServedModel):
         return self.tokenizer.token_string(token_id)
 
     @property
+    @override
     def tasks(self) -> Sequence[str]:
-        """See ``ServedModel``."""
         return self.info.tasks
 
     @property
+    @override
     def memory(self) -> ModelMemory:
-        """See ``ServedModel``."""
         return ModelMemory(weights=self.info.weight_bytes)
 
+    @override
     def with_adapter(self, adapter: NamedAdapter) -> Self | None:
-        """See ``ServedModel``; None until the adapter is loaded, because its head is unknown."""
+        """None until the adapter is loaded, because its head is unknown."""
         info = adapter.info
         if info is None:
             return None

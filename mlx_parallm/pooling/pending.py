@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.kind import BuiltModel, ModelFolder
@@ -29,7 +31,7 @@ from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
+from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingRunner
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
 from mlx_parallm.worker.ops import Load, Pending, PoolBatch, Unload
 from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
@@ -48,21 +50,21 @@ ADVANCE_S = 0.01
 MAX_WAITING = 20_000
 
 
-class DeviceEncoder:
+class DeviceEncoder(PoolingRunner):
     """Runs the batches of one model as worker ops. Implements ``PoolingRunner``."""
 
     def __init__(self, worker: Worker, model: str) -> None:
         self._worker = worker
         self._model = model
 
+    @override
     def begin(
         self, inputs: Sequence[PoolingInput], slots: Mapping[str, int]
     ) -> Pending[list[np.ndarray]]:
-        """See ``PoolingRunner``."""
         return self._worker.begin(PoolBatch(model=self._model, inputs=inputs, slots=slots))
 
+    @override
     def release(self) -> None:
-        """See ``PoolingRunner``."""
         self._worker.execute(Unload(model=self._model))
 
 

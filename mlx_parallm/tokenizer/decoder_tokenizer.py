@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
+from typing_extensions import override
 
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
@@ -55,10 +56,12 @@ class DecoderTokenizer(EncoderTokenizer):
             self._pairs = self._written
             self._begin, self._end = self._plain([QWEN3_BEGIN, QWEN3_END])
 
+    @override
     def probe_template(self) -> Sequence[str]:
-        """See ``EncoderTokenizer.probe_template``; templates of rerankers write no chats."""
+        """Templates of rerankers write no chats."""
         return () if self._pairs else self._chat.template_form(has_tools=False).losses
 
+    @override
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -66,13 +69,12 @@ class DecoderTokenizer(EncoderTokenizer):
         limit: TokenLimit = ANY_LENGTH,
         **options: Any,
     ) -> tuple[int, ...]:
-        """See ``EncoderTokenizer.encode_chat``."""
         return tuple(self._chat.encode_chat(messages, limit=limit, **options))
 
+    @override
     def encode_pairs(
         self, pairs: Pairs, *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """See ``EncoderTokenizer.encode_pairs``."""
         if self._pairs is None:
             return super().encode_pairs(pairs, limit=limit)
         return [(ids, None) for ids in self._pairs(pairs, limit)]

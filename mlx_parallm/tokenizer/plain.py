@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
+from typing_extensions import override
 
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
+from mlx_parallm.tokenizer.loaded import ChatRenderer, HubTokenizer, TextRenderer
 
 
-class PlainTokenizer:
+class PlainTokenizer(HubTokenizer, TextRenderer, ChatRenderer):
     """A tokenizer whose class adds nothing to its backend. Implements ``HubTokenizer``.
 
     It can be unpickled in a process without transformers and MLX. Its methods may be called from
@@ -28,32 +30,33 @@ class PlainTokenizer:
         return self._chat.templates
 
     @property
+    @override
     def backend_tokenizer(self) -> Tokenizer:
-        """See ``HubTokenizer``."""
         return self._backend
 
     @property
+    @override
     def bos_token(self) -> str | None:
-        """See ``HubTokenizer``."""
         return self._chat.special_tokens.get("bos_token")
 
     @property
+    @override
     def all_special_ids(self) -> list[int]:
-        """See ``HubTokenizer``."""
         added = self._backend.get_added_tokens_decoder()
         return [token_id for token_id, token in added.items() if token.special]
 
+    @override
     def get_vocab(self) -> dict[str, int]:
-        """See ``HubTokenizer``."""
         return self._backend.get_vocab(with_added_tokens=True)
 
+    @override
     def encode(
         self, text: str, /, *, add_special_tokens: bool = True, verbose: bool = True
     ) -> Sequence[int]:
-        """See ``TextRenderer``."""
         del verbose
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    @override
     def decode(
         self,
         token_ids: list[int],
@@ -61,17 +64,17 @@ class PlainTokenizer:
         skip_special_tokens: bool,
         clean_up_tokenization_spaces: bool,
     ) -> str:
-        """See ``HubTokenizer``; spaces stay as they are."""
+        """Spaces stay as they are."""
         assert not clean_up_tokenization_spaces, "nobody wants that"
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    @override
     def convert_ids_to_tokens(self, ids: int, /) -> str | None:
-        """See ``HubTokenizer``."""
         return self._backend.id_to_token(ids)
 
+    @override
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], /, *, tokenize: bool, **options: Any
     ) -> str:
-        """See ``ChatRenderer``."""
         assert not tokenize, "texts are encoded by the caller"
         return self._chat.render(conversation, **options)

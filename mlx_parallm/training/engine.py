@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from typing_extensions import override
+
 from mlx_parallm.engine.models import WorkBeside
 from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass
@@ -74,19 +76,20 @@ class TrainingEngine(WorkBeside):
         # Models of which the worker may keep sessions.
         self._models: set[str] = set()
 
+    @override
     def takes(self, request: Any) -> TypeGuard[TrainingRequest]:
-        """See ``WorkBeside``."""
         return isinstance(request, TrainingRequest)
 
     @property
+    @override
     def num_requests(self) -> int:
-        """See ``WorkBeside``."""
         return sum(map(len, self._sessions.values()))
 
+    @override
     def submit(
         self, request: TrainingRequest, *, arrival_s: float | None = None
     ) -> Sequence[Event]:
-        """See ``WorkBeside``; ``arrival_s`` is ignored.
+        """``arrival_s`` is ignored.
 
         A session that is closed ends at once, with all that waits for it, even during a pause.
         """
@@ -97,8 +100,8 @@ class TrainingEngine(WorkBeside):
         queue.append(_Open(request, self._clock()))
         return ()
 
+    @override
     def abort(self, request_id: str) -> bool:
-        """See ``WorkBeside``."""
         for session, queue in self._sessions.items():
             for state in queue:
                 if state.request.request_id == request_id:
@@ -107,15 +110,16 @@ class TrainingEngine(WorkBeside):
                     return True
         return False
 
+    @override
     def cancel(self, request_id: str) -> Sequence[Event]:
-        """See ``WorkBeside``."""
         if not self.abort(request_id):
             return []
         error = RequestAbortedError("The request was cancelled.")
         return [ErrorEvent(request_id=request_id, error=error)]
 
+    @override
     def forget(self, model: str) -> None:
-        """See ``WorkBeside``: the next op of each session of the model opens it anew."""
+        """The next op of each session of the model opens it anew."""
         if model not in self._models:
             return
         self._models.discard(model)
@@ -135,17 +139,17 @@ class TrainingEngine(WorkBeside):
         return [*events, TrainingEvent(request_id=request.request_id, results=(None,))]
 
     @property
+    @override
     def settles_others(self) -> bool:
-        """See ``TurnTaker``."""
         return True
 
+    @override
     def has_work(self) -> bool:
-        """See ``TurnTaker``."""
         return not self.is_paused and bool(self._sessions)
 
     @property
+    @override
     def waiting_since_s(self) -> float:
-        """See ``TurnTaker``."""
         return min(queue[0].arrival_s for queue in self._sessions.values())
 
     def step(self, within_s: float | None = None) -> Sequence[Event] | None:

@@ -11,7 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.engine.control import Watcher
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.estimators import AS_SET, StepChanges
 from mlx_parallm.training.objectives import Measure
@@ -61,7 +64,7 @@ Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
 Rewards = Callable[[SessionConfig, str, Sequence[Example], int], Awaitable[Sequence[float]]]
 
 
-class TrainingService:
+class TrainingService(Watcher):
     """The sessions of a folder. Its methods belong to one event loop. Implements ``Watcher``.
 
     Methods that take an id raise NotFoundError if no session has it.
@@ -267,30 +270,34 @@ class TrainingService:
                 self._begin(session)
         return session
 
+    @override
     def on_sleep(self) -> None:
-        """See ``Watcher``: sessions make no steps until the server is awake."""
+        """Sessions make no steps until the server is awake."""
         for session in self.all():
             if session.state.status is not Status.PAUSED:
                 session.pause(ASLEEP)
 
+    @override
     def on_wake(self) -> None:
-        """See ``Watcher``: sessions that the sleep has paused go on."""
+        """Sessions that the sleep has paused go on."""
         for session in self.all():
             if session.state.reason == ASLEEP:
                 # The server wakes up even if the disk refuses to note that.
                 with readable(session.config.id):
                     self.resume(session.config.id)
 
+    @override
     def on_weights(self, model: str) -> None:
-        """See ``Watcher``: sessions of a model with other weights are paused."""
+        """Sessions of a model with other weights are paused."""
         for session in self.all():
             if session.config.model == model and session.state.status is Status.READY:
                 check = asyncio.ensure_future(self._check(session))
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
 
+    @override
     def on_unload(self, model: str) -> None:
-        """See ``Watcher``: the sessions of a model that is gone are paused."""
+        """The sessions of a model that is gone are paused."""
         for session in self.all():
             if session.config.model == model and session.state.status is not Status.PAUSED:
                 session.pause(f"{model} was unloaded.")

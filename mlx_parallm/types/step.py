@@ -272,10 +272,8 @@ class StepInFlight(Protocol):
 class Runner(Protocol):
     """Runs steps of one model. The only part of the engine that holds arrays."""
 
-    @property
-    def info(self) -> RunnerInfo:
-        """Facts about the loaded model."""
-        ...
+    info: RunnerInfo
+    """Facts about the loaded model."""
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         """Begin a step; raise only if no sequence of the batch could be run.

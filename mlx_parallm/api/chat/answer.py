@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+from typing_extensions import override
+
 from mlx_parallm.api.chat.schema import ChatRequest
 from mlx_parallm.api.control.art.spans import PolicySpans
 from mlx_parallm.api.http.sse import TextEvents, data
@@ -100,10 +102,11 @@ class ChatAnswer(Answer):
         """Return what an event adds to a stream; often one chunk, sometimes none."""
         return self._chunks(event, self._stream.add(event))
 
+    @override
     def encoded(
         self, prompt: int, event: PromptEvent | TokenEvent, encode: Callable[..., bytes]
     ) -> bytes:
-        """See ``Answer``; most events add one text, and an event for that is prepared."""
+        """Most events add one text, and an event for that is prepared."""
         parts = self._stream.add(event)
         if self._varies_in_text and len(parts) == 1 and _is_in_between(event) and encode is data:
             (part,) = parts

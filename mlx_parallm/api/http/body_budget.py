@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.api.http.client_pace import ClientPace
@@ -56,8 +57,8 @@ class BodyBudgetMiddleware(HttpMiddleware):
         self._threads = TextThreads()
         self._freed = FreedMemory()
 
+    @override
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ``HttpMiddleware``."""
         client = self._client_of(scope)
         if client is None:
             # A body that is not kept in memory is not counted.

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from mlx_parallm.api.http.auth import KeyRing, key_of, wrong_key
 from mlx_parallm.api.http.declared import FACTS, Access, facts_of, id_headers, local_path
@@ -75,8 +76,8 @@ class RefusingMiddleware(HttpMiddleware):
         super().__init__(app)
         self._refusal = refusal
 
+    @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """See ``HttpMiddleware``."""
         refusal = None if INTERNAL_CALLER in scope else self._refusal(scope)
         answer = self._app if refusal is None else response_of(refusal, scope)
         return answer(scope, receive, send)
@@ -89,8 +90,8 @@ class RouteMiddleware(HttpMiddleware):
         super().__init__(app)
         self._index = RouteIndex.of(routes)
 
+    @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """See ``HttpMiddleware``."""
         method, path = scope["method"], local_path(scope)
         route = scope[ROUTE] = self._index.chosen(method, path)
         scope[FACTS] = self._index.find(method, path) if route is None else route.facts
@@ -100,8 +101,8 @@ class RouteMiddleware(HttpMiddleware):
 class RequestIdMiddleware(HttpMiddleware):
     """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
 
+    @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """See ``HttpMiddleware``."""
         fresh = uuid.uuid4().hex
         own_id = sane_id(Headers(scope=scope).get("x-request-id"))
         request_id = own_id or fresh
@@ -124,8 +125,8 @@ class AccessLogMiddleware(HttpMiddleware):
     The line has what the answer has noted in its ``RequestRecord``.
     """
 
+    @override
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ``HttpMiddleware``."""
         record = new_record()
         # An exception is answered outside of every middleware.
         status = 500
@@ -203,8 +204,8 @@ def refuse_keys(keys: KeyRing, scope: Scope) -> ParallmError | None:
 class HeadMiddleware(HttpMiddleware):
     """Answers HEAD as GET without its body, on every route: load balancers ask so."""
 
+    @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """See ``HttpMiddleware``."""
         if scope["method"] != "HEAD":
             return self._app(scope, receive, send)
 

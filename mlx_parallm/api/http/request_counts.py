@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.routing import ROUTE
@@ -58,9 +59,8 @@ class CountingMiddleware(HttpMiddleware):
         super().__init__(app)
         self._counts = counts
 
+    @override
     def answer(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """See ``HttpMiddleware``."""
-
         def send_and_count(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 self._counts.add({_labels(scope, message["status"]): 1})

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Depends, FastAPI, params
 from starlette.routing import Match
 from starlette.types import Scope
+from typing_extensions import override
 
 from mlx_parallm.api.http.auth import require_admin
 from mlx_parallm.api.http.declared import SMALL, UNDECLARED, V1, Access, BodyLimit, Kept, RouteFacts
@@ -64,8 +65,9 @@ class DeclaredRoute(JsonRoute):
         return super().matches(scope) if known is None or known is self else (Match.NONE, {})
 
     @property
+    @override
     def repeats(self) -> bool:
-        """See ``JsonRoute``: bodies that are not kept as a whole cannot be read again."""
+        """Bodies that are not kept as a whole cannot be read again."""
         return self.facts.body_limit.kept is Kept.REQUEST
 
 

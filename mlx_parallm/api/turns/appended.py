@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from mlx_parallm.api.turns.continuation import EncodesText, continuation_ids
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.pictures.prompt import TypedMarks
@@ -33,7 +35,7 @@ class TurnTokenizer(EncodesText, Protocol):
         ...
 
 
-class MarkedTokenizer:
+class MarkedTokenizer(TurnTokenizer, EncodesText):
     """A tokenizer that keeps the marks of pictures apart from those that users typed.
 
     Implements ``TurnTokenizer``.
@@ -44,16 +46,17 @@ class MarkedTokenizer:
         self._marks = marks
 
     @property
+    @override
     def eos_ids(self) -> frozenset[int]:
-        """See ``TurnTokenizer``."""
         return self._tokenizer.eos_ids
 
+    @override
     def token_string(self, token_id: int) -> str:
-        """See ``TurnTokenizer``."""
         return self._tokenizer.token_string(token_id)
 
+    @override
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """See ``EncodesText``; the texts of turns get no special tokens."""
+        """The texts of turns get no special tokens."""
         assert not add_special_tokens, "turns are within a conversation"
         return self._marks.encode(
             text, lambda piece: self._tokenizer.encode(piece, add_special_tokens=False)

@@ -7,12 +7,14 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from mlx_parallm.engine.models import Ask
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import EngineDeadError
 
 
-class SharedAsk:
+class SharedAsk(Ask):
     """Implements ``Ask``: an engine that lives answers, and another one if it dies meanwhile.
 
     Questions with equal keys go to the same engine while it lives, so that it finds what it has
@@ -25,8 +27,9 @@ class SharedAsk:
     def __init__(self) -> None:
         self.engines: Sequence[Ask] = ()
 
+    @override
     def __call__(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """See ``Ask``; the answer is an EngineDeadError if no engine lives."""
+        """The answer is an EngineDeadError if no engine lives."""
         # The order of the others stays as it is when an engine dies (rendezvous hashing).
         ranks = range(len(self.engines))
         order = sorted(ranks, key=lambda rank: hash((key, rank)), reverse=True)

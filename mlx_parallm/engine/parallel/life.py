@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.parallel.asking import SharedAsk
@@ -24,7 +26,7 @@ from mlx_parallm.types.errors import ParallmError
 T = TypeVar("T")
 
 
-class ParallelLife:
+class ParallelLife(EngineLife):
     """Implements ``EngineLife`` by the lives of several engines.
 
     An engine that dies is started anew while the others serve. If all are dead at the same time,
@@ -58,13 +60,13 @@ class ParallelLife:
         # The engines while they live.
         self._fleet: Fleet | None = None
 
+    @override
     def run(
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
         on_loaded: OnLoaded,
     ) -> None:
-        """See ``EngineLife.run``."""
         router, seed = self._make_router(), self._seed
         fleet = Fleet(
             self._lives,
@@ -91,8 +93,9 @@ class ParallelLife:
             fleet.stop()
         fleet.check()
 
+    @override
     async def query(self, ask: StateQuery[T]) -> T:
-        """See ``EngineLife.query``; the engines' answers become one."""
+        """The engines' answers become one."""
         answers = await asyncio.gather(
             *(life.query(ask) for life in self._lives), return_exceptions=True
         )
@@ -103,23 +106,24 @@ class ParallelLife:
             known.append(answer)
         return ask.together(known)
 
+    @override
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """See ``EngineLife.ask``."""
         return self._ask(question, key=key)
 
+    @override
     def readiness(self) -> Sequence[Readiness]:
-        """See ``EngineLife.readiness``."""
         fleet = self._fleet
         return [Readiness.STARTING] * len(self._lives) if fleet is None else fleet.readiness()
 
+    @override
     def steps_s(self) -> Sequence[float]:
-        """See ``EngineLife.steps_s``."""
         return [step_s for life in self._lives for step_s in life.steps_s()]
 
+    @override
     def stop_within(self, timeout_s: float) -> None:
-        """See ``EngineLife.stop_within``."""
         for life in self._lives:
             life.stop_within(timeout_s)
 
+    @override
     def end(self) -> None:
-        """See ``EngineLife.end``: each engine's thread does that itself."""
+        """Each engine's thread does that itself."""

@@ -20,11 +20,13 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import StartedModel, TellProgress
-from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, OnLoaded
+from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
@@ -52,7 +54,7 @@ SILENCE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 600.0
 
 
-class RemoteLife:
+class RemoteLife(EngineLife):
     """Implements ``EngineLife``: every life is a process, which ends with this one."""
 
     def __init__(
@@ -101,13 +103,13 @@ class RemoteLife:
         self._deadline: _Deadline | None = None
         find_remote_code(config)
 
+    @override
     def run(
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
         on_loaded: OnLoaded,
     ) -> None:
-        """See ``EngineLife.run``."""
         gc.unfreeze()
         with (
             _spawned(self._command, self._environment) as (process, channel),
@@ -125,8 +127,8 @@ class RemoteLife:
                 if not (link.is_ending or (has_loaded and deadline.is_set)):
                     raise EngineDeadError(_last_words(process)) from None
 
+    @override
     async def query(self, ask: StateQuery[T]) -> T:
-        """See ``EngineLife.query``."""
         answer = asyncio.wrap_future(self.ask(ask))
         try:
             return await asyncio.wait_for(answer, self._query_timeout_s)
@@ -135,31 +137,32 @@ class RemoteLife:
             self._pulse.report_silence(message)
             raise EngineSilentError(message) from None
 
+    @override
     def readiness(self) -> Sequence[Readiness]:
-        """See ``EngineLife.readiness``."""
         with self._lock:
             if self._outbox is None:
                 return [Readiness.STARTING]
         return [Readiness.SILENT if self._pulse.is_weak else Readiness.READY]
 
+    @override
     def steps_s(self) -> Sequence[float]:
-        """See ``EngineLife.steps_s``, by the latest beat."""
+        """By the latest beat."""
         return [self._pulse.step_s]
 
+    @override
     def stop_within(self, timeout_s: float) -> None:
-        """See ``EngineLife.stop_within``."""
         with self._lock:
             if self._loading is not None:
                 self._loading.hang_up()
             if self._deadline is not None:
                 self._deadline.set(timeout_s)
 
+    @override
     def end(self) -> None:
-        """See ``EngineLife.end``."""
         free_streams()
 
+    @override
     def ask(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """See ``EngineLife.ask``."""
         del key
         query = PendingQuery(question)
         with self._lock:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig
@@ -67,12 +68,12 @@ class GemmaTower(Tower):
         self._scale = float(np.array(rounded))
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return self.vision_tower.num_layers + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         dtype = self.vision_tower.post_layernorm.weight.dtype
         pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
         x = yield from self.vision_tower.hidden(pixels.astype(dtype))

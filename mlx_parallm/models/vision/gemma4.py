@@ -10,6 +10,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
@@ -275,12 +276,12 @@ class Gemma4Tower(Tower):
         self._scale = text_width**0.5
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return self.vision_tower.num_layers + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         places = np.array(pictures[0]["image_position_ids"])[0].astype(np.int32)
         places = places[(places != PADDING).all(axis=-1)]
         pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])

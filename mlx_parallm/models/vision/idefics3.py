@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig
@@ -67,12 +68,13 @@ class Idefics3Tower(Tower):
         )
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return self.vision_model.num_layers + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``; the tiles of one picture are all full."""
+        """The tiles of one picture are all full."""
         dtype = self.vision_model.post_layernorm.weight.dtype
         tiles = mx.concatenate([arrays["pixel_values"][0] for arrays in pictures])
         x = yield from self.vision_model.hidden(tiles.astype(dtype))

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order, several_layers
@@ -251,12 +252,12 @@ class InternTower(Tower):
         )
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return self.vision_tower.num_layers(self._layer) + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
         dtype = self.vision_tower.embeddings.cls_token.dtype
         x = yield from self.vision_tower.hidden(pixels.astype(dtype), self._layer)

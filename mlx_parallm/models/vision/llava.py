@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
@@ -47,12 +48,12 @@ class LlavaTower(Tower):
         )
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return max(self.vision_tower.layer_numbers(self._layers)) + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         pixels = mx.stack([arrays["pixel_values"] for arrays in pictures])
         rows = yield from self.rows_of(pixels.flatten(0, 1))
         return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.anyres import TileGrid, tile_grid
 from mlx_parallm.models.vision.checkpoint import TowerFamily
@@ -26,8 +27,8 @@ class LlavaNextTower(LlavaTower):
         self._patches = self._tile // int(vision.get("patch_size", 14))
         self.image_newline = mx.zeros((config["text_config"]["hidden_size"],))
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
         grid = tile_grid((height, width), self._resolutions, self._tile, self._patches)
         count = 1 + grid.rows * grid.columns

@@ -9,6 +9,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, several_layers
@@ -205,12 +206,12 @@ class PixtralTower(Tower):
         )
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return self.vision_tower.num_layers(self._layer) + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
         pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
         pixels = pixels[..., :height, :width].astype(self.vision_tower.ln_pre.weight.dtype)

@@ -13,6 +13,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
@@ -288,12 +289,12 @@ class QwenTower(Tower):
         self.visual = QwenTransformer(vision, has_windows=has_windows)
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return len(self.visual.blocks) + 1
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         dtype = self.visual.blocks[0].attn.qkv.bias.dtype
         pixels, grid = patches_of(pictures, self._merge_size)
         return features_of((yield from self.visual.rows(pixels.astype(dtype), grid)))

@@ -13,6 +13,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
@@ -154,17 +155,17 @@ class Qwen3Tower(Tower):
         self.visual = Qwen3Transformer(vision)
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Tower``."""
         return len(self.visual.blocks) + 1
 
     @property
+    @override
     def num_added_layers(self) -> int:
-        """See ``Tower``."""
         return len(self.visual.deepstack_merger_list)
 
+    @override
     def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """See ``Tower``."""
         dtype = self.visual.blocks[0].attn.qkv.bias.dtype
         pixels, grid = patches_of(pictures, self._merge_size)
         return self.visual.features(pixels.astype(dtype), grid)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.kv_plan import KVPlan
@@ -40,7 +42,7 @@ from mlx_parallm.worker.ops import (
     Wake,
 )
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
-from mlx_parallm.worker.worker import Device, Tensors
+from mlx_parallm.worker.worker import Device, Loader, Tensors, WorkerModel
 
 
 class Sessions(Protocol):
@@ -59,7 +61,7 @@ class Sessions(Protocol):
         ...
 
 
-class GenerationLoader:
+class GenerationLoader(Loader):
     """Loads the models of ``GenerationSpec``. Implements ``Loader``."""
 
     def __init__(
@@ -81,8 +83,8 @@ class GenerationLoader:
         self.choose_attention = choose_attention
         self.make_sessions = make_sessions
 
+    @override
     def begin(self, op: Load, device: Device) -> PendingGenerator:
-        """See ``Loader``."""
         return PendingGenerator(self, op, device)
 
 
@@ -208,7 +210,7 @@ def _attention(
     )
 
 
-class GeneratorModel:
+class GeneratorModel(WorkerModel):
     """A generation model. Implements ``WorkerModel``."""
 
     def __init__(
@@ -229,8 +231,8 @@ class GeneratorModel:
         assert self._allocated is not None, "the model has no KV pool yet"
         return self._allocated
 
+    @override
     def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
-        """See ``WorkerModel``."""
         match op:
             case Step():
                 return self._runner.submit(op.batch)
@@ -261,15 +263,16 @@ class GeneratorModel:
         if self._sessions is not None:
             self._sessions.release()
 
+    @override
     def recover(self) -> None:
-        """See ``WorkerModel``."""
         if self._allocated is not None:
             self._allocated.recover()
         if self._sessions is not None:
             self._sessions.recover()
 
+    @override
     def release(self) -> None:
-        """See ``WorkerModel``; arrays are freed with this object."""
+        """Arrays are freed with this object."""
 
     def take_weights(self) -> _Weights:
         """Return the weights, for the target model of which this model becomes the draft model."""

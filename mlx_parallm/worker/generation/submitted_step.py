@@ -9,17 +9,19 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.errors import StepError
-from mlx_parallm.types.step import SampledToken, StepOutput, TokenLogprob
+from mlx_parallm.types.step import SampledToken, StepInFlight, StepOutput, TokenLogprob
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.generation.step_rows import StepRows
+from mlx_parallm.worker.ops import Pending
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs
 from mlx_parallm.worker.sampling.sampler import SampleResult
 from mlx_parallm.worker.sampling.verify import keep_valid
 
 
-class ModelStep:
+class ModelStep(Pending, StepInFlight):
     """A step's lazy results. Implements ``StepInFlight`` and ``Pending``.
 
     Attributes:
@@ -77,12 +79,13 @@ class ModelStep:
             self._written, self._features = written, features
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Pending``; the device needs no help after the first stage."""
+        """The device needs no help after the first stage."""
         return 1
 
+    @override
     def advance(self) -> None:
-        """See ``Pending``."""
         raise AssertionError("the last stage is computed by wait")
 
     def end(self) -> None:
@@ -95,8 +98,9 @@ class ModelStep:
         outputs += [array for array in (self._drafts, self.token_copy) if array is not None]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
+    @override
     def wait(self) -> StepOutput:
-        """See ``StepInFlight.wait``; the runner recovers if it raises."""
+        """The runner recovers if it raises."""
         with self._recovering():
             self._check_faults()
             self._end_unread()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import mlx.core as mx
+from typing_extensions import override
 
 from mlx_parallm.adapters.arrays import all_to_mlx, to_mlx
 from mlx_parallm.adapters.weights import Kind, LowRank
@@ -231,20 +232,21 @@ class EmbeddingStack(AdapterStack):
     kind = "embedding"
     rank_axis = -1
 
+    @override
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
-        """See ``AdapterStack``."""
         super().__init__(shape, dtype)
         self.heads = mx.zeros(1, mx.bool_)
 
+    @override
     def arrays(self) -> list[mx.array]:
-        """See ``AdapterStack.arrays``."""
         return [self.heads, *super().arrays()]
 
+    @override
     def set_arrays(self, arrays: Sequence[mx.array]) -> None:
-        """See ``AdapterStack.set_arrays``."""
         self.heads = arrays[0]
         super().set_arrays(arrays[1:])
 
+    @override
     def put(
         self,
         slot: int,
@@ -252,12 +254,11 @@ class EmbeddingStack(AdapterStack):
         gain: mx.array | None = None,
         factors: tuple[mx.array, mx.array] | None = None,
     ) -> None:
-        """See ``AdapterStack.put``."""
         super().put(slot, change, gain, factors)
         self.heads[slot] = change.changes_head
 
+    @override
     def reserve(self, num_slots: int) -> None:
-        """See ``AdapterStack.reserve``."""
         super().reserve(num_slots)
         self.heads = _longer(self.heads, 0, self.num_slots - self.heads.size)
 

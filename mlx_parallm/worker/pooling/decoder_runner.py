@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways, splits_window
 from mlx_parallm.models.checkpoints.labels import label_names, problem_type
@@ -18,7 +19,7 @@ from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, config_v
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach
-from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.worker.pooling.encoder_runner import padded
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
@@ -27,7 +28,7 @@ from mlx_parallm.worker.pooling.score_heads import ScoreHeads
 from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 
-class DecoderRunner:
+class DecoderRunner(AdaptedEncoder):
     """Runs a decoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
@@ -74,14 +75,14 @@ class DecoderRunner:
         )
 
     @property
+    @override
     def info(self) -> PoolingInfo:
-        """See ``AdaptedEncoder``."""
         return self._info
 
+    @override
     def begin(
         self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``AdaptedEncoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
@@ -90,12 +91,12 @@ class DecoderRunner:
         mask = mx.array(tokens)
         return self._model(mx.array(ids), mask), mask
 
+    @override
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """See ``AdaptedEncoder``."""
         return self.begin(inputs).wait()
 
+    @override
     def release(self) -> None:
-        """See ``AdaptedEncoder``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._modules:
             module.clear()

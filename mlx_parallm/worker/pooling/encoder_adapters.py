@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.pooling import (
@@ -27,6 +28,7 @@ from mlx_parallm.worker.lora.adapted_layers import (
     product_dtype,
     unfit_error,
 )
+from mlx_parallm.worker.lora.adapter_store import SlotTarget
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.worker.lora.stack import AdapterStack
@@ -60,10 +62,8 @@ class AdaptedEncoder(PoolingRunner, Protocol):
         """Return facts about the loaded model."""
         ...
 
-    @property
-    def adapters(self) -> EncoderAdapters:
-        """Return the part that puts adapters into slots."""
-        ...
+    adapters: EncoderAdapters
+    """The part that puts adapters into slots."""
 
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of a batch, computed without a break."""
@@ -78,7 +78,7 @@ class _Own:
     tasks: tuple[Task, ...]
 
 
-class EncoderAdapters:
+class EncoderAdapters(SlotTarget):
     """Runs batches in which each input has its own adapter, or none.
 
     Implements ``adapter_store.SlotTarget``. Inputs share a forward, and each adapter's own head
@@ -125,20 +125,20 @@ class EncoderAdapters:
         self._apart: set[int] = set()
 
     @property
+    @override
     def num_bytes(self) -> int:
-        """See ``SlotTarget``."""
         return self._layers.num_bytes
 
+    @override
     def of_model(self, adapter: AdapterWeights, *, param: str) -> AdapterWeights:
-        """See ``SlotTarget``."""
         return self._layers.of_model(adapter, param=param)
 
     def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
         """See ``TrainedModel``."""
         return self._layers.of_checkpoint(adapter)
 
+    @override
     def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
-        """See ``SlotTarget``."""
         self._layers.check(replace(adapter, saved={}), param=param)
         own = self._own_head(adapter, param)
         if own is None:
@@ -153,8 +153,8 @@ class EncoderAdapters:
         is_of_labels = not LABEL_TASKS.isdisjoint(own.tasks)
         return OwnHead(own.tasks, max(sizes) if is_of_labels else 0)
 
+    @override
     def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
-        """See ``SlotTarget``."""
         own = self._own_head(adapter, param)
         self._own.pop(slot, None)
         self._layers.begin(slot, replace(adapter, saved={}), param=param)
@@ -165,18 +165,18 @@ class EncoderAdapters:
         else:
             self._apart.discard(slot)
 
+    @override
     def put_modules(self, slot: int, count: int) -> bool:
-        """See ``SlotTarget``."""
         return self._layers.put_modules(slot, count)
 
+    @override
     def drop(self, slot: int) -> None:
-        """See ``SlotTarget``."""
         self._layers.drop(slot)
         self._own.pop(slot, None)
         self._apart.discard(slot)
 
+    @override
     def refresh(self) -> None:
-        """See ``SlotTarget``."""
         self._layers.refresh()
 
     def close(self) -> None:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.labels import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import LoadedEncoder
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
-from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
@@ -20,7 +21,7 @@ from mlx_parallm.worker.pooling.own_heads import LayerHeads
 from mlx_parallm.worker.weights.loader import DTYPES
 
 
-class EncoderRunner:
+class EncoderRunner(AdaptedEncoder):
     """Runs an encoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
 
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
@@ -55,14 +56,14 @@ class EncoderRunner:
         )
 
     @property
+    @override
     def info(self) -> PoolingInfo:
-        """See ``AdaptedEncoder``."""
         return self._info
 
+    @override
     def begin(
         self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``AdaptedEncoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
@@ -73,12 +74,12 @@ class EncoderRunner:
         # Without padding no mask is needed, and attention is faster without one.
         return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
 
+    @override
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        """See ``AdaptedEncoder``."""
         return self.begin(inputs).wait()
 
+    @override
     def release(self) -> None:
-        """See ``AdaptedEncoder``."""
         # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._model.modules():
             module.clear()

@@ -10,8 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.pooling import PoolingJob
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 
 
@@ -46,7 +48,7 @@ class LayerStages:
             yield outputs
 
 
-class StagedJob:
+class StagedJob(PoolingJob):
     """A batch whose forward is computed in stages. Implements ``pooling.PoolingJob``."""
 
     def __init__(self, outputs: Sequence[mx.array], results: Sequence[mx.array]) -> None:
@@ -61,16 +63,16 @@ class StagedJob:
         return self._results
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``pooling.PoolingJob``."""
         return len(self._outputs) + 1
 
+    @override
     def advance(self) -> None:
-        """See ``pooling.PoolingJob``."""
         mx.eval(self._outputs.pop(0))
 
+    @override
     def wait(self) -> list[np.ndarray]:
-        """See ``pooling.PoolingJob``."""
         self._outputs.clear()
         mx.eval(self._results)
         return [np.array(result) for result in self._results]

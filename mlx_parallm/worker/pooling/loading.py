@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.decoders import reads_both_ways
 from mlx_parallm.models.checkpoints.encoders import is_encoder
@@ -38,7 +39,7 @@ from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderA
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
 from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
-from mlx_parallm.worker.worker import Device, Tensors
+from mlx_parallm.worker.worker import Device, Loader, Tensors, WorkerModel
 
 #: ``PART_BYTES``: weights evaluated by one stage of a load; a larger tensor is a stage by itself.
 PART_BYTES = 4 << 20
@@ -60,22 +61,22 @@ class Sessions(Protocol):
         ...
 
 
-class PoolingLoader:
+class PoolingLoader(Loader):
     """Loads pooling models. Implements ``Loader``."""
 
     def __init__(self, make_sessions: Callable[[EncoderAdapters], Sessions]) -> None:
         """``make_sessions`` returns a place for the training sessions of a model."""
         self._make_sessions = make_sessions
 
+    @override
     def begin(self, op: Load, device: Device) -> PendingEncoder:
-        """See ``Loader``."""
         del device
         pending = open_runner(op.spec, op.plan)
         pending.make_sessions = self._make_sessions
         return pending
 
 
-class PendingEncoder:
+class PendingEncoder(Pending):
     """A model whose weights are read in stages. Implements ``PendingLoad``.
 
     Attributes:
@@ -99,8 +100,8 @@ class PendingEncoder:
         self._parts = list(_parts(arrays))
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Pending``."""
         return len(self._parts) + 1
 
     def advance(self) -> None:
@@ -127,7 +128,7 @@ class PendingEncoder:
         return PoolingPlan(info=runner.info, is_cast=self._is_cast)
 
 
-class EncoderModel:
+class EncoderModel(WorkerModel):
     """A loaded pooling model. Implements ``WorkerModel``."""
 
     def __init__(self, runner: AdaptedEncoder, sessions: Sessions | None = None) -> None:
@@ -135,8 +136,8 @@ class EncoderModel:
         self._adapters = AdapterStore(runner.adapters)
         self._sessions = sessions
 
+    @override
     def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
-        """See ``WorkerModel``."""
         match op:
             case PoolBatch():
                 return self._begin_batch(op)
@@ -150,14 +151,15 @@ class EncoderModel:
         self._adapters.place({slot: content for content, slot in op.slots.items()})
         return self._runner.begin(op.inputs, op.slots)
 
+    @override
     def recover(self) -> None:
-        """See ``WorkerModel``; batches put their adapters anew."""
+        """Batches put their adapters anew."""
         self._adapters.release()
         if self._sessions is not None:
             self._sessions.recover()
 
+    @override
     def release(self) -> None:
-        """See ``WorkerModel``."""
         if self._sessions is not None:
             self._sessions.release()
         self._adapters.release()

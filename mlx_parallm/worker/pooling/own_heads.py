@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
@@ -113,7 +114,7 @@ class HeadMaker(Protocol):
         ...
 
 
-class LayerHeads:
+class LayerHeads(HeadMaker):
     """Makes heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
 
     def __init__(self, model: Any, dtype: mx.Dtype) -> None:
@@ -122,8 +123,8 @@ class LayerHeads:
         self._dtype = dtype
         self._modules: dict[str, Any] = dict(model.named_modules())
 
+    @override
     def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
-        """See ``HeadMaker``."""
         wanted = _OF_TASK_TYPES.get(task_type or "")
         own = self._model.args.head
         if wanted is None or wanted == own:
@@ -132,8 +133,8 @@ class LayerHeads:
             return MadeHead(with_modules(self._model, made), made.keys(), tasks)
         return self._new(wanted, saved, param)
 
+    @override
     def trainable(self) -> TrainableHead | None:
-        """See ``HeadMaker``."""
         task_type = _TASK_TYPES.get(self._model.args.head)
         layers = {
             path: module

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.types.errors import ModelLoadError
@@ -17,6 +18,7 @@ from mlx_parallm.worker.lora.adapted_layers import unfit_error
 from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layers, split_head
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel
 from mlx_parallm.worker.pooling.own_heads import (
+    HeadMaker,
     MadeHead,
     Parameters,
     Saved,
@@ -30,7 +32,7 @@ NUM_AXES = {"weight": 2, "bias": 1}
 PLACE = re.compile(r"\d{0,2}", re.ASCII)
 
 
-class ScoreHeads:
+class ScoreHeads(HeadMaker):
     """Makes scoring layers of a decoder. Implements ``own_heads.HeadMaker``."""
 
     def __init__(self, model: DecoderModel, dtype: mx.Dtype) -> None:
@@ -38,8 +40,8 @@ class ScoreHeads:
         self._model = model
         self._dtype = dtype
 
+    @override
     def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
-        """See ``HeadMaker``."""
         arrays = {name: to_mlx(tensor).astype(self._dtype) for name, tensor in saved.items()}
         others, head = split_head(arrays)
         if others:
@@ -67,8 +69,8 @@ class ScoreHeads:
             self._model.with_score(score), {"score"}, tasks[::-1] if is_of_tokens else tasks
         )
 
+    @override
     def trainable(self) -> TrainableHead | None:
-        """See ``HeadMaker``."""
         score = self._model.score
         layers = {
             name: layer

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from typing_extensions import override
 
 from mlx_parallm.config import KV_CACHE_DTYPES
 from mlx_parallm.kernels.kernel import Kernel, KernelText
@@ -48,7 +49,7 @@ class KernelTime:
     problem: str | None = None
 
 
-class _TimedKernel:
+class _TimedKernel(Kernel):
     """Launches a kernel; the first launch is timed, and repeated. Implements ``Kernel``.
 
     A repetition changes nothing: it writes the same values to the same places.
@@ -59,8 +60,8 @@ class _TimedKernel:
         self._kernel = kernel
         self._note: Callable[[KernelTime], None] | None = note
 
+    @override
     def __call__(self, *, inputs: Sequence[mx.array], **options: Any) -> list[mx.array]:
-        """See ``Kernel``."""
         note, self._note = self._note, None
         if note is None:
             return self._kernel(inputs=inputs, **options)
@@ -91,8 +92,8 @@ class _TimedMetal(MetalLanguage):
         super().__init__()
         self._note = note
 
+    @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
-        """See ``KernelLanguage.make``."""
         return _TimedKernel(text.name, super().make(text, dtypes), self._note)
 
 
@@ -103,8 +104,8 @@ class _TimedCuda(CudaLanguage):
         super().__init__()
         self._note = note
 
+    @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
-        """See ``KernelLanguage.make``."""
         return _TimedKernel(text.name, super().make(text, dtypes), self._note)
 
 

@@ -14,10 +14,11 @@ from typing import Any, Self
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from typing_extensions import override
 
 from mlx_parallm.types.training import BranchedText
 from mlx_parallm.worker.generation.paged_cache import UnsupportedAttentionError
-from mlx_parallm.worker.generation.seam import ModelSeams
+from mlx_parallm.worker.generation.seam import ModelSeams, PagedStep
 
 #: ``PROMPT`` and ``PADDING`` are branches; continuations are numbered from 1.
 PROMPT, PADDING = 0, -1
@@ -82,7 +83,7 @@ def _visible(owners: np.ndarray) -> np.ndarray:
     return (is_before & ((keys == PROMPT) | (keys == queries)))[:, None]
 
 
-class _Step:
+class _Step(PagedStep):
     """One forward. Implements ``seam.PagedStep``; its keys are those that its caches were given."""
 
     def __init__(self, positions: mx.array, visible: mx.array) -> None:
@@ -94,6 +95,7 @@ class _Step:
         """Know these keys, and their values, when a layer attends to them."""
         self._values[id(keys)] = keys, values
 
+    @override
     def attend(
         self,
         queries: mx.array,
@@ -104,7 +106,6 @@ class _Step:
         sinks: mx.array | None,
         soft_cap: float | None = None,
     ) -> mx.array | None:
-        """See ``seam.PagedStep``."""
         kept = self._values.get(id(keys))
         if kept is None:
             return None

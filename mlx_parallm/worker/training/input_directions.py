@@ -12,10 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.training import TrainedText
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
+from mlx_parallm.worker.ops import Pending
 from mlx_parallm.worker.training.trainable import TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
 
@@ -32,7 +34,7 @@ SEED = 0
 LEAST_SHARE = 1e-2
 
 
-class InputDirections:
+class InputDirections(Pending):
     """The computation of first factors, one text or layer in a stage. Implements ``Pending``."""
 
     def __init__(
@@ -58,12 +60,12 @@ class InputDirections:
         self._num_stages = sum(len(self._texts) + len(group) for group in self._groups)
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Pending``."""
         return self._num_stages
 
+    @override
     def advance(self) -> None:
-        """See ``Pending``."""
         next(self._work)
         self._num_stages -= 1
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
+from mlx_parallm.worker.ops import Pending
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.directions import Copies
 from mlx_parallm.worker.training.layer_entry import LayerEntry
@@ -23,7 +25,7 @@ from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
 from mlx_parallm.worker.training.trained_model import TrainedModel
 
 
-class PairJob:
+class PairJob(Pending):
     """A forward of perturbed copies, and what was found for it. Implements ``Pending``.
 
     The stages before those of the layers draw the copies, and compute the states of each text
@@ -51,12 +53,12 @@ class PairJob:
         self._counts = counts
 
     @property
+    @override
     def num_stages(self) -> int:
-        """See ``Pending``."""
         return len(self._before) + 1 if self._job is None else self._job.num_stages
 
+    @override
     def advance(self) -> None:
-        """See ``Pending``."""
         if self._job is not None:
             self._job.advance()
             return
@@ -64,8 +66,8 @@ class PairJob:
         if not self._before:
             self._job = self._build()
 
+    @override
     def wait(self) -> PairResult:
-        """See ``Pending``."""
         while self._job is None:
             self.advance()
         return PairResult(self._job.wait(), *self._counts)

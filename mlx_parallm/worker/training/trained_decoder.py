@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.models.vision.with_tower import TOWER
@@ -23,6 +24,7 @@ from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
 from mlx_parallm.worker.training.branched_forward import BranchedForward
+from mlx_parallm.worker.training.trained_model import TrainedModel
 from mlx_parallm.worker.weights.loader import parameters_of
 
 # SAME: logits of one token, computed with padding after it and alone, differ by at most this share
@@ -32,7 +34,7 @@ SAME, SAME_IN_FLOAT32 = 0.1, 1e-2
 NO_PATHS: Collection[str] = ()
 
 
-class TrainedDecoder:
+class TrainedDecoder(TrainedModel):
     """A generation model whose adapters are trained. Implements ``TrainedModel``.
 
     Rows are right-padded: with causal attention no token attends to the padding after it.
@@ -60,36 +62,38 @@ class TrainedDecoder:
             self._branched = None
 
     @property
+    @override
     def modules(self) -> Mapping[str, nn.Module]:
-        """See ``TrainedModel``."""
         return self._modules
 
     @property
+    @override
     def parameters(self) -> Mapping[str, mx.array]:
-        """See ``TrainedModel``."""
         return parameters_of(self._model)
 
     @property
+    @override
     def layers(self) -> Sequence[nn.Module]:
-        """See ``TrainedModel``."""
         return self._stages.layers
 
+    @override
     def of_checkpoint(self, adapter: AdapterWeights) -> AdapterWeights:
-        """See ``TrainedModel``."""
         return self._adapted.of_checkpoint(adapter)
 
     @property
+    @override
     def shared(self) -> Collection[str]:
-        """See ``TrainedModel``; layers of decoders compute each row apart."""
+        """Layers of decoders compute each row apart."""
         return NO_PATHS
 
     @property
+    @override
     def head(self) -> None:
-        """See ``TrainedModel``: a model that generates does not classify."""
+        """A model that generates does not classify."""
 
     @property
+    @override
     def shares_prompts(self) -> bool:
-        """See ``TrainedModel``."""
         return self._branched is not None
 
     def texts(self, item: TrainingInput) -> Sequence[TrainedText]:
@@ -108,12 +112,12 @@ class TrainedDecoder:
         is_one = item.is_shared or len(item.choices) == 1
         return item.shares and self.shares_prompts and not is_one
 
+    @override
     def length(self, inputs: Sequence[TrainedText]) -> int:
-        """See ``TrainedModel``."""
         return self._shapes.length(max(len(item.token_ids) for item in inputs))
 
+    @override
     def run_layers(self, text: TrainedText) -> None:
-        """See ``TrainedModel``."""
         self._logits([text], len(text.token_ids), [0])
 
     def changed_job(

@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
+from mlx_parallm.serving.remote.host import Shared
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: MAX_REMEMBERED: operations and generations that are kept; the oldest are forgotten first.
@@ -38,7 +41,7 @@ class Policy:
 
 
 @dataclass(slots=True, eq=False)
-class Policies:
+class Policies(Shared):
     """The generations of all slots. It is used on the event loop only.
 
     Attributes:
@@ -57,8 +60,8 @@ class Policies:
     _num_changes: int = 0
 
     @property
+    @override
     def number(self) -> int:
-        """See ``serving.remote.host.Shared``."""
         return self._num_changes
 
     def value(self) -> Mapping[tuple[str, str], Policy]:

@@ -15,18 +15,18 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from typing_extensions import override
 
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
-class AlonePath:
+class AlonePath(ForwardPath):
     """Runs sequences one at a time on stock caches, kept by slot. Implements ``ForwardPath``."""
 
     name = "alone"
-    is_compiled = False
-    has_state = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -34,10 +34,20 @@ class AlonePath:
         self._touched: list[int] = []
         self.adapters = AdapterContext()
 
+    @property
+    @override
+    def is_compiled(self) -> bool:
+        return False
+
+    @property
+    @override
+    def has_state(self) -> bool:
+        return True
+
+    @override
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
-        """See ``ForwardPath.logits``."""
         self._touched = [sequence.slot for sequence in sequences]
         firsts = np.cumsum([0, *(len(sequence.token_ids) for sequence in sequences)]).tolist()
         logit_rows = np.array(rows, dtype=np.int64)
@@ -55,8 +65,8 @@ class AlonePath:
                 parts.append(output[0, mx.array(places.astype(np.int32))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
 
+    @override
     def arrays(self) -> list[mx.array]:
-        """See ``ForwardPath.arrays``."""
         states = [cache.state for slot in self._touched for cache in self._caches[slot]]
         return [array for _, array in tree_flatten(states) if isinstance(array, mx.array)]
 
@@ -66,8 +76,8 @@ class AlonePath:
     def forget_weights(self) -> None:
         """Do nothing: every step reads the model's current weights."""
 
+    @override
     def release_kv(self) -> None:
-        """See ``ForwardPath.release_kv``."""
         self._caches.clear()
         self._touched.clear()
 
@@ -78,7 +88,7 @@ class AlonePath:
         """Do nothing: the KV is in the caches of the slots."""
         del pairs
 
+    @override
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_state``."""
         for source, target in pairs:
             self._caches[target] = copy.deepcopy(self._caches[source])

@@ -30,15 +30,11 @@ def is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bo
 class ForwardPath(Protocol):
     """Runs the sequences of a step through a model."""
 
-    @property
-    def name(self) -> str:
-        """The path's name: "packed", "split", "sequential" or "alone"."""
-        ...
+    name: str
+    """The path's name: "packed", "split", "sequential" or "alone"."""
 
-    @property
-    def adapters(self) -> AdapterContext:
-        """The context from which layers read the adapters of a step's rows."""
-        ...
+    adapters: AdapterContext
+    """The context from which layers read the adapters of a step's rows."""
 
     @property
     def has_state(self) -> bool:

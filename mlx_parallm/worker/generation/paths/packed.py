@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
@@ -14,7 +15,7 @@ from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
-from mlx_parallm.worker.generation.paths.base import adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
@@ -24,11 +25,10 @@ from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
-class PackedPath:
+class PackedPath(ForwardPath):
     """The path of models in which every layer keeps plain KV. Implements ``ForwardPath``."""
 
     name = "packed"
-    has_state = False
 
     def __init__(
         self,
@@ -71,8 +71,13 @@ class PackedPath:
             )
 
     @property
+    @override
+    def has_state(self) -> bool:
+        return False
+
+    @property
+    @override
     def is_compiled(self) -> bool:
-        """See ``ForwardPath.is_compiled``."""
         return self._compiled is not None
 
     @property
@@ -80,10 +85,10 @@ class PackedPath:
         """True if the rows of steps with prompts are padded to buckets."""
         return self._padding is not None
 
+    @override
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
-        """See ``ForwardPath.logits``."""
         slots = adapter_slots(sequences)
         decodes = is_decode(sequences, rows)
         compiled = self._compiled if decodes else None
@@ -114,31 +119,31 @@ class PackedPath:
         with self._seams.during(step):
             return self._model(token_ids[:, None], cache=caches)
 
+    @override
     def arrays(self) -> list[mx.array]:
-        """See ``ForwardPath.arrays``."""
         return self._pools.arrays()
 
+    @override
     def forget_writes(self) -> None:
-        """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
 
+    @override
     def forget_weights(self) -> None:
-        """See ``ForwardPath.forget_weights``."""
         if self._compiled is not None:
             self._compiled.forget()
 
+    @override
     def release_kv(self) -> None:
-        """See ``ForwardPath.release_kv``."""
         self._pools.release()
         # Pools that are written in place are constants of the traces.
         self.forget_weights()
 
+    @override
     def restore_kv(self) -> None:
-        """See ``ForwardPath.restore_kv``."""
         self._pools.restore()
 
+    @override
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)
 
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:

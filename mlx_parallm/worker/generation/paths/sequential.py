@@ -7,22 +7,23 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.group_cache import CacheViews
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.row_groups import make_groups
 from mlx_parallm.worker.generation.state_store import GroupStateCache
 from mlx_parallm.worker.lora.context import AdapterContext
 
 
-class SequentialPath:
+class SequentialPath(ForwardPath):
     """The path of models that cannot run several sequences at once. Implements ``ForwardPath``."""
 
     name = "sequential"
-    is_compiled = False
 
     def __init__(
         self,
@@ -40,14 +41,19 @@ class SequentialPath:
         self.adapters = AdapterContext()
 
     @property
+    @override
+    def is_compiled(self) -> bool:
+        return False
+
+    @property
+    @override
     def has_state(self) -> bool:
-        """See ``ForwardPath.has_state``."""
         return self._views.states.has_state
 
+    @override
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
-        """See ``ForwardPath.logits``."""
         groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
         packed = self._views.packed(PackedStep.of(self._backend, sequences))
         logit_rows = np.array(rows, dtype=np.int32)
@@ -66,32 +72,32 @@ class SequentialPath:
                 parts.append(logits[0, mx.array(own_rows - np.int32(group.rows[0]))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
 
+    @override
     def arrays(self) -> list[mx.array]:
-        """See ``ForwardPath.arrays``."""
         return self._pools.arrays() + self._views.states.take_written()
 
+    @override
     def forget_writes(self) -> None:
-        """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
         self._views.states.forget_writes()
 
     def forget_weights(self) -> None:
         """Do nothing: every step reads the model's current weights."""
 
+    @override
     def release_kv(self) -> None:
-        """See ``ForwardPath.release_kv``."""
         self._pools.release()
         self._views.states.forget()
 
+    @override
     def restore_kv(self) -> None:
-        """See ``ForwardPath.restore_kv``."""
         self._pools.restore()
 
+    @override
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)
 
+    @override
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_state``."""
         for source, target in pairs:
             self._views.states.copy(source, target)

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
@@ -16,7 +17,7 @@ from mlx_parallm.worker.generation.group_cache import CacheViews
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
 from mlx_parallm.worker.generation.paged_cache import PackedStep
-from mlx_parallm.worker.generation.paths.base import adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups
 from mlx_parallm.worker.generation.row_selection import RowSelector
@@ -26,7 +27,7 @@ from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
-class SplitPath:
+class SplitPath(ForwardPath):
     """The path of models with modules that cannot take one row per token.
 
     These modules run once per group; norms, MLP, experts and head take one row per token. All
@@ -83,23 +84,23 @@ class SplitPath:
             )
 
     @property
+    @override
     def is_compiled(self) -> bool:
-        """See ``ForwardPath.is_compiled``."""
         return self._compiled is not None
 
     @property
+    @override
     def has_state(self) -> bool:
-        """See ``ForwardPath.has_state``."""
         return self._views.states.has_state
 
     def close(self) -> None:
         """Undo the split of the model's modules."""
         self._split.remove()
 
+    @override
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
-        """See ``ForwardPath.logits``."""
         slots = adapter_slots(sequences)
         compiled = self._compiled if is_decode(sequences, rows) else None
         if compiled is not None and compiled.is_ready:
@@ -146,36 +147,36 @@ class SplitPath:
         with self._seams.during(step), self._split.during(splitting):
             return self._model(token_ids[:, None], cache=self._views.packed(step))
 
+    @override
     def arrays(self) -> list[mx.array]:
-        """See ``ForwardPath.arrays``."""
         return self._pools.arrays() + self._views.states.take_written()
 
+    @override
     def forget_writes(self) -> None:
-        """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
         self._views.states.forget_writes()
 
+    @override
     def forget_weights(self) -> None:
-        """See ``ForwardPath.forget_weights``."""
         if self._compiled is not None:
             self._compiled.forget()
 
+    @override
     def release_kv(self) -> None:
-        """See ``ForwardPath.release_kv``."""
         self._pools.release()
         self._views.states.forget()
         # Pools that are written in place are constants of the traces.
         self.forget_weights()
 
+    @override
     def restore_kv(self) -> None:
-        """See ``ForwardPath.restore_kv``."""
         self._pools.restore()
 
+    @override
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)
 
+    @override
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``ForwardPath.copy_state``."""
         for source, target in pairs:
             self._views.states.copy(source, target)
