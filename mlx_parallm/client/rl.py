@@ -89,7 +89,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class RewardOptions(TypedDict, total=False):
-    """Further fields of ``POST /v1/rewards/score``; docs/encoders.md describes them."""
+    """Further fields of ``POST /v1/rewards/score``; docs/pooling.md describes them."""
 
     model: str
     sigmoid: bool

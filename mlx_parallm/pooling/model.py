@@ -19,7 +19,7 @@ POOLING_TRAITS = KindTraits(
     name="pooling",
     loads_later=True,
     refuses_change="is an encoder: its weights stay as they were loaded.",
-    refuses_other="is an encoder and cannot generate (docs/encoders.md).",
+    refuses_other="is an encoder and cannot generate (docs/pooling.md).",
 )
 
 
