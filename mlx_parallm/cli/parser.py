@@ -12,6 +12,15 @@ from mlx_parallm.types.json_values import is_mapping
 UNKNOWN = "unrecognized arguments: "
 #: ``MAX_HINTS``: most flags that a message suggests for an unknown one.
 MAX_HINTS = 3
+MASKED_LMS = "masked LMs are recognised by their files; name them with --model"
+RANKS = "the ranks that mlx.launch starts share a model: docs/clusters.md"
+#: ``ELSEWHERE``: what serves the purpose of flags that this command does not have, by flag.
+ELSEWHERE = {
+    "--enable-mlm": MASKED_LMS,
+    "--mlm-models": MASKED_LMS,
+    "--pipeline-parallel-size": RANKS,
+    "--tensor-parallel-size": RANKS,
+}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,8 +51,11 @@ class CommandParser(argparse.ArgumentParser):
     def _with_hint(self, word: str) -> str:
         if not word.startswith("--"):
             return word
+        flag = word.partition("=")[0].lower().replace("_", "-")
+        if flag in ELSEWHERE:
+            return f"{word} ({ELSEWHERE[flag]})"
         # The comparison leaves the dashes out, because they would make all flags similar.
-        name = word.partition("=")[0].removeprefix("--").lower().replace("_", "-")
+        name = flag.removeprefix("--")
         known_names = sorted({flag.removeprefix("--") for flag in self._flags()})
         longer = [flag for flag in known_names if flag.startswith(name)]
         closest = longer[:MAX_HINTS] or difflib.get_close_matches(name, known_names, n=1)

@@ -472,7 +472,10 @@ def test_a_model_given_with_and_without_its_flag_is_given_twice() -> None:
         ("--max_model_len=3", "--max_model_len=3 (did you mean --max-model-len?)"),
         ("--max-num", "(did you mean --max-num-batched-tokens or --max-num-seqs or "),
         ("--prefix-caching", "(did you mean --enable-prefix-caching?)"),
-        ("--tensor-parallel-size", "--tensor-parallel-size"),
+        ("--tensor-parallel-size=2", "--tensor-parallel-size=2 (the ranks that mlx.launch starts"),
+        ("--pipeline_parallel_size=2", "_size=2 (the ranks that mlx.launch starts"),
+        ("--enable-mlm", "--enable-mlm (masked LMs are recognised by their files; name them with"),
+        ("--mlm-models=a", "--mlm-models=a (masked LMs are recognised by their files; name them"),
         ("--xyz", "arguments: --xyz\n"),
     ],
 )
