@@ -24,9 +24,9 @@ from mlx_parallm.batch_jobs.lines import (
 )
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_results
-from mlx_parallm.batch_jobs.slots import Slots
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.types.errors import ShuttingDownError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RunContext:
     Attributes:
         batches: the store of records.
         files: the store of input and output files.
-        slots: bounds the samples in the engine.
+        places: those of samples in the engine.
         send: sends a line and returns its answer.
         max_line_bytes: most bytes of a line of the input.
         now: returns Unix seconds.
@@ -75,7 +75,7 @@ class RunContext:
 
     batches: BatchStore
     files: FileStore
-    slots: Slots
+    places: SharedBudget
     send: Send
     max_line_bytes: int
     now: Callable[[], float] = time.time
@@ -174,19 +174,19 @@ class BatchRun:
         return done
 
     async def _start_lines(self, group: asyncio.TaskGroup, notes: _Notes, done: set[int]) -> None:
-        slots = self._context.slots
+        places = self._context.places
         with contextlib.closing(self._lines(done)) as lines:
             for number, line in lines:
                 # Only one line of a batch waits for places, so batches of owners take turns.
-                num_places = num_samples(line.body)
-                await slots.take(num_places)
+                num_places = min(num_samples(line.body), places.amount)
+                await places.acquire(num_places)
                 if self._is_stopping:
-                    slots.give_back(num_places)
+                    places.release(num_places)
                     return
                 task = group.create_task(self._answer_line(number, line, notes))
                 # The places are returned by a callback, not by the task, because a task that is
                 # cancelled before it begins would keep them.
-                task.add_done_callback(lambda _, num=num_places: slots.give_back(num))
+                task.add_done_callback(lambda _, num=num_places: places.release(num))
 
     def _lines(self, done: set[int]) -> Generator[tuple[int, BatchLine], None, None]:
         for number, raw in numbered_lines(self._source):

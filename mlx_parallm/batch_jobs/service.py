@@ -13,8 +13,8 @@ from pathlib import Path
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
-from mlx_parallm.batch_jobs.slots import Slots
 from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.types.errors import (
@@ -102,7 +102,7 @@ class BatchService:
         self._send = send
         self._now = now
         self._delay = delay
-        self._slots = Slots(limits.max_samples)
+        self._places = SharedBudget(limits.max_samples)
         self._opened: Storage | None = None
         self._opening: asyncio.Task[None] | None = None
         self._drivers: dict[str, asyncio.Task[None]] = {}
@@ -263,7 +263,7 @@ class BatchService:
         context = RunContext(
             batches=storage.batches,
             files=storage.files,
-            slots=self._slots,
+            places=self._places,
             send=self._send,
             max_line_bytes=self._limits.max_line_bytes,
             now=self._now,

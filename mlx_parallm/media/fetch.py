@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from typing import cast
 import httpcore2
 import httpx2
 
+from mlx_parallm.fairness import Client, Holding, SharedBudget
 from mlx_parallm.media.addresses import check_host
 from mlx_parallm.media.pinned import MAX_LOOKUPS, PinnedBackend, Resolve, Resolver
-from mlx_parallm.media.shared_budget import SharedBudget
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 
@@ -65,49 +64,34 @@ class Fetcher:
         self._backend = PinnedBackend(network or system, resolve or Resolver())
         self._ssl_context = ssl_context
         self._turns = SharedBudget(MAX_FETCHES)
-        self.num_bytes = 0
-        self._bytes_of: Counter[str] = Counter()
+        most = limits.max_fetched_bytes
+        # The largest picture fits even if that is more than half.
+        self._held = SharedBudget(most, share=max(most // 2, limits.max_bytes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of fetched files that are in use."""
+        return self._held.num_taken
 
     @asynccontextmanager
-    async def fetched(self, url: str, client: str = "") -> AsyncGenerator[bytes]:
+    async def fetched(self, url: str, client: Client = None) -> AsyncGenerator[bytes]:
         """Provide a file; its bytes count among those that the process holds until the end.
 
-        One client may have half of these, and of the connections; "" is everybody.
+        One client may have half of these, and of the connections.
 
         Raises:
             InvalidRequestError: the URL is not allowed, or it gives no file within the limits.
             OverloadedError: the process, or the client, holds too many bytes of fetched files.
         """
-        held = _HeldBytes(self, client)
+        held = Holding(self._held, client)
         try:
-            yield await self._get(url, held)
+            yield await self._get(url, held, client)
         finally:
-            self.free_bytes(held.num_bytes, client)
+            held.release()
 
-    def add_bytes(self, num_bytes: int, client: str) -> None:
-        """Count bytes that have arrived.
-
-        Raises:
-            OverloadedError: the process, or the client, holds too many.
-        """
-        most = self._limits.max_fetched_bytes
-        # The largest picture fits even if that is more than half.
-        share = max(most // 2, self._limits.max_bytes) if client else most
-        if self.num_bytes + num_bytes > most or self._bytes_of[client] + num_bytes > share:
-            raise OverloadedError("Too many pictures are being fetched; try again later.")
-        self.num_bytes += num_bytes
-        self._bytes_of[client] += num_bytes
-
-    def free_bytes(self, num_bytes: int, client: str) -> None:
-        """Count bytes that are held no more."""
-        self.num_bytes -= num_bytes
-        self._bytes_of[client] -= num_bytes
-        if not self._bytes_of[client]:
-            del self._bytes_of[client]
-
-    async def _get(self, url: str, held: _HeldBytes) -> bytes:
+    async def _get(self, url: str, held: Holding, client: Client) -> bytes:
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._turn(held.client):
+            async with asyncio.timeout(self._limits.timeout_s), self._turns.acquired(1, client):
                 return await self._follow(url, held)
         except TimeoutError:
             raise InvalidRequestError(
@@ -119,15 +103,7 @@ class Fetcher:
         except (httpcore2.ProtocolError, httpcore2.UnsupportedProtocol):
             raise InvalidRequestError(f"{NOT_FETCHED}its host does not speak HTTP.") from None
 
-    @asynccontextmanager
-    async def _turn(self, client: str) -> AsyncGenerator[None]:
-        await self._turns.acquire(1, client)
-        try:
-            yield
-        finally:
-            self._turns.release(1, client)
-
-    async def _follow(self, url: str, held: _HeldBytes) -> bytes:
+    async def _follow(self, url: str, held: Holding) -> bytes:
         target = self._checked(url)
         for _ in range(MAX_REDIRECTS + 1):
             answer = await self._ask(target, held)
@@ -150,7 +126,7 @@ class Fetcher:
         check_host(_host_of(parsed), self._limits.allowed_domains)
         return parsed
 
-    async def _ask(self, url: httpx2.URL, held: _HeldBytes) -> bytes | _Redirect:
+    async def _ask(self, url: httpx2.URL, held: Holding) -> bytes | _Redirect:
         # A pool of its own for each request keeps no connection and connects anew each time.
         pool = httpcore2.AsyncConnectionPool(
             ssl_context=self._tls() if url.scheme == "https" else None,
@@ -177,22 +153,8 @@ class _Redirect:
     location: str
 
 
-class _HeldBytes:
-    """Counts the bytes of a client's file among those of the process."""
-
-    def __init__(self, fetcher: Fetcher, client: str) -> None:
-        self._fetcher = fetcher
-        self.client = client
-        self.num_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived; see ``Fetcher.add_bytes``."""
-        self._fetcher.add_bytes(num_bytes, self.client)
-        self.num_bytes += num_bytes
-
-
 async def _read(
-    response: httpcore2.Response, held: _HeldBytes, limits: MediaLimits
+    response: httpcore2.Response, held: Holding, limits: MediaLimits
 ) -> bytes | _Redirect:
     """Return the body of an answer, or where it leads."""
     headers = {name.lower(): value for name, value in response.headers}
@@ -207,7 +169,8 @@ async def _read(
     body = bytearray()
     async for chunk in response.aiter_stream():
         limits.check_bytes(len(body) + len(chunk))
-        held.add(len(chunk))
+        if not held.grow(len(chunk)):
+            raise OverloadedError("Too many pictures are being fetched; try again later.")
         body += chunk
     return bytes(body)
 

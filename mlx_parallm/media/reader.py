@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from mlx_parallm.fairness import Client, SharedBudget
 from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
 from mlx_parallm.media.data_url import format_of, read_base64, read_data_url, read_strict_base64
 from mlx_parallm.media.decode import Pixels, decode_picture, read_picture
@@ -17,7 +18,6 @@ from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.formats.stored import StoredPicture
 from mlx_parallm.media.local_files import SCHEME as FILE_SCHEME
 from mlx_parallm.media.local_files import LocalFiles
-from mlx_parallm.media.shared_budget import SharedBudget
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -61,7 +61,7 @@ class PictureReader:
         *,
         fetcher: Fetcher | None = None,
         in_thread: RunInThread = asyncio.to_thread,
-        client: Callable[[], str] = str,
+        client: Callable[[], Client] = lambda: None,
     ) -> None:
         """Prepare.
 
@@ -69,7 +69,7 @@ class PictureReader:
             limits: those of every picture, and of all together.
             fetcher: gets pictures by HTTP; None makes one with the same limits.
             in_thread: runs work on a thread.
-            client: returns the client of the request that runs; without it there is one.
+            client: returns the client of the request that runs.
         """
         self._limits = limits
         self._fetcher = fetcher or Fetcher(limits)
@@ -181,7 +181,7 @@ class PictureReader:
                 # A cancelled request leaves a thread behind, whose pixels still count.
                 decoding.add_done_callback(partial(self._end, num_pixels, client))
 
-    def _end(self, num_pixels: int, client: str, decoding: asyncio.Future[Pixels]) -> None:
+    def _end(self, num_pixels: int, client: Client, decoding: asyncio.Future[Pixels]) -> None:
         self._budget.release(num_pixels, client)
         if not decoding.cancelled():
             # An exception that nobody retrieves would be logged.

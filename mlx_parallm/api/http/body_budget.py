@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections import Counter, deque
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -14,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from mlx_parallm.api.http.auth import client_of
-from mlx_parallm.api.http.client_pace import ClientPace
 from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.fairness import UNBOUNDED, ClientPace, EntryTurns, Holding, SharedBudget
 from mlx_parallm.heap import trim_heap
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
@@ -43,17 +41,18 @@ class BodyBudgetMiddleware(HttpMiddleware):
     A body over its route's limit is refused when it is read, by its header or as it comes; a body
     that no route reads is not refused, so that an unknown path remains a 404. A request's body
     counts from its arrival to the end of its answer, because it is kept as long. A client with no
-    other request here may send any body that its route accepts. Bodies are read at a pace, see
-    ``BodyPace``, and passed on by turns, see ``EntryTurns``. Threads that clients share work on
-    long texts, see ``TextThreads``; while a text waits for them, its body counts.
+    other request here may send any body that its route accepts. Bodies are read at a pace, because
+    the event loop is held meanwhile, through which the tokens of all clients pass. They are passed
+    on by turns, see ``EntryTurns``. Threads that clients share work on long texts, see
+    ``TextThreads``; while a text waits for them, its body counts.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         super().__init__(app)
         self._config = config
-        self._held: Counter[str] = Counter()
+        self._held = SharedBudget(UNBOUNDED, share=config.max_client_body_bytes)
         self._turns = EntryTurns()
-        self._pace = BodyPace(time.monotonic)
+        self._pace = ClientPace(time.monotonic, rate=BYTES_PER_S, burst=BURST_BYTES)
         self._threads = TextThreads()
         self._freed = FreedMemory()
 
@@ -62,10 +61,11 @@ class BodyBudgetMiddleware(HttpMiddleware):
         client = self._client_of(scope)
         if client is None:
             # A body that is not kept in memory is not counted.
-            uncounted = _Body(scope, Counter(), "", self._config, math.inf)
+            uncounted = _Body(scope, Holding(SharedBudget(UNBOUNDED), None), self._config)
             await self._app(scope, lambda: uncounted.receive(receive), send)
             return
-        body = _Body(scope, self._held, client, self._config, self._config.max_client_body_bytes)
+        held = Holding(self._held, client)
+        body = _Body(scope, held, self._config)
         is_paced = _is_paced(scope)
 
         async def metered() -> Message:
@@ -82,8 +82,9 @@ class BodyBudgetMiddleware(HttpMiddleware):
                 with self._threads.serving(client):
                     await self._app(scope, metered, send)
             finally:
-                body.release()
-                self._freed.note(body.size, sum(self._held.values()))
+                size = held.amount
+                held.release()
+                self._freed.note(size, self._held.num_taken)
 
     def _client_of(self, scope: Scope) -> str | None:
         """Return the client that a body counts for; None if it is not kept in memory."""
@@ -120,19 +121,14 @@ def _takes_pictures(scope: Scope) -> bool:
 class _Body:
     """One request's body, which counts among those that its client has here."""
 
-    def __init__(
-        self, scope: Scope, held: Counter[str], client: str, config: ServerConfig, most: float
-    ) -> None:
+    def __init__(self, scope: Scope, held: Holding, config: ServerConfig) -> None:
         limit = facts_of(scope).body_limit
         self._max_size = _max_size(scope, limit, config)
         self._hint = limit.hint
         declared = Headers(scope=scope).get("content-length", "0")
         self._declared_size = int(declared) if declared.isdecimal() else 0
         self._held = held
-        self._client = client
-        self._most = most
         self._timeout_s = config.client_timeout_s
-        self.size = 0
         self.is_whole = False
         self._begin_s = asyncio.get_running_loop().time()
 
@@ -147,16 +143,10 @@ class _Body:
             self.is_whole = not message.get("more_body", False)
         return message
 
-    def release(self) -> None:
-        """Stop counting the body, because the request has ended."""
-        self._held[self._client] -= self.size
-        if not self._held[self._client]:
-            del self._held[self._client]
-
     async def _in_time(self, receive: Receive) -> Message:
         if not self._timeout_s:
             return await receive()
-        until_s = self._begin_s + self._timeout_s + self.size / MIN_BYTES_PER_S
+        until_s = self._begin_s + self._timeout_s + self._held.amount / MIN_BYTES_PER_S
         try:
             async with asyncio.timeout_at(until_s):
                 return await receive()
@@ -164,76 +154,18 @@ class _Body:
             raise RequestTimeoutError("The body did not arrive in time.") from None
 
     def _count(self, size: int) -> None:
-        self.size += size
-        self._held[self._client] += size
-        together = self._held[self._client]
-        if together > self._most and together > self.size:
+        if not self._held.grow(size):
             raise OverloadedError(
                 "The bodies of your other requests use all of --max-body-size-per-key; wait for "
                 "their answers."
             )
-        self._check_size(self.size)
+        self._check_size(self._held.amount)
 
     def _check_size(self, size: int) -> None:
         if size > self._max_size:
             raise RequestTooLargeError(
                 f"The body is larger than {self._max_size} bytes.{self._hint}"
             )
-
-
-class BodyPace(ClientPace):
-    """Lets a client's bodies through at a bounded rate, unless it is the only client here.
-
-    A body that is being read holds the event loop, and the tokens of all clients pass through
-    that. A client whose bodies come faster waits; the others do not.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(clock, rate=BYTES_PER_S, burst=BURST_BYTES)
-
-    async def wait(self, client: str, size: int) -> None:
-        """Hold back ``size`` bytes of a body that have come."""
-        delay_s = self.delay(client, size)
-        if delay_s:
-            await asyncio.sleep(delay_s)
-
-
-class EntryTurns:
-    """One request of each client enters per round of the event loop.
-
-    Parsing, checking and encoding a request holds the event loop for a millisecond or more. A
-    hundred that come together would hold it for their whole time; so they enter one after another,
-    and the work of other clients runs in between.
-    """
-
-    def __init__(self) -> None:
-        # The requests that enter in the next rounds, of each client that entered in this one.
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def take(self, client: str) -> None:
-        """Wait for a turn; a client's first request of a round does not wait."""
-        loop = asyncio.get_running_loop()
-        if not self._lines:
-            loop.call_soon(self._next_round)
-        line = self._lines.get(client)
-        if line is None:
-            self._lines[client] = deque()
-            return
-        turn: asyncio.Future[None] = loop.create_future()
-        line.append(turn)
-        await turn
-
-    def _next_round(self) -> None:
-        for client, line in list(self._lines.items()):
-            # Cancelled requests have no turn.
-            while line and line[0].done():
-                line.popleft()
-            if line:
-                line.popleft().set_result(None)
-            else:
-                del self._lines[client]
-        if self._lines:
-            asyncio.get_running_loop().call_soon(self._next_round)
 
 
 class FreedMemory:

@@ -8,12 +8,11 @@ import contextvars
 import functools
 import os
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mlx_parallm.api.http.client_pace import ClientPace
+from mlx_parallm.fairness import ClientPace, SharedBudget
 
 T = TypeVar("T")
 
@@ -74,52 +73,33 @@ class TextThreads:
             clock: seconds from any beginning.
         """
         num_processors = os.cpu_count() or 1
-        self._num_threads = num_threads or max(2, min(MAX_THREADS, num_processors))
-        self._num_free = self._num_threads
+        num_threads = num_threads or max(2, min(MAX_THREADS, num_processors))
         self._clock = clock
         self._pace = ClientPace(clock, rate=num_processors * PACED_SHARE, burst=BURST_S)
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        # Timers of clients whose next work waits for their pace.
-        self._paced: dict[str, asyncio.TimerHandle] = {}
-        self._executor = ThreadPoolExecutor(self._num_threads, "texts")
+        self._threads = SharedBudget(num_threads, pace=self._pace)
+        self._executor = ThreadPoolExecutor(num_threads, "texts")
 
     @contextlib.contextmanager
     def serving(self, client: str) -> Generator[None]:
         """Let ``in_thread`` use these threads for a client, which counts as being here."""
         token = _SERVING.set((self, client))
         try:
-            with self._pace.present(client):
+            with self._threads.present(client):
                 yield
         finally:
             _SERVING.reset(token)
-            # A client that is alone from now on stops waiting.
-            self._begin_waiting()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, which begins when the client's turn comes.
 
         The thread is in use until ``work`` ends, even if the caller was cancelled before.
         """
-        await self._turn(client)
+        await self._threads.acquire(1, client)
         context = contextvars.copy_context()
         loop, begin_s = asyncio.get_running_loop(), self._clock()
         running: Future[T] = self._executor.submit(context.run, work)
         running.add_done_callback(functools.partial(self._end_later, loop, client, begin_s))
         return await asyncio.wrap_future(running)
-
-    async def _turn(self, client: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        self._begin_next(client)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                self._begin_next(client)
-            else:
-                self._leave(client)
-            raise
 
     def _end_later(
         self, loop: asyncio.AbstractEventLoop, client: str, begin_s: float, _: Future[Any]
@@ -131,44 +111,7 @@ class TextThreads:
 
     def _end(self, client: str, seconds: float) -> None:
         self._pace.delay(client, seconds)
-        self._leave(client)
-
-    def _leave(self, client: str) -> None:
-        self._num_free += 1
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
-        self._begin_waiting()
-
-    def _begin_waiting(self) -> None:
-        for client in list(self._waiting):
-            self._begin_next(client)
-
-    def _begin_next(self, client: str) -> None:
-        """Begin the client's next work if it may; the client is then the last in line."""
-        line = self._waiting.get(client, deque())
-        while line and (line[0].done() or self._may_begin(client)):
-            turn = line.popleft()
-            if not turn.done():
-                self._num_free -= 1
-                self._running[client] += 1
-                turn.set_result(None)
-                self._waiting[client] = self._waiting.pop(client)
-        if not line:
-            self._waiting.pop(client, None)
-
-    def _may_begin(self, client: str) -> bool:
-        if not self._num_free or self._running[client] >= self._num_threads // 2:
-            return False
-        delay_s = self._pace.delay(client)
-        if delay_s and client not in self._paced:
-            loop = asyncio.get_running_loop()
-            self._paced[client] = loop.call_later(delay_s, self._after_delay, client)
-        return not delay_s
-
-    def _after_delay(self, client: str) -> None:
-        del self._paced[client]
-        self._begin_next(client)
+        self._threads.release(1, client)
 
 
 #: The threads and the client of the current request; each request has a context of its own.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.responses.jobs import BackgroundJob
+from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -18,8 +19,7 @@ from mlx_parallm.types.errors import (
 Item = dict[str, Any]
 # Bytes that an item counts besides its text, for its keys and its place in the index.
 ITEM_BYTES = 512
-# Shares of the bounds that running responses may take: of one client, and of all together.
-CLIENT_SHARE = 4
+# RUNNING_SHARE: share of the bounds that running responses may take, and one client half of that.
 RUNNING_SHARE = 2
 
 
@@ -73,6 +73,9 @@ class ResponseStore:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        most = max_responses // RUNNING_SHARE
+        self._running = SharedBudget(max(1, most), share=max(1, most // 2))
+        self._running_bytes = SharedBudget(max_bytes // RUNNING_SHARE)
         self._clients: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._index: dict[tuple[str, str], dict[str, Item]] = {}
         self.num_responses = 0
@@ -91,6 +94,9 @@ class ResponseStore:
         self._clients.setdefault(entry.client, OrderedDict())[entry.id] = entry
         self.num_responses += 1
         self.num_bytes += entry.num_bytes
+        if entry.is_running:
+            self._running.take(1, entry.client)
+            self._running_bytes.take(entry.num_bytes, entry.client)
         self._note_items(entry, entry.conversation())
         self._shrink()
 
@@ -119,6 +125,8 @@ class ResponseStore:
         entries = self._of_client(entry.client)
         if entries.pop(entry.id, None) is None:
             return
+        if entry.is_running:
+            self._leave(entry)
         self.num_responses -= 1
         self.num_bytes -= entry.num_bytes
         if not entries:
@@ -134,12 +142,17 @@ class ResponseStore:
         if entry.id in self._of_client(entry.client):
             entry.num_bytes += num_bytes
             self.num_bytes += num_bytes
+            if entry.is_running:
+                self._running_bytes.take(num_bytes, entry.client)
             self._shrink()
 
     def end(self, entry: StoredResponse, body: dict[str, Any], num_bytes: int) -> None:
         """Keep the body of a response that ran, and has ended."""
+        is_kept = entry.id in self._of_client(entry.client)
+        if is_kept:
+            self._leave(entry)
         entry.body = body
-        if entry.id in self._of_client(entry.client):
+        if is_kept:
             self._note_items(entry, body["output"])
             self.grow(entry, num_bytes + ITEM_BYTES * len(body["output"]))
 
@@ -158,15 +171,17 @@ class ResponseStore:
     def _check_room(self, entry: StoredResponse) -> None:
         if not self._max_responses:
             raise InvalidRequestError("This server stores no responses.", param="background")
-        if entry.num_bytes > self._max_bytes // CLIENT_SHARE:
+        client, running_bytes = entry.client, self._running_bytes
+        if entry.num_bytes > running_bytes.amount // 2:
             raise RequestTooLargeError("The conversation is too large to be stored.")
-        running = [response for response in self.entries() if response.is_running]
-        own = [response for response in running if response.client == entry.client]
-        for others, share in ((own, CLIENT_SHARE), (running, RUNNING_SHARE)):
-            size = entry.num_bytes + sum(response.num_bytes for response in others)
-            most = max(1, self._max_responses // share)
-            if len(others) >= most or size > self._max_bytes // share:
-                raise OverloadedError("Too many responses run in the background.")
+        has_room = running_bytes.has_room(entry.num_bytes, client)
+        if not has_room or not self._running.has_room(1, client):
+            raise OverloadedError("Too many responses run in the background.")
+
+    def _leave(self, entry: StoredResponse) -> None:
+        """Stop counting a response among the running ones."""
+        self._running.release(1, entry.client)
+        self._running_bytes.release(entry.num_bytes, entry.client)
 
     def _shrink(self) -> None:
         while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import os
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -14,11 +16,11 @@ from typing import Annotated, Any
 from pydantic import Field, StrictStr
 
 from mlx_parallm.api.http.offload import current_client, in_thread
+from mlx_parallm.fairness import SharedBudget
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.media.decode import shrunk, shrunk_size
 from mlx_parallm.media.reader import CheckSize, DecodedPicture, PictureReader
 from mlx_parallm.media_limits import MediaLimits
-from mlx_parallm.pictures.prepared_budget import PreparedBudget, prepared_bytes
 from mlx_parallm.pictures.processor import (
     AS_CONFIGURED,
     PIXELS_PARAM,
@@ -26,7 +28,7 @@ from mlx_parallm.pictures.processor import (
     PixelRange,
     PreparedPicture,
 )
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import TokenLimit
 
@@ -38,6 +40,9 @@ DATA = "data:"
 PREPARED_BYTES = 160 << 20
 # BODY_BYTES: of the pictures of all prompts of a body, as models take them, each counted once.
 BODY_BYTES = 2 << 30
+# LEAST_HELD_BYTES, MOST_HELD_BYTES: bounds on the pictures of all requests as models take them,
+# which may take a quarter of the machine's memory.
+LEAST_HELD_BYTES, MOST_HELD_BYTES = 2 << 30, 16 << 30
 # MAX_URLS: of a prompt; --max-images-per-request is the operator's limit.
 MAX_URLS = 1024
 PictureUrls = Annotated[list[StrictStr], Field(max_length=MAX_URLS, fail_fast=True)]
@@ -149,10 +154,12 @@ class Pictures:
         """
         self._limits = limits
         self._separates_clients = separates_clients
-        self._reader = PictureReader(limits, in_thread=in_thread, client=current_client)
+        self._reader = PictureReader(
+            limits, in_thread=in_thread, client=lambda: current_client() or None
+        )
         self._processors: dict[Hashable, PictureProcessor] = {}
         self._prepared = PreparedCache(PREPARED_BYTES)
-        self._budget = PreparedBudget(prepared_bytes())
+        self._budget = PreparedBudget(max_held_bytes())
 
     async def prepare(
         self,
@@ -334,3 +341,54 @@ class PreparedCache:
         while self.num_bytes > self._max_bytes:
             _, dropped = self._pictures.popitem(last=False)
             self.num_bytes -= dropped.nbytes
+
+
+def max_held_bytes() -> int:
+    """Return the most bytes of pictures that requests may hold as models take them."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return LEAST_HELD_BYTES
+    return min(max(memory // 4, LEAST_HELD_BYTES), MOST_HELD_BYTES)
+
+
+class PreparedBudget:
+    """Counts prepared pictures until nothing holds them; one client may have half of the bound.
+
+    Its methods are called on one event loop; pictures may be dropped on any thread.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._held = SharedBudget(max_bytes)
+        # Bytes and clients of arrays that were dropped: appending needs no lock.
+        self._dropped: deque[tuple[int, str]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays that are held now."""
+        self._release_dropped()
+        return self._held.num_taken
+
+    def check(self, client: str) -> None:
+        """Refuse a further picture of a client.
+
+        Raises:
+            OverloadedError: all requests, or this client's, hold too many.
+        """
+        self._release_dropped()
+        if not self._held.has_room(1, client):
+            raise OverloadedError(
+                "Requests hold too many pictures; try again when some have ended."
+            )
+
+    def hold(self, picture: PreparedPicture, client: str) -> None:
+        """Count a picture of a client until its arrays are dropped."""
+        for array in picture.arrays.values():
+            num_bytes = len(array.data)
+            self._held.take(num_bytes, client)
+            ending = weakref.finalize(array, self._dropped.append, (num_bytes, client))
+            ending.atexit = False
+
+    def _release_dropped(self) -> None:
+        while self._dropped:
+            self._held.release(*self._dropped.popleft())

@@ -263,7 +263,7 @@ async def test_owners_take_turns(world: World) -> None:
     world.handler = answer
     records = [await world.create(12, owner) for owner in ("a", "b")]
     # The first batch has all places, and a line of each batch waits for one.
-    await world.until(records[1], lambda _: len(world.service._slots._waiting) == 2)
+    await world.until(records[1], lambda _: len(world.service._places._waiting[None]) == 2)
     both_wait.set()
     for record in records:
         await world.end_of(record)

@@ -12,9 +12,9 @@ from mlx_parallm.api.http.body_budget import (
     BURST_BYTES,
     BYTES_PER_S,
     BodyBudgetMiddleware,
-    BodyPace,
 )
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.fairness import ClientPace
 from tests.api_app import scope_of
 
 SIZES = st.integers(0, 3 * BURST_BYTES)
@@ -28,12 +28,16 @@ class Clock:
         return self.now_s
 
 
+def body_pace(clock: Clock) -> ClientPace:
+    return ClientPace(clock, rate=BYTES_PER_S, burst=BURST_BYTES)
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), SIZES), max_size=20))
 def test_no_more_than_the_rate_and_the_burst_comes_through(
     arrivals: list[tuple[float, int]],
 ) -> None:
     clock, through = Clock(), []
-    pace = BodyPace(clock)
+    pace = body_pace(clock)
     with pace.present("normal"), pace.present("hostile"):
         for pause_s, size in arrivals:
             clock.now_s += pause_s
@@ -49,7 +53,7 @@ def test_no_more_than_the_rate_and_the_burst_comes_through(
 
 @given(st.lists(SIZES, max_size=20))
 def test_who_is_alone_never_waits_and_owes_nothing_later(sizes: list[int]) -> None:
-    pace = BodyPace(Clock())
+    pace = body_pace(Clock())
     with pace.present("one"):
         assert not any(pace.delay("one", size) for size in sizes)
         with pace.present("two"):
@@ -58,7 +62,7 @@ def test_who_is_alone_never_waits_and_owes_nothing_later(sizes: list[int]) -> No
 
 def test_who_comes_slowly_enough_never_waits() -> None:
     clock = Clock()
-    pace = BodyPace(clock)
+    pace = body_pace(clock)
     with pace.present("one"), pace.present("two"):
         for _ in range(100):
             assert pace.delay("one", BURST_BYTES) == 0
@@ -67,7 +71,7 @@ def test_who_comes_slowly_enough_never_waits() -> None:
 
 def test_a_debt_outlives_the_request_and_then_is_forgotten() -> None:
     clock = Clock()
-    pace = BodyPace(clock)
+    pace = body_pace(clock)
     with pace.present("other"):
         with pace.present("one"):
             assert pace.delay("one", 2 * BURST_BYTES) == pytest.approx(BURST_BYTES / BYTES_PER_S)
@@ -78,7 +82,7 @@ def test_a_debt_outlives_the_request_and_then_is_forgotten() -> None:
 
 
 def test_requests_are_counted() -> None:
-    pace = BodyPace(Clock())
+    pace = body_pace(Clock())
     with ExitStack() as stack:
         stack.enter_context(pace.present("one"))
         with pace.present("one"):
@@ -95,7 +99,7 @@ async def test_the_others_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
         slept.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    pace = BodyPace(Clock())
+    pace = body_pace(Clock())
     with pace.present("one"), pace.present("two"):
         await pace.wait("one", 3 * BURST_BYTES)
         await pace.wait("two", 100)
@@ -131,7 +135,7 @@ async def test_every_piece_of_a_json_body_is_held_back_beside_another_client(
     async def send(_: Message) -> None: ...
 
     middleware = BodyBudgetMiddleware(app, ServerConfig(api_keys=("one", "two")))
-    middleware._pace = BodyPace(Clock())
+    middleware._pace = body_pace(Clock())
     other = asyncio.ensure_future(call("/wait", "two", [b""]))
     await asyncio.sleep(0)
     monkeypatch.setattr(asyncio, "sleep", sleep)

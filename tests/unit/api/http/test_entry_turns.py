@@ -6,7 +6,7 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.http.body_budget import EntryTurns
+from mlx_parallm.fairness import EntryTurns
 
 
 async def enter(turns: EntryTurns, client: str, entered: list[tuple[int, str]], rounds: list[int]):

@@ -301,12 +301,12 @@ def test_a_text_that_is_given_up_while_it_waits_leaves_no_trace() -> None:
                     for work in given_up:
                         work.cancel()
                     await asyncio.gather(*given_up, return_exceptions=True)
-                assert not threads._waiting
+                assert not threads._threads._waiting
                 loop.now_s += DRAIN_S * 1.01
                 await _settle()
                 assert not begun
-                assert not threads._paced
-                assert not threads._running
+                assert not threads._threads._paced
+                assert not threads._threads.num_taken
                 assert await threads.run("greedy", lambda: "next") == "next"
 
         loop.run_until_complete(main())

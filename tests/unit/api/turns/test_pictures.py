@@ -50,7 +50,7 @@ async def test_pictures_that_are_counted_have_no_pixels(model: Any) -> None:
 async def test_no_more_pictures_are_prepared_than_memory_holds(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_parallm.api.turns.pictures.prepared_bytes", lambda: 40_000)
+    monkeypatch.setattr("mlx_parallm.api.turns.pictures.max_held_bytes", lambda: 40_000)
     monkeypatch.setattr("mlx_parallm.api.turns.pictures.PREPARED_BYTES", 0)
     pictures = Pictures(MediaLimits())
     held = await pictures.prepare(sources(2), model)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.pictures.families import WrittenPicture
-from mlx_parallm.pictures.prepared_budget import (
-    LEAST_BYTES,
-    MOST_BYTES,
+from mlx_parallm.api.turns.pictures import (
+    LEAST_HELD_BYTES,
+    MOST_HELD_BYTES,
     PreparedBudget,
-    prepared_bytes,
+    max_held_bytes,
 )
+from mlx_parallm.pictures.families import WrittenPicture
 from mlx_parallm.pictures.processor import PreparedPicture
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.model_input import HostArray
@@ -49,4 +49,4 @@ def test_pictures_count_until_nothing_holds_their_arrays() -> None:
 
 
 def test_the_bound_fits_the_machine() -> None:
-    assert LEAST_BYTES <= prepared_bytes() <= MOST_BYTES
+    assert LEAST_HELD_BYTES <= max_held_bytes() <= MOST_HELD_BYTES
