@@ -20,6 +20,12 @@ ELSEWHERE = {"docs/sglang-integration.md"}
 NAMED = re.compile(r"(?<![\w./-])((?:docs|benchmarks/results)/[\w/-]+\.md)(?:#([\w-]+))?")
 
 
+# PATH: a file of code, or a folder, in a page.
+PATH = re.compile(r"`(?:\.\./)*((?:[\w.-]+/)*[\w-]+\.(?:py|metal|cu)|(?:[\w-]+/)+)`")
+# NOT_PRESENT: pages that name files of other projects, or as they were once.
+NOT_PRESENT = {"docs/compatibility.md", "docs/decisions", "CHANGELOG.md"}
+
+
 def files(*suffixes: str) -> list[Path]:
     """Return the project's files with one of these suffixes."""
     paths = [file for file in ROOT.iterdir() if file.suffix in suffixes]
@@ -66,6 +72,30 @@ def test_every_page_that_code_names_exists() -> None:
         for file, path, heading in sorted(named)
         if not (ROOT / path).exists()
         or (heading and heading not in anchors((ROOT / path).read_text(encoding="utf-8")))
+    ]
+    assert missing == []
+
+
+def ends_of_paths() -> set[str]:
+    """Return the ends of the paths of all files, and of all folders with a slash."""
+    ends = set[str]()
+    for file in (*files(".py", ".metal", ".cu", ".md"), *ROOT.glob("requirements/*")):
+        parts = file.relative_to(ROOT).parts
+        for begin in range(len(parts)):
+            ends.add("/".join(parts[begin:]))
+            ends |= {"/".join(parts[begin:end]) + "/" for end in range(begin + 1, len(parts))}
+    return ends
+
+
+def test_every_file_of_code_that_a_page_names_exists() -> None:
+    ends = ends_of_paths()
+    missing = [
+        (name, path)
+        for page, text in pages()
+        if not NOT_PRESENT
+        & {name := str(page.relative_to(ROOT)), str(page.parent.relative_to(ROOT))}
+        for path in PATH.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        if path not in ends
     ]
     assert missing == []
 
