@@ -67,7 +67,7 @@ test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and r
 # Suites that hold for any number of engines and of HTTP processes.
 ENGINE_SUITES := abort api_answers batches cache_scope client_adapters embeddings encoder_routes \
 	in_flight keys late_interaction live_adapters live_weights logprobs mezo mezo_prompts mezo_reward min_tokens mixed_models mlm \
-	model_loading pictures prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
+	model_loading images prompt_embeds responses_live rewarded_rollouts rl_logprobs rollout scores serve \
 	sglang speculation structured token_generate tools
 test-engines: $(DEV_STAMP) ## Tests of adapters, weights, rollouts and more against two engines and two HTTP processes
 	@$(TEST_ENV) MLX_PARALLM_DATA_PARALLEL_SIZE=2 MLX_PARALLM_API_SERVER_COUNT=2 $(PYTEST) -m "not one_engine" \
@@ -140,7 +140,7 @@ check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transf
 check-mezo: $(DEV_STAMP) ## Learning curves of an encoder (MODEL=folder DATA=file ARGS="--steps …"; PAPER=1: the authors' protocol)
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.$(if $(PAPER),mezo_paper,check_mezo) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
-check-vision: $(DEV_STAMP) ## Pictures against transformers (MODEL=folder ARGS="--reference-python PYTHON")
+check-vision: $(DEV_STAMP) ## Images against transformers (MODEL=folder ARGS="--reference-python PYTHON")
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_vision --model "$(MODEL)" $(ARGS)
 
 cluster-check: $(DEV_STAMP) ## Ranks on your machines: exact answers, faults, latency (HOSTS=hosts.json MODEL=folder)

@@ -37,7 +37,7 @@ The difference is the largest of any log-probability from the whole model in one
 These `model_type`s are read by one of them: {aliases}.
 All other architectures are refused at load, before any weight is read.
 So are models with numbers of heads that the ranks do not divide.
-A tower of pictures is left out with a warning in the log: the model is served for texts alone.
+A tower of images is left out with a warning in the log: the model is served for texts alone.
 
 | architecture | path over {size} ranks | difference |
 |---|---|---|

@@ -1,8 +1,8 @@
-"""Compare a real checkpoint that takes pictures with transformers.
+"""Compare a real checkpoint that takes images with transformers.
 
     make check-vision MODEL=folder ARGS="--reference-python PYTHON"
 
-Drawn pictures of several sizes are described by both in float32, greedily. Tokens must be equal up
+Drawn images of several sizes are described by both in float32, greedily. Tokens must be equal up
 to the first place where the two likeliest tokens are nearly tied. The folder is one that
 transformers reads too, not one of mlx-community. PYTHON has transformers, torch and Pillow.
 """
@@ -22,11 +22,11 @@ from PIL import Image
 
 from benchmarks.checks import Check, conclude
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.pictures.families import FAMILIES
+from mlx_parallm.images.families import FAMILIES
 
 REFERENCE = Path(__file__).with_name("vision_reference.py")
-QUESTION = "What is on this picture?"
-# SIZES: heights and widths of the pictures, which take turns.
+QUESTION = "What is on this image?"
+# SIZES: heights and widths of the images, which take turns.
 SIZES = ((224, 224), (300, 500), (480, 200), (64, 640), (768, 1024))
 # TIE: two tokens whose log-probabilities differ by less may change places.
 TIE = 0.02
@@ -50,17 +50,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="a folder")
     parser.add_argument("--reference-python", required=True, help="has transformers and torch")
-    parser.add_argument("--pictures", type=int, default=20)
+    parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        paths = [drawn(Path(folder), number) for number in range(args.pictures)]
+        paths = [drawn(Path(folder), number) for number in range(args.images)]
         answers = ours(args.model, paths, args.max_tokens)
         expected = theirs(args, paths, answers)
     equal = [is_equal(own, other) for own, other in zip(answers, expected, strict=True)]
     same = sum(own.tokens == other for own, other in zip(answers, expected, strict=True))
     checks = [
-        Check("pictures", len(paths)),
+        Check("images", len(paths)),
         Check("answers with the same tokens", same),
         Check("answers equal up to near ties", sum(equal), "==", len(paths)),
     ]
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def drawn(folder: Path, number: int) -> Path:
-    """Write a picture of rectangles over a slope."""
+    """Write an image of rectangles over a slope."""
     height, width = SIZES[number % len(SIZES)]
     draw = np.random.RandomState(number)
     pixels = (
@@ -116,7 +116,7 @@ def theirs(args: Any, paths: list[Path], answers: list[Answer]) -> list[list[int
         json.dumps(
             {
                 "token_ids": answer.prompt_ids,
-                "picture": str(path),
+                "image": str(path),
                 "max_tokens": args.max_tokens,
                 "options": options,
             }

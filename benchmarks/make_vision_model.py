@@ -167,11 +167,11 @@ def words(count: int, seed: int) -> str:
     return " ".join(f"w{draw.randrange(4000)}" for _ in range(count))
 
 
-def picture_part(width: int, height: int, seed: int) -> dict[str, Any]:
+def image_part(width: int, height: int, seed: int) -> dict[str, Any]:
     """Return a JPEG of smooth random colours as a part of a message."""
     small = np.random.default_rng(seed).integers(0, 256, (height // 32 + 1, width // 32 + 1, 3))
-    picture = Image.fromarray(small.astype(np.uint8)).resize((width, height))
+    image = Image.fromarray(small.astype(np.uint8)).resize((width, height))
     content = io.BytesIO()
-    picture.save(content, "JPEG", quality=90)
+    image.save(content, "JPEG", quality=90)
     data = b64encode(content.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{data}"}}

@@ -1,11 +1,11 @@
-"""Measure chats with pictures.
+"""Measure chats with images.
 
 ``python -m benchmarks.vision`` makes a Qwen2.5-VL with random weights and serves it. It measures
-the second question about a picture against the first one, 32 clients with a picture each against
-one at a time and against one picture for all, what pictures that arrive do to 16 text streams,
+the second question about an image against the first one, 32 clients with an image each against
+one at a time and against one image for all, what images that arrive do to 16 text streams,
 beside what text prompts of as many tokens do, and texts alone against the same model without a
 tower. ``--shape 3B`` has the shape of Qwen2.5-VL-3B, for a GPU. ``--mlx-vlm`` also measures
-mlx-vlm's server, with the same folder and pictures of the same size. Nothing is downloaded.
+mlx-vlm's server, with the same folder and images of the same size. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.checks import Check, conclude
-from benchmarks.make_vision_model import SHAPES, make_vision_model, picture_part, words
+from benchmarks.make_vision_model import SHAPES, image_part, make_vision_model, words
 from benchmarks.measure import first_text_ms, make_client, make_parser, send_all, with_model
 from benchmarks.servers import Server, mlx_parallm_server, mlx_vlm_server
 from mlx_parallm.bench.load import open_loop
@@ -42,7 +42,7 @@ Content = str | list[dict[str, Any]]
 
 
 class Round(NamedTuple):
-    """Figures of 32 clients with a picture each."""
+    """Figures of 32 clients with an image each."""
 
     tokens_per_s: float
     ttft_p99_ms: float
@@ -50,10 +50,10 @@ class Round(NamedTuple):
 
 
 class Chats:
-    """Makes requests; every picture and text of one is new."""
+    """Makes requests; every image and text of one is new."""
 
     def __init__(self, width: int, height: int) -> None:
-        """``width`` and ``height`` are those of all pictures, in pixels."""
+        """``width`` and ``height`` are those of all images, in pixels."""
         self._size = width, height
         self._seeds = count(1)
 
@@ -61,13 +61,13 @@ class Chats:
         """Return a text that no other request has."""
         return words(num_tokens, next(self._seeds))
 
-    def picture(self) -> dict[str, Any]:
-        """Return a picture that no other request has."""
-        return picture_part(*self._size, next(self._seeds))
+    def image(self) -> dict[str, Any]:
+        """Return an image that no other request has."""
+        return image_part(*self._size, next(self._seeds))
 
-    def asking(self, picture: dict[str, Any]) -> Content:
-        """Return a question about a picture."""
-        return [picture, {"type": "text", "text": self.text(QUESTION)}]
+    def asking(self, image: dict[str, Any]) -> Content:
+        """Return a question about an image."""
+        return [image, {"type": "text", "text": self.text(QUESTION)}]
 
 
 def chat(index: int, contents: Sequence[Content], max_tokens: int) -> PlannedRequest:
@@ -92,7 +92,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.set_defaults(model=None, repetitions=2)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--size", default="", help="of pictures: WIDTHxHEIGHT in pixels")
+    parser.add_argument("--size", default="", help="of images: WIDTHxHEIGHT in pixels")
     parser.add_argument("--max-tokens", type=int, default=0, help="new tokens of an answer")
     parser.add_argument("--mlx-vlm", action="store_true", help="measure mlx-vlm too; it is needed")
     parser.add_argument(
@@ -146,14 +146,14 @@ def text_rate(server: Server, chats: Chats, args: Namespace) -> float:
 
 
 def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
-    """Return times to the first token of first and second questions about a picture.
+    """Return times to the first token of first and second questions about an image.
 
     A server compiles steps of usual shapes in its first seconds; the first rounds last as long.
     """
     firsts: list[RequestRecord] = []
     seconds: list[RequestRecord] = []
     for _ in range(ROUNDS_BEFORE + 3 * args.repetitions):
-        question = chats.asking(chats.picture())
+        question = chats.asking(chats.image())
         (first,) = send_all(server, [chat(0, [question], 8)], 1)
         later = [question, chats.text(8), chats.text(QUESTION)]
         (second,) = send_all(server, [chat(0, later, 8)], 1)
@@ -164,7 +164,7 @@ def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
         for records in (firsts, seconds)
     ]
     return [
-        Check("tokens of a picture's prompt", firsts[0].prompt_tokens),
+        Check("tokens of an image's prompt", firsts[0].prompt_tokens),
         Check("first question: TTFT, ms", medians[0]),
         Check("second question: TTFT, ms", medians[1]),
         Check("second question over first", medians[1] / medians[0], "<=", MOST_SECOND),
@@ -172,7 +172,7 @@ def turns(server: Server, chats: Chats, args: Namespace) -> list[Check]:
 
 
 def mlx_vlm_round(folder: Path, chats: Chats, args: Namespace) -> Round:
-    """Return what 32 clients with a picture each get of mlx-vlm's server, the better of rounds."""
+    """Return what 32 clients with an image each get of mlx-vlm's server, the better of rounds."""
     rounds: list[Round] = []
     with mlx_vlm_server(folder, shlex.split(args.mlx_vlm_options)) as server:
         send_all(server, apart(chats, args), NUM_CLIENTS)
@@ -183,21 +183,19 @@ def mlx_vlm_round(folder: Path, chats: Chats, args: Namespace) -> Round:
 
 
 def tower_runs(server: Server) -> float:
-    """Return for how many pictures the server computed features so far."""
+    """Return for how many images the server computed features so far."""
     with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(TOWER_RUNS))
 
 
 def apart(chats: Chats, args: Namespace, number: int = NUM_CLIENTS) -> list[PlannedRequest]:
-    """Return questions about as many pictures."""
-    return [
-        chat(index, [chats.asking(chats.picture())], args.max_tokens) for index in range(number)
-    ]
+    """Return questions about as many images."""
+    return [chat(index, [chats.asking(chats.image())], args.max_tokens) for index in range(number)]
 
 
 def at_once(server: Server, chats: Chats, args: Namespace, peer: Round | None) -> list[Check]:
-    """Return what 32 clients get with a picture each, one after the other, and with one for all.
+    """Return what 32 clients get with an image each, one after the other, and with one for all.
 
     ``peer`` is what they get of mlx-vlm; None if it is not measured.
     """
@@ -206,23 +204,23 @@ def at_once(server: Server, chats: Chats, args: Namespace, peer: Round | None) -
     rounds = [send_all(server, apart(chats, args), NUM_CLIENTS) for _ in range(args.repetitions)]
     own = max(Round(rate(each), latest(each), each[0].prompt_tokens) for each in rounds)
     before = tower_runs(server)
-    picture = chats.picture()
-    shared = [chat(i, [chats.asking(picture)], args.max_tokens) for i in range(NUM_CLIENTS)]
+    image = chats.image()
+    shared = [chat(i, [chats.asking(image)], args.max_tokens) for i in range(NUM_CLIENTS)]
     same = send_all(server, shared, NUM_CLIENTS)
     return [
         Check("one at a time: tokens/s", rate(alone)),
         Check("32 clients: tokens/s", own.tokens_per_s),
         Check("32 clients over one at a time", own.tokens_per_s / rate(alone), ">=", LEAST_AT_ONCE),
         Check("32 clients: TTFT p99, ms", own.ttft_p99_ms),
-        Check("32 clients, one picture: tokens/s", rate(same)),
-        Check("32 clients, one picture: TTFT p99, ms", latest(same)),
-        Check("32 clients, one picture: tower runs", tower_runs(server) - before, "<=", 1),
+        Check("32 clients, one image: tokens/s", rate(same)),
+        Check("32 clients, one image: TTFT p99, ms", latest(same)),
+        Check("32 clients, one image: tower runs", tower_runs(server) - before, "<=", 1),
         *beside_mlx_vlm(own, peer),
     ]
 
 
 def beside_mlx_vlm(own: Round, peer: Round | None) -> list[Check]:
-    """Compare 32 clients with a picture each with what they get of mlx-vlm."""
+    """Compare 32 clients with an image each with what they get of mlx-vlm."""
     if peer is None:
         return []
     over, ttft = own.tokens_per_s / peer.tokens_per_s, own.ttft_p99_ms / peer.ttft_p99_ms
@@ -236,23 +234,23 @@ def beside_mlx_vlm(own: Round, peer: Round | None) -> list[Check]:
 
 
 def beside_streams(server: Server, chats: Chats, args: Namespace) -> list[Check]:
-    """Return the gaps of streams while prompts with pictures, and texts as long, arrive."""
-    (example,) = send_all(server, [chat(0, [chats.asking(chats.picture())], 1)], 1)
-    gaps: dict[str, list[float]] = {"nothing": [], "texts": [], "pictures": []}
+    """Return the gaps of streams while prompts with images, and texts as long, arrive."""
+    (example,) = send_all(server, [chat(0, [chats.asking(chats.image())], 1)], 1)
+    gaps: dict[str, list[float]] = {"nothing": [], "texts": [], "images": []}
     for repetition in range(args.repetitions + 1):
         for name, own in gaps.items():
             contents: list[Content] = []
             if name == "texts":
                 contents = [chats.text(example.prompt_tokens - 2) for _ in range(NUM_ARRIVALS)]
-            if name == "pictures":
-                contents = [chats.asking(chats.picture()) for _ in range(NUM_ARRIVALS)]
+            if name == "images":
+                contents = [chats.asking(chats.image()) for _ in range(NUM_ARRIVALS)]
             measured = asyncio.run(stream_gaps_ms(server, chats, contents, args))
             if repetition:
                 own += measured
     p99 = {name: statistics.quantiles(own, n=100)[98] for name, own in gaps.items()}
     return [
         *(Check(f"streams beside {name}: gap p99, ms", value) for name, value in p99.items()),
-        Check("gap p99 beside pictures over texts", p99["pictures"] / p99["texts"], "<=", MOST_GAP),
+        Check("gap p99 beside images over texts", p99["images"] / p99["texts"], "<=", MOST_GAP),
     ]
 
 

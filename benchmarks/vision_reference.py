@@ -1,7 +1,7 @@
-"""Continues prompts with pictures by transformers. Runs in a Python that has it and torch.
+"""Continues prompts with images by transformers. Runs in a Python that has it and torch.
 
 ``PYTHON benchmarks/vision_reference.py FOLDER`` reads lines of JSON, each with ``token_ids``, the
-``picture``'s file and ``max_tokens``, and prints the tokens that greedy decoding chooses.
+``image``'s file and ``max_tokens``, and prints the tokens that greedy decoding chooses.
 """
 
 import inspect
@@ -22,8 +22,8 @@ def main() -> None:
     image_id = getattr(model.config, "image_token_id", None)
     for line in sys.stdin:
         prompt = json.loads(line)
-        picture = Image.open(prompt["picture"]).convert("RGB")
-        arrays = dict(processor(images=[picture], return_tensors="pt", **prompt["options"]))
+        image = Image.open(prompt["image"]).convert("RGB")
+        arrays = dict(processor(images=[image], return_tensors="pt", **prompt["options"]))
         ids = torch.tensor([prompt["token_ids"]])
         # Processors also give figures for prompts, which are written already.
         arrays = {name: array for name, array in arrays.items() if name in parameters}

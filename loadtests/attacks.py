@@ -28,13 +28,13 @@ NUM_GROUPS = 128
 NUM_SAMPLES = 128
 NUM_HALF_BODIES = 32
 NUM_TEXT_CLIENTS = 8
-NUM_PICTURE_CLIENTS = 8
-# NUM_PICTURES: as many as --max-images-per-request allows, with the refused one.
-NUM_PICTURES = 15
-# PICTURE_SHAPE: noise of 4 MB in base64, so that a body has 60 MB.
-PICTURE_SHAPE = (1000, 1000, 3)
-# PICTURE_END: base64 that is replaced in every body.
-PICTURE_END = b"z" * 8
+NUM_IMAGE_CLIENTS = 8
+# NUM_IMAGES: as many as --max-images-per-request allows, with the refused one.
+NUM_IMAGES = 15
+# IMAGE_SHAPE: noise of 4 MB in base64, so that a body has 60 MB.
+IMAGE_SHAPE = (1000, 1000, 3)
+# IMAGE_END: base64 that is replaced in every body.
+IMAGE_END = b"z" * 8
 HALF_BYTES = 4 * 1024 * 1024
 PAUSE_S = 0.05
 RECONNECT_S = 1.0
@@ -171,38 +171,36 @@ def long_texts(model: str) -> list[tuple[str, bytes]]:
     ]
 
 
-def pictures(target: Target) -> None:
-    """Send, from eight clients, 60 MB of pictures of which only the last one is refused."""
-    body = refused_pictures(target)
+def images(target: Target) -> None:
+    """Send, from eight clients, 60 MB of images of which only the last one is refused."""
+    body = refused_images(target)
 
     def send() -> None:
         while True:
-            # Pictures that were prepared before would be found again.
-            others = body.replace(PICTURE_END, os.urandom(len(PICTURE_END) // 2).hex().encode())
+            # Images that were prepared before would be found again.
+            others = body.replace(IMAGE_END, os.urandom(len(IMAGE_END) // 2).hex().encode())
             with contextlib.suppress(OSError, http.client.HTTPException):
                 target.post(others)
 
-    threads = [threading.Thread(target=send, daemon=True) for _ in range(NUM_PICTURE_CLIENTS)]
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(NUM_IMAGE_CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def refused_pictures(target: Target) -> bytes:
-    """Return a chat with as many large pictures as fit, and one that is truncated behind them."""
+def refused_images(target: Target) -> bytes:
+    """Return a chat with as many large images as fit, and one that is truncated behind them."""
     urls: list[str] = []
-    for seed in range(NUM_PICTURES):
+    for seed in range(NUM_IMAGES):
         random = np.random.RandomState(seed)
         file = io.BytesIO()
-        Image.fromarray(random.randint(0, 256, PICTURE_SHAPE, np.uint8)).save(
+        Image.fromarray(random.randint(0, 256, IMAGE_SHAPE, np.uint8)).save(
             file, "png", compress_level=0
         )
-        # What follows the end of a picture's file is not looked at.
+        # What follows the end of an image's file is not looked at.
         whole = file.getvalue().ljust(-(-file.tell() // 3) * 3, b"\0")
-        urls.append(
-            f"data:image/png;base64,{base64.b64encode(whole).decode()}{PICTURE_END.decode()}"
-        )
+        urls.append(f"data:image/png;base64,{base64.b64encode(whole).decode()}{IMAGE_END.decode()}")
     urls.append(urls[0][:1000])
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return target.chat(messages=[{"role": "user", "content": parts}])
@@ -215,8 +213,8 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "half": half,
     "texts": texts,
 }
-#: ``PICTURE_ATTACKS``: those for a model that sees.
-PICTURE_ATTACKS: dict[str, Callable[[Target], None]] = {"pictures": pictures}
+#: ``IMAGE_ATTACKS``: those for a model that sees.
+IMAGE_ATTACKS: dict[str, Callable[[Target], None]] = {"images": images}
 
 
 def attack_for(name: str, base_url: str, key: str, model: str) -> None:
@@ -231,5 +229,5 @@ def attack_for(name: str, base_url: str, key: str, model: str) -> None:
     target = Target(base_url, key, model)
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            (ATTACKS | PICTURE_ATTACKS)[name](target)
+            (ATTACKS | IMAGE_ATTACKS)[name](target)
         time.sleep(PAUSE_S)

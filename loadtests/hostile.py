@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.checks import Check, conclude
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
-from loadtests.attacks import ATTACKS, PICTURE_ATTACKS, attack_for
+from loadtests.attacks import ATTACKS, IMAGE_ATTACKS, attack_for
 from loadtests.cases import make_cases
 
 NUM_NORMAL = 8
@@ -56,8 +56,8 @@ MOST_HEALTH_S = 0.1
 MOST_KEPT = 1.1
 HEALTH_PAUSE_S = 0.05
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
-# MOST_PICTURE_GROWTH_BYTES: --max-body-size-per-key is 256 MiB, and strings of bodies are copies.
-MOST_PICTURE_GROWTH_BYTES = 1024 * 1024 * 1024
+# MOST_IMAGE_GROWTH_BYTES: --max-body-size-per-key is 256 MiB, and strings of bodies are copies.
+MOST_IMAGE_GROWTH_BYTES = 1024 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument(
         "--attacks",
         default=",".join(ATTACKS),
-        help=f"which ones, by name; also {', '.join(PICTURE_ATTACKS)}, with a model that sees",
+        help=f"which ones, by name; also {', '.join(IMAGE_ATTACKS)}, with a model that sees",
     )
     parser.add_argument("--server-options", default=shlex.join(SERVER_OPTIONS))
     parser.add_argument("--http-processes", type=int, default=1, help="--api-server-count")
@@ -106,7 +106,7 @@ def main() -> int:
     options = [part for key in keys for part in ("--api-key", key)]
     options += ["--api-server-count", str(args.http_processes)]
     names = args.attacks.split(",")
-    if unknown := set(names) - ATTACKS.keys() - PICTURE_ATTACKS.keys():
+    if unknown := set(names) - ATTACKS.keys() - IMAGE_ATTACKS.keys():
         parser.error(f"there is no attack {', '.join(sorted(unknown))}")
     cases = {name: [name] for name in names} | ({"all": names} if len(names) > 1 else {})
     with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
@@ -161,8 +161,8 @@ def checks_of(result: Result) -> list[Check]:
         )
         checks += stall_checks(name, phase, alone, result.kept[name])
         checks.append(Check(f"{name}: refused requests", result.refused[name]))
-    has_pictures = any(attack in name for name in result.beside for attack in PICTURE_ATTACKS)
-    most_growth = MOST_PICTURE_GROWTH_BYTES if has_pictures else MOST_GROWTH_BYTES
+    has_images = any(attack in name for name in result.beside for attack in IMAGE_ATTACKS)
+    most_growth = MOST_IMAGE_GROWTH_BYTES if has_images else MOST_GROWTH_BYTES
     mean_load = sum(result.loads) / len(result.loads)
     return [
         *checks,
@@ -189,7 +189,7 @@ def stall_checks(name: str, phase: Phase, alone: Phase, kept: float) -> list[Che
         (f"{name}: /health p99, ms", health_ms, 1e3 * MOST_HEALTH_S),
         (f"{name}: memory after, relative to before", kept, MOST_KEPT),
     ]
-    if name not in ("texts", *PICTURE_ATTACKS):
+    if name not in ("texts", *IMAGE_ATTACKS):
         return [Check(label, value) for label, value, _ in figures]
     return [Check(label, value, "<=", most) for label, value, most in figures]
 

@@ -331,7 +331,7 @@ class ServerConfig:
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
-        max_picture_body_bytes: the same where a model is served that takes pictures, if it is more.
+        max_picture_body_bytes: the same where a model is served that takes images, if it is more.
         max_tokenize_bytes: largest body of a request that only tokenises, counts or detokenises.
         max_adapter_bytes: largest upload of an adapter.
         max_weights_bytes: largest upload of weights of a model.

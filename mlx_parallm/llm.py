@@ -19,6 +19,7 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation
 from mlx_parallm.offline.completions import RequestOutput
 from mlx_parallm.offline.engines import OfflineEngines
@@ -40,7 +41,6 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import RAW_LOGPROBS, Grammar, SamplingParams
@@ -307,9 +307,9 @@ class LLM:
         """Continue each prompt, a text or a list of token ids; return an output for each, in order.
 
         Args:
-            prompts: one prompt or several. With pictures a prompt is vLLM's mapping: "prompt" or
+            prompts: one prompt or several. With images a prompt is vLLM's mapping: "prompt" or
                 "prompt_token_ids" with the model's placeholders, and "multi_modal_data", which has
-                under "image" a picture or a list of them: Pillow images, paths, bytes or URLs.
+                under "image" an image or a list of them: Pillow images, paths, bytes or URLs.
             sampling_params: parameters for all prompts, or one for each.
             adapter: the name of a loaded adapter for all prompts, or one for each; None is the
                 model itself.
@@ -325,7 +325,7 @@ class LLM:
 
     def _generate(
         self,
-        items: Sequence[Prompt | PicturePrompt],
+        items: Sequence[Prompt | ImagePrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str | Sequence[str | None] | None,
         on_finish: Callable[[RequestOutput], None] | None = None,
@@ -345,9 +345,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; see ``generate``.
 
-        Contents may have parts: texts, and pictures as ``{"type": "image", "image": …}`` with the
+        Contents may have parts: texts, and images as ``{"type": "image", "image": …}`` with the
         bytes of a file, a path or a Pillow image, or as ``image_url``. ``mm_processor_kwargs`` may
-        have ``min_pixels`` and ``max_pixels``, to which pictures are resized.
+        have ``min_pixels`` and ``max_pixels``, to which images are resized.
         """
         several = [conversations] if is_conversation(conversations) else conversations
         variables = self._model.template_variables(chat_template_kwargs or {})

@@ -7,7 +7,7 @@ Run it by hand, in an environment of its own that has torch:
     /tmp/golden/bin/python -m scripts.golden_vision [--only part-of-a-name]
 
 As in ``golden_encoders`` a file holds names and shapes of weights beside the config. The results
-are features of pictures, logits, and the tokens that greedy decoding chooses.
+are features of images, logits, and the tokens that greedy decoding chooses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mlx_parallm.pictures.families import FAMILIES
+from mlx_parallm.images.families import FAMILIES
 from scripts.golden_encoders import lines, numbers
 from scripts.golden_vision_cases import (
     CASES,
@@ -33,7 +33,7 @@ from scripts.golden_vision_cases import (
     SPECIALS,
     VOCAB,
     VisionCase,
-    golden_picture,
+    golden_image,
 )
 from tests.golden_weights import golden_weight
 
@@ -95,8 +95,8 @@ def _prompt(case: VisionCase, model: Any, processor: Any, number: int) -> dict[s
     ids: list[int] = random.randint(len(SPECIALS), VOCAB, size=3).tolist()
     made: list[dict[str, Any]] = []
     for place, (height, width) in enumerate(case.sizes[number]):
-        picture = Image.fromarray(golden_picture(10 * number + place, height, width))
-        arrays = processor(images=[picture], return_tensors="np", **family.options)
+        image = Image.fromarray(golden_image(10 * number + place, height, width))
+        arrays = processor(images=[image], return_tensors="np", **family.options)
         written = family.written(arrays)
         ids += _ids(case.before + written.text + case.after, written.runs, family.feature_token)
         ids += random.randint(len(SPECIALS), VOCAB, size=2 + place).tolist()
@@ -157,7 +157,7 @@ def _arguments(made: list[dict[str, Any]], ids: list[int], feature_token: str) -
 
 
 def _together(arrays: list[np.ndarray]) -> np.ndarray:
-    """Return the arrays of all pictures as one, with zeros where one is smaller than others."""
+    """Return the arrays of all images as one, with zeros where one is smaller than others."""
     sizes = np.max([array.shape[1:] for array in arrays], axis=0)
     return np.concatenate(
         [
@@ -174,7 +174,7 @@ def _together(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _embeddings(rows: Any, ids: list[int], feature_token: str) -> dict[str, Any]:
-    """Return what the text model reads at some places: the first, and those around pictures."""
+    """Return what the text model reads at some places: the first, and those around images."""
     is_feature = [token_id == SPECIALS.index(feature_token) for token_id in ids]
     if not any(is_feature):
         return {"places": [0], "rows": numbers([rows[[0]]])[0]}
@@ -191,7 +191,7 @@ def _positions(position_ids: Any) -> list[list[int]] | None:
 
 
 def _features(model: Any, arguments: dict[str, Any]) -> list[Any]:
-    """Return some rows of the features of all pictures of a prompt."""
+    """Return some rows of the features of all images of a prompt."""
     names = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask")
     names = (*names, "image_position_ids")
     pixels = {name: arguments[name] for name in names if name in arguments}

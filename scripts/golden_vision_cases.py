@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 VOCAB = 96
-#: ``SPECIALS``: the tokens that pictures are written with, by id; words follow.
+#: ``SPECIALS``: the tokens that images are written with, by id; words follow.
 SPECIALS = (
     *("<pad>", "<unk>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>", "[IMG]", "[IMG_BREAK]"),
@@ -21,8 +21,8 @@ SPECIALS = (
 SHOWN_ROWS = (0, 1, -1)
 
 
-def golden_picture(seed: int, height: int, width: int) -> np.ndarray:
-    """Return a picture, uint8 ``[height, width, 3]``: noise over a slope, so that it is no grey."""
+def golden_image(seed: int, height: int, width: int) -> np.ndarray:
+    """Return an image, uint8 ``[height, width, 3]``: noise over a slope, so that it is no grey."""
     random = np.random.RandomState(seed)
     noise = random.randint(0, 128, (height, width, 3))
     slope = np.linspace(0, 127, width)[None, :, None] * random.rand(1, 1, 3)
@@ -73,9 +73,9 @@ class VisionCase:
         architecture: its class in transformers.
         config: its ``config.json``.
         processor: its ``preprocessor_config.json``.
-        before: text that templates write before a picture.
+        before: text that templates write before an image.
         after: text that they write behind it.
-        sizes: heights and widths of the pictures of each prompt.
+        sizes: heights and widths of the images of each prompt.
         published: returns the weights of published checkpoints for those that transformers saves.
     """
 
@@ -317,7 +317,7 @@ QWEN3_VISION: dict[str, Any] = {
     "intermediate_size": 24,
     "num_heads": 2,
     "patch_size": 16,
-    # A table of 5 positions a side, which no picture has.
+    # A table of 5 positions a side, which no image has.
     "num_position_embeddings": 25,
 }
 QWEN3_VL = VisionCase(
@@ -494,7 +494,7 @@ GEMMA4_VISION: dict[str, Any] = {
     "position_embedding_size": 256,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
 }
-# Pictures of at most 70 tokens: no smaller number is allowed.
+# Images of at most 70 tokens: no smaller number is allowed.
 GEMMA4 = VisionCase(
     name="gemma4",
     architecture="Gemma4ForConditionalGeneration",
@@ -541,7 +541,7 @@ GEMMA4_MOE = VisionCase(
     processor=GEMMA4.processor,
     sizes=GEMMA4.sizes,
 )
-# The small models: embeddings for each layer, shared keys, clipped layers, causal pictures.
+# The small models: embeddings for each layer, shared keys, clipped layers, causal images.
 GEMMA4_SMALL = VisionCase(
     name="gemma4_small",
     architecture="Gemma4ForConditionalGeneration",

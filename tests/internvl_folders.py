@@ -10,10 +10,10 @@ import mlx.core as mx
 
 from scripts.golden_vision_cases import SPECIALS
 from tests.encoder_folders import golden_arrays
-from tests.golden_pictures import read_vision, write_vision
-from tests.picture_folders import PARTS, TEXTS, write_words
+from tests.golden_images import read_vision, write_vision
+from tests.image_folders import PARTS, TEXTS, write_words
 
-#: The authors' tokenizers have no token for what their templates write in place of a picture.
+#: The authors' tokenizers have no token for what their templates write in place of an image.
 WORDS = ["image0" if word == "<image>" else word for word in SPECIALS]
 #: Names of weights in checkpoints of transformers, and the authors'.
 AUTHORS_NAMES = {

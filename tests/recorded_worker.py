@@ -17,7 +17,7 @@ from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.worker.attention import backend_choice
 from mlx_parallm.worker.attention.backend_choice import BackendChoice
 from mlx_parallm.worker.generation import path_choice
-from mlx_parallm.worker.generation.inputs import picture_check
+from mlx_parallm.worker.generation.inputs import image_check
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationSpec
 from mlx_parallm.worker.lora import adapter_check, adapter_store
@@ -31,7 +31,7 @@ MODULES = 3
 #: What decides when a worker has no plan.
 DECISIONS = (
     (path_choice, "check_path"),
-    (picture_check, "agrees_with"),
+    (image_check, "agrees_with"),
     (backend_choice, "_judge"),
     (sampling_check, "why_not"),
     (adapter_check, "why_not"),

@@ -1,4 +1,4 @@
-"""Tests of the model of random weights that takes pictures."""
+"""Tests of the model of random weights that takes images."""
 
 import json
 

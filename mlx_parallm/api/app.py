@@ -41,7 +41,7 @@ from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_rou
 from mlx_parallm.api.mezo.rewards import RolloutRewards
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
-from mlx_parallm.api.turns.pictures import Pictures
+from mlx_parallm.api.turns.images import Images
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient
@@ -130,7 +130,7 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
-    app.state.pictures = Pictures(config.media, separates_clients=config.separates_keys)
+    app.state.images = Images(config.media, separates_clients=config.separates_keys)
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
@@ -205,7 +205,7 @@ def create_request_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
-    app.state.pictures = Pictures(config.media, separates_clients=config.separates_keys)
+    app.state.images = Images(config.media, separates_clients=config.separates_keys)
     app.state.policies = policies
     app.state.counts = RequestCounts()
     install_error_handlers(app)

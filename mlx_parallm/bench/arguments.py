@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.bench.pictures import MAX_SIDE, PictureSize
+from mlx_parallm.bench.images import MAX_SIDE, ImageSize
 from mlx_parallm.bench.workload import Lengths
 
 
@@ -62,10 +62,10 @@ def lengths(text: str) -> Lengths:
         ) from None
 
 
-def picture_size(text: str) -> PictureSize:
-    """Return the size of pictures; see ``PictureSize.parse``."""
+def image_size(text: str) -> ImageSize:
+    """Return the size of images; see ``ImageSize.parse``."""
     try:
-        return PictureSize.parse(text)
+        return ImageSize.parse(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"must be WIDTHxHEIGHT, each from 1 to {MAX_SIDE}, not {text!r}"

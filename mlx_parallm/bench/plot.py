@@ -19,7 +19,7 @@ from mlx_parallm.bench.statistics import chunk_gaps_s, tokens_per_chunk
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path, title: str) -> None:
-    """Write a picture of three panels to ``path``, whose suffix decides the format.
+    """Write an image of three panels to ``path``, whose suffix decides the format.
 
     Raises:
         OSError: the file cannot be written.

@@ -42,7 +42,7 @@ def format_table(summary: Summary) -> str:
 
 def _prompt_parts(summary: Summary) -> str:
     cached = f"{summary.cached_tokens} cached"
-    return f"{cached}, {summary.image_tokens} of pictures" if summary.image_tokens else cached
+    return f"{cached}, {summary.image_tokens} of images" if summary.image_tokens else cached
 
 
 def _row(label: str, spread: Spread) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 from mlx_parallm.bench.arguments import (
     FlagGroup,
     header,
+    image_size,
     lengths,
     not_negative,
     not_negative_number,
     output_file,
-    picture_size,
     positive,
     positive_number,
 )
@@ -30,8 +30,8 @@ from mlx_parallm.bench.engine_shares import (
     read_counts,
 )
 from mlx_parallm.bench.http_stream import ResponseError, Target
+from mlx_parallm.bench.images import DEFAULT_SIZE
 from mlx_parallm.bench.load import closed_loop
-from mlx_parallm.bench.pictures import DEFAULT_SIZE
 from mlx_parallm.bench.process_usage import (
     ProcessCost,
     client_cost,
@@ -110,20 +110,20 @@ def _add_workload_arguments(group: FlagGroup) -> None:
         type=not_negative,
         default=0,
         metavar="N",
-        help="random pictures in each request, with --endpoint chat",
+        help="random images in each request, with --endpoint chat",
     )
     group.add_argument(
         "--image-size",
-        type=picture_size,
+        type=image_size,
         default=str(DEFAULT_SIZE),
         metavar="WIDTHxHEIGHT",
-        help="of these pictures (default: %(default)s)",
+        help="of these images (default: %(default)s)",
     )
     group.add_argument(
         "--distinct-images",
         type=positive,
         metavar="N",
-        help="pictures in all, which requests take in turn (default: every picture is new)",
+        help="images in all, which requests take in turn (default: every image is new)",
     )
     group.add_argument("--temperature", type=not_negative_number, default=0.0)
     group.add_argument(
@@ -162,7 +162,7 @@ def _add_load_arguments(group: FlagGroup) -> None:
 
 def _add_result_arguments(group: FlagGroup) -> None:
     group.add_argument("--output", type=output_file, help="write everything to this JSON file")
-    group.add_argument("--plot", type=output_file, help="draw a picture (needs the extra 'plot')")
+    group.add_argument("--plot", type=output_file, help="draw a plot (needs the extra 'plot')")
 
 
 def run(args: argparse.Namespace) -> int:

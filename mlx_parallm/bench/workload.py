@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mlx_parallm.bench.pictures import DEFAULT_SIZE, PictureSize, random_picture_url
+from mlx_parallm.bench.images import DEFAULT_SIZE, ImageSize, random_image_url
 from mlx_parallm.bench.record import PlannedRequest
 
 Endpoint = Literal["chat", "completions"]
@@ -85,10 +85,10 @@ class Workload:
         token_ids: the range of ids in prompts; completions only.
         shared_prefix_length: number of words or ids with which every prompt begins.
         seed_requests: give request i the seed ``seed + i``.
-        num_images: random pictures of each request, before its text; chat only.
+        num_images: random images of each request, before its text; chat only.
         image_size: their width and height.
-        num_distinct_images: how many pictures there are in all, which requests take in turn; None:
-            every picture is shown once.
+        num_distinct_images: how many images there are in all, which requests take in turn; None:
+            every image is shown once.
         rate: mean arrivals per second of a Poisson process; None is a closed loop.
         extra: further fields of every body, such as ``{"ignore_eos": True}``.
     """
@@ -105,7 +105,7 @@ class Workload:
     seed_requests: bool = False
     seed: int = 0
     num_images: int = 0
-    image_size: PictureSize = DEFAULT_SIZE
+    image_size: ImageSize = DEFAULT_SIZE
     num_distinct_images: int | None = None
     rate: float | None = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -115,12 +115,12 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
     """Return the workload's requests in the order they are sent.
 
     Raises:
-        ValueError: the chat endpoint was combined with token ids, or another one with pictures.
+        ValueError: the chat endpoint was combined with token ids, or another one with images.
     """
     if workload.token_ids is not None and workload.endpoint == "chat":
         raise ValueError("chat takes text, not token ids")
     if workload.num_images and workload.endpoint != "chat":
-        raise ValueError("pictures need the endpoint chat")
+        raise ValueError("images need the endpoint chat")
     source = random.Random(workload.seed)
     images = _images(workload)
     prefix = _draw_units(workload, workload.shared_prefix_length, source)
@@ -147,24 +147,24 @@ def _draw_units(workload: Workload, length: int, source: random.Random) -> list[
 
 
 def _images(workload: Workload) -> Iterator[str]:
-    """Yield the URL of each picture, without end."""
-    # A seed of their own keeps the texts equal with and without pictures.
+    """Yield the URL of each image, without end."""
+    # A seed of their own keeps the texts equal with and without images.
     source = random.Random(f"pictures {workload.seed}")
     if workload.num_distinct_images is not None:
         kept = [
-            random_picture_url(source, workload.image_size)
+            random_image_url(source, workload.image_size)
             for _ in range(workload.num_distinct_images)
         ]
         yield from itertools.cycle(kept)
     while True:
-        yield random_picture_url(source, workload.image_size)
+        yield random_image_url(source, workload.image_size)
 
 
 def _content(prompt: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
     if not images:
         return prompt
-    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in images]
-    return [*pictures, {"type": "text", "text": prompt}]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return [*parts, {"type": "text", "text": prompt}]
 
 
 def _body(

@@ -201,7 +201,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
 
 
 def _media(part: dict[str, Any]) -> MediaLimits:
-    """Return the limits on pictures, with room for the largest ones in the process."""
+    """Return the limits on images, with room for the largest ones in the process."""
     limits: MediaLimits = DEFAULTS["media"]
     most, most_bytes = part.get("max_pixels", 0), part.get("max_bytes", 0)
     return replace(

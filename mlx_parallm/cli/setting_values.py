@@ -99,7 +99,7 @@ def engine_count(value: Any) -> int:
 
 
 def image_count(value: Any) -> int:
-    """Return a number of pictures: an integer, or vLLM's object with one for "image".
+    """Return a number of images: an integer, or vLLM's object with one for "image".
 
     Other media of the object may have 0 only: none of them is served.
 
@@ -112,7 +112,7 @@ def image_count(value: Any) -> int:
     if is_object(value):
         others = [count for name, count in value.items() if name != "image"]
         if "image" not in value or any(others):
-            raise ValueError('must be a number of pictures, as an integer or as {"image": N}')
+            raise ValueError('must be a number of images, as an integer or as {"image": N}')
         value = value["image"]
         # vLLM also writes {"count": N, "width": …, "height": …}, to plan its memory.
         value = value.get("count") if is_object(value) else value

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self, TypedDict, Unpack
 from urllib.parse import quote
 
 from mlx_parallm.client.errors import RequestFailedError, ServerUnreachableError, failure_in
+from mlx_parallm.client.images import ImageInput, image_urls, with_image_urls
 from mlx_parallm.client.mezo import MezoClient
-from mlx_parallm.client.pictures import PictureInput, image_urls, with_picture_urls
 from mlx_parallm.client.results import (
     AdapterInfo,
     Prompt,
@@ -32,7 +32,7 @@ from mlx_parallm.client.transport import Transport
 
 _READY_POLL_S = 0.2
 #: ``PromptInput``: a text, token ids, a conversation, or an object with one of them and with
-#: options of this prompt alone. Pictures are parts {"type": "image", "image": …} of messages, or
+#: options of this prompt alone. Images are parts {"type": "image", "image": …} of messages, or
 #: ``images`` of the object: each the bytes of a file, a path, a Pillow image or a URL.
 PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
@@ -181,9 +181,9 @@ class RLClient:
         """Sample ``n`` continuations of each prompt; return once all have ended.
 
         Raises:
-            ValueError: a picture cannot be read.
+            ValueError: an image cannot be read.
         """
-        body = {"prompts": [with_picture_urls(each) for each in prompts], "n": n, **options}
+        body = {"prompts": [with_image_urls(each) for each in prompts], "n": n, **options}
         return rollout_of(await self._transport.ask("POST", "/v1/rl/rollout", json=body))
 
     async def stream_rollout(
@@ -196,7 +196,7 @@ class RLClient:
         Raises:
             RequestFailedError: a prompt failed; raised after the samples of the other prompts.
         """
-        written = [with_picture_urls(each) for each in prompts]
+        written = [with_image_urls(each) for each in prompts]
         body = {"prompts": written, "n": n, "stream": True, **options}
         prompts_by_index: dict[int, Prompt] = {}
         failure: RequestFailedError | None = None
@@ -222,18 +222,18 @@ class RLClient:
         self,
         items: Sequence[tuple[Sequence[int], Sequence[int]]],
         *,
-        images: Sequence[Sequence[PictureInput]] | None = None,
+        images: Sequence[Sequence[ImageInput]] | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Score]:
         """Return the log-probabilities of completions' tokens, each given all before it.
 
         Args:
             items: pairs of a prompt and a completion, as token ids.
-            images: the pictures of each prompt: bytes of files, paths, Pillow images or URLs.
+            images: the images of each prompt: bytes of files, paths, Pillow images or URLs.
             **options: further fields of ``POST /v1/rl/logprobs``; docs/rl-api.md describes them.
 
         Raises:
-            ValueError: a picture cannot be read, or there are not as many lists as items.
+            ValueError: an image cannot be read, or there are not as many lists as items.
         """
         pairs: list[dict[str, Any]] = [
             {"prompt_token_ids": list(prompt), "completion_token_ids": list(completion)}

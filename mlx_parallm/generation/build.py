@@ -28,11 +28,11 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.images.form import ImageForm, image_form
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.written_calls import call_writer
-from mlx_parallm.pictures.form import PictureForm, picture_form
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
@@ -346,22 +346,20 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         parses_tools=config.tool_call_parser != "none",
         grammars=grammars,
         revision=folder_revision(loaded.folder.path),
-        pictures=_pictures(loaded, runner.info),
+        images=_images(loaded, runner.info),
     )
     return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
 
 
-def _pictures(loaded: _Loaded, info: RunnerInfo) -> PictureForm | None:
-    """Return how a model takes pictures; None if it takes none, with a warning if it might."""
-    if InputKind.PICTURE not in info.input_kinds:
+def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
+    """Return how a model takes images; None if it takes none, with a warning if it might."""
+    if InputKind.IMAGE not in info.input_kinds:
         return None
     row_bytes = info.input_width * (4 if info.dtype == "float32" else 2)
     try:
-        return picture_form(
-            loaded.folder.path, loaded.plan.model_config, loaded.tokenizer, row_bytes
-        )
+        return image_form(loaded.folder.path, loaded.plan.model_config, loaded.tokenizer, row_bytes)
     except (KeyError, ValueError) as problem:
-        logger.warning("%s takes no pictures: %s", loaded.name, problem)
+        logger.warning("%s takes no images: %s", loaded.name, problem)
         return None
 
 

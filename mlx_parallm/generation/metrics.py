@@ -50,7 +50,7 @@ class GenerationFamilies:
         self.registry = registry
         self._define_queue()
         self._define_tokens()
-        self._define_pictures()
+        self._define_images()
         self._define_requests()
 
     def _define_queue(self) -> None:
@@ -82,13 +82,9 @@ class GenerationFamilies:
             "position",
         )
 
-    def _define_pictures(self) -> None:
-        self.tower_runs = self._counter(
-            "image_tower_runs", "Pictures whose features were computed."
-        )
-        self.feature_hits = self._counter(
-            "image_feature_hits", "Pictures whose features were kept."
-        )
+    def _define_images(self) -> None:
+        self.tower_runs = self._counter("image_tower_runs", "Images whose features were computed.")
+        self.feature_hits = self._counter("image_feature_hits", "Images whose features were kept.")
         self.feature_bytes = self._gauge("image_feature_bytes", "Bytes of features that are kept.")
 
     def _define_requests(self) -> None:
@@ -233,9 +229,9 @@ class EngineMetrics:
         families.preemptions.labels(*labels).inc(stats.num_preemptions - last.num_preemptions)
         families.prefix_queries.labels(*labels).inc(stats.prefix_queries - last.prefix_queries)
         families.prefix_hits.labels(*labels).inc(stats.prefix_hits - last.prefix_hits)
-        computed = stats.pictures_computed - last.pictures_computed
+        computed = stats.images_computed - last.images_computed
         families.tower_runs.labels(*labels).inc(computed)
-        families.feature_hits.labels(*labels).inc(stats.pictures_found - last.pictures_found)
+        families.feature_hits.labels(*labels).inc(stats.images_found - last.images_found)
         families.feature_bytes.labels(*labels).set(stats.input_bytes)
         self._on_speculation(stats.speculation, last.speculation)
         self.stats = stats

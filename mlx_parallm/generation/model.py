@@ -16,10 +16,10 @@ from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.remote_grammars import RemoteGrammars
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.images.form import ImageForm
+from mlx_parallm.images.prompt import text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
-from mlx_parallm.pictures.form import PictureForm
-from mlx_parallm.pictures.prompt import text_prompt
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
 from mlx_parallm.types.step import RunnerInfo
@@ -210,7 +210,7 @@ class GenerationModel(ServedModel):
         revision: identifies the loaded files.
         parent: for an adapter, the first name of its model.
         adapter: for an adapter, its name.
-        pictures: how the model takes pictures; None if it takes none.
+        images: how the model takes images; None if it takes none.
     """
 
     names: tuple[str, ...]
@@ -227,7 +227,7 @@ class GenerationModel(ServedModel):
     revision: str = ""
     parent: str | None = None
     adapter: str | None = None
-    pictures: PictureForm | None = None
+    images: ImageForm | None = None
 
     traits = GENERATION_TRAITS
     #: Its chat template may write tools.
@@ -236,7 +236,7 @@ class GenerationModel(ServedModel):
     @property
     @override
     def input_modalities(self) -> Sequence[str]:
-        return ("text",) if self.pictures is None else ("text", "image")
+        return ("text",) if self.images is None else ("text", "image")
 
     @property
     def max_model_len(self) -> int:
@@ -269,7 +269,7 @@ class GenerationModel(ServedModel):
         variables = self.template_variables(template_kwargs)
         return text_prompt(
             messages,
-            self.pictures,
+            self.images,
             render=lambda shown, hide: self.tokenizer.render_chat(
                 shown, tools=hide(tools), template_kwargs=hide(variables), **ends
             ),

@@ -1,1 +1,1 @@
-"""Pictures of requests: fetched, checked and decoded within limits."""
+"""Images of requests: fetched, checked and decoded within limits."""

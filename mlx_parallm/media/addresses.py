@@ -1,4 +1,4 @@
-"""Hosts and addresses that pictures may be fetched from."""
+"""Hosts and addresses that images may be fetched from."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def check_host(host: str, allowed: tuple[str, ...]) -> None:
     """
     if not _is_allowed(host, allowed):
         raise InvalidRequestError(
-            "Pictures of this host are not allowed (--allowed-media-domains)."
+            "Images of this host are not allowed (--allowed-media-domains)."
             if allowed
-            else "Pictures are not fetched by this server (--allowed-media-domains); send them as "
+            else "Images are not fetched by this server (--allowed-media-domains); send them as "
             "data URLs."
         )
     if ":" in host or _NUMERIC.fullmatch(host.rstrip(".").rpartition(".")[2]):

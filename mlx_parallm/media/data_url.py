@@ -1,4 +1,4 @@
-"""Pictures within a request: base64, in ``data:`` URLs and by themselves."""
+"""Images within a request: base64, in ``data:`` URLs and by themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEME = "data:"
 # _HEADER: the part of a URL before the comma (RFC 2397). Its media type and parameters are not
-# read: clients label pictures wrongly, and the file's first bytes say what it is.
+# read: clients label images wrongly, and the file's first bytes say what it is.
 _HEADER = re.compile(r"data:[^,\r\n]*;base64", re.IGNORECASE)
 # MAX_HEADER_CHARS: how far a comma is searched.
 MAX_HEADER_CHARS = 256

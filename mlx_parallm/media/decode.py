@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from mlx_parallm.media.formats.sniffing import read_file
-from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media.formats.stored import StoredImage
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -31,44 +31,44 @@ DECODERS: Mapping[str, Callable[[BytesIO], ImageFile]] = {
 # BAND_PIXELS: pixels that are converted at a time, because conversions take copies.
 BAND_PIXELS = 1 << 20
 WHITE = (255, 255, 255)
-# REDUCING_GAP: how much larger than its result a picture is at least when it is resampled; what
+# REDUCING_GAP: how much larger than its result an image is at least when it is resampled; what
 # is above is reduced by a faster filter first. Pillow's thumbnails take this one.
 REDUCING_GAP = 2.0
 
 Pixels = NDArray[np.uint8]
 
 
-def read_picture(data: bytes, limits: MediaLimits) -> StoredPicture:
-    """Return what a file says about its picture, within the limits; no pixel is decoded.
+def read_image(data: bytes, limits: MediaLimits) -> StoredImage:
+    """Return what a file says about its image, within the limits; no pixel is decoded.
 
     Raises:
         InvalidRequestError: the file is refused; the message says why.
     """
     limits.check_bytes(len(data))
-    picture = read_file(data)
-    limits.check_pixels(picture.width, picture.height)
-    return picture
+    image = read_file(data)
+    limits.check_pixels(image.width, image.height)
+    return image
 
 
-def decode_picture(picture: StoredPicture) -> Pixels:
-    """Return a picture's pixels as seen, uint8 [height, width, 3], transparency on white.
+def decode_image(image: StoredImage) -> Pixels:
+    """Return an image's pixels as seen, uint8 [height, width, 3], transparency on white.
 
     Raises:
         InvalidRequestError: the file is damaged, or there is no memory for its pixels.
     """
     try:
-        return _turned(_decode(picture), picture.orientation)
+        return _turned(_decode(image), image.orientation)
     except MemoryError as problem:
-        raise InvalidRequestError("There is no memory for the picture's pixels.") from problem
+        raise InvalidRequestError("There is no memory for the image's pixels.") from problem
     except Exception as problem:
         # Decoders raise errors of many classes for damaged files.
         raise InvalidRequestError(
-            f"The {picture.format.upper()} file is truncated or damaged."
+            f"The {image.format.upper()} file is truncated or damaged."
         ) from problem
 
 
 def shrunk(pixels: Pixels, side: int) -> Pixels:
-    """Return a picture with its sides in proportion, none longer than ``side``."""
+    """Return an image with its sides in proportion, none longer than ``side``."""
     height, width, _ = pixels.shape
     if max(height, width) <= side:
         return pixels
@@ -83,13 +83,13 @@ def shrunk_size(width: int, height: int, side: int) -> tuple[int, int]:
     return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-def _decode(picture: StoredPicture) -> Pixels:
+def _decode(image: StoredImage) -> Pixels:
     """Return the pixels as stored."""
-    with DECODERS[picture.format](BytesIO(picture.content)) as image:
-        if image.size != (picture.width, picture.height):
+    with DECODERS[image.format](BytesIO(image.content)) as opened:
+        if opened.size != (image.width, image.height):
             raise ValueError("The decoder reads another size than was checked.")
-        image.load()
-        return _to_rgb(image)
+        opened.load()
+        return _to_rgb(opened)
 
 
 def _to_rgb(image: Image.Image) -> Pixels:

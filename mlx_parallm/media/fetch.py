@@ -1,4 +1,4 @@
-"""Fetches pictures by HTTP, from public hosts that the operator allows."""
+"""Fetches images by HTTP, from public hosts that the operator allows."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 MAX_REDIRECTS = 3
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 # MAX_FETCHES: connections of the process at once, of which one client has half at most; further
-# pictures wait within their time limit.
+# images wait within their time limit.
 MAX_FETCHES = MAX_LOOKUPS
 MAX_URL_CHARS = 8192
 MAX_PORT = 65535
 HEADERS = (
     (b"accept", b"image/png, image/jpeg, image/webp, image/gif, image/bmp"),
-    # A compressed answer could expand to any size, and pictures are compressed already.
+    # A compressed answer could expand to any size, and images are compressed already.
     (b"accept-encoding", b"identity"),
     (b"connection", b"close"),
     (b"user-agent", b"mlx_parallm"),
 )
-NOT_FETCHED = "The picture could not be fetched: "
+NOT_FETCHED = "The image could not be fetched: "
 
 
 class Fetcher:
@@ -65,7 +65,7 @@ class Fetcher:
         self._ssl_context = ssl_context
         self._turns = SharedBudget(MAX_FETCHES)
         most = limits.max_fetched_bytes
-        # The largest picture fits even if that is more than half.
+        # The largest image fits even if that is more than half.
         self._held = SharedBudget(most, share=max(most // 2, limits.max_bytes))
 
     @property
@@ -170,7 +170,7 @@ async def _read(
     async for chunk in response.aiter_stream():
         limits.check_bytes(len(body) + len(chunk))
         if not held.grow(len(chunk)):
-            raise OverloadedError("Too many pictures are being fetched; try again later.")
+            raise OverloadedError("Too many images are being fetched; try again later.")
         body += chunk
     return bytes(body)
 

@@ -1,4 +1,4 @@
-"""Pictures in files of this machine, below a folder that the operator allows."""
+"""Images in files of this machine, below a folder that the operator allows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LocalFiles:
         """
         if not self._confinement.roots:
             raise InvalidRequestError(
-                "Files of the server are not read (--allowed-local-media-path); send pictures as "
+                "Files of the server are not read (--allowed-local-media-path); send images as "
                 "data URLs."
             )
         try:

@@ -1,4 +1,4 @@
-"""The one way from what a request says about a picture to its pixels."""
+"""The one way from what a request says about an image to its pixels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Protocol, TypeVar
 from mlx_parallm.fairness import Client, SharedBudget
 from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
 from mlx_parallm.media.data_url import format_of, read_base64, read_data_url, read_strict_base64
-from mlx_parallm.media.decode import Pixels, decode_picture, read_picture
+from mlx_parallm.media.decode import Pixels, decode_image, read_image
 from mlx_parallm.media.fetch import Fetcher
-from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media.formats.stored import StoredImage
 from mlx_parallm.media.local_files import SCHEME as FILE_SCHEME
 from mlx_parallm.media.local_files import LocalFiles
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T")
-#: ``CheckSize``: takes width and height of a picture as it is stored, and may refuse it.
+#: ``CheckSize``: takes width and height of an image as it is stored, and may refuse it.
 CheckSize = Callable[[int, int], None]
 
 
@@ -35,8 +35,8 @@ class RunInThread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedPicture:
-    """A picture as the models see it.
+class DecodedImage:
+    """An image as the models see it.
 
     Attributes:
         pixels: uint8 [height, width, 3].
@@ -47,11 +47,11 @@ class DecodedPicture:
     format: str
 
 
-class PictureReader:
-    """Gets and decodes the pictures of requests, off the event loop.
+class ImageReader:
+    """Gets and decodes the images of requests, off the event loop.
 
-    Errors of a picture are InvalidRequestErrors whose ``param`` is the part of the request that
-    the caller names. Use a picture within the ``async with`` of its method, one at a time: its
+    Errors of an image are InvalidRequestErrors whose ``param`` is the part of the request that
+    the caller names. Use an image within the ``async with`` of its method, one at a time: its
     pixels count among those of the process until then.
     """
 
@@ -66,8 +66,8 @@ class PictureReader:
         """Prepare.
 
         Args:
-            limits: those of every picture, and of all together.
-            fetcher: gets pictures by HTTP; None makes one with the same limits.
+            limits: those of every image, and of all together.
+            fetcher: gets images by HTTP; None makes one with the same limits.
             in_thread: runs work on a thread.
             client: returns the client of the request that runs.
         """
@@ -86,8 +86,8 @@ class PictureReader:
     @asynccontextmanager
     async def from_url(
         self, url: str, *, param: str, check: CheckSize | None = None
-    ) -> AsyncGenerator[DecodedPicture]:
-        """Provide the picture of a ``data:``, ``http(s):`` or ``file:`` URL.
+    ) -> AsyncGenerator[DecodedImage]:
+        """Provide the image of a ``data:``, ``http(s):`` or ``file:`` URL.
 
         Args:
             url: where it is.
@@ -96,7 +96,7 @@ class PictureReader:
 
         Raises:
             InvalidRequestError: there is none within the limits.
-            OverloadedError: the process holds too many bytes of fetched pictures.
+            OverloadedError: the process holds too many bytes of fetched images.
         """
         async with contextlib.AsyncExitStack() as stack:
             with _naming(param):
@@ -109,9 +109,9 @@ class PictureReader:
                     data = await stack.enter_async_context(
                         self._fetcher.fetched(url, self._client())
                     )
-                    work = partial(read_picture, data, self._limits)
-                picture = await stack.enter_async_context(self._decoded(work, check))
-            yield picture
+                    work = partial(read_image, data, self._limits)
+                image = await stack.enter_async_context(self._decoded(work, check))
+            yield image
 
     @asynccontextmanager
     async def from_base64(
@@ -121,8 +121,8 @@ class PictureReader:
         *,
         param: str,
         check: CheckSize | None = None,
-    ) -> AsyncGenerator[DecodedPicture]:
-        """Provide the picture of a base64 text.
+    ) -> AsyncGenerator[DecodedImage]:
+        """Provide the image of a base64 text.
 
         Args:
             text: the base64.
@@ -137,29 +137,29 @@ class PictureReader:
         async with contextlib.AsyncExitStack() as stack:
             with _naming(param):
                 decoded = self._decoded(partial(self._from_base64, text, media_type), check)
-                picture = await stack.enter_async_context(decoded)
-            yield picture
+                image = await stack.enter_async_context(decoded)
+            yield image
 
     @asynccontextmanager
-    async def from_bytes(self, data: bytes, *, param: str) -> AsyncGenerator[DecodedPicture]:
-        """Provide the picture of a file's bytes.
+    async def from_bytes(self, data: bytes, *, param: str) -> AsyncGenerator[DecodedImage]:
+        """Provide the image of a file's bytes.
 
         Raises:
             InvalidRequestError: there is none within the limits.
         """
         async with contextlib.AsyncExitStack() as stack:
             with _naming(param):
-                decoded = self._decoded(partial(read_picture, data, self._limits))
-                picture = await stack.enter_async_context(decoded)
-            yield picture
+                decoded = self._decoded(partial(read_image, data, self._limits))
+                image = await stack.enter_async_context(decoded)
+            yield image
 
     @asynccontextmanager
     async def _decoded(
-        self, read: Callable[[], StoredPicture], check: CheckSize | None = None
-    ) -> AsyncGenerator[DecodedPicture]:
+        self, read: Callable[[], StoredImage], check: CheckSize | None = None
+    ) -> AsyncGenerator[DecodedImage]:
         """Provide the pixels of what ``read`` returns, when there is room for them."""
 
-        def checked() -> StoredPicture:
+        def checked() -> StoredImage:
             stored = read()
             if check is not None:
                 check(stored.width, stored.height)
@@ -169,11 +169,11 @@ class PictureReader:
         num_pixels, kind = stored.width * stored.height, stored.format
         client = self._client()
         await self._budget.acquire(num_pixels, client)
-        decoding = asyncio.ensure_future(self._in_thread(partial(decode_picture, stored)))
+        decoding = asyncio.ensure_future(self._in_thread(partial(decode_image, stored)))
         # The file is not needed while its pixels are used.
         del stored
         try:
-            yield DecodedPicture(await asyncio.shield(decoding), kind)
+            yield DecodedImage(await asyncio.shield(decoding), kind)
         finally:
             if decoding.done():
                 self._budget.release(num_pixels, client)
@@ -187,17 +187,17 @@ class PictureReader:
             # An exception that nobody retrieves would be logged.
             decoding.exception()
 
-    def _from_data_url(self, url: str) -> StoredPicture:
-        return read_picture(read_data_url(url, self._limits), self._limits)
+    def _from_data_url(self, url: str) -> StoredImage:
+        return read_image(read_data_url(url, self._limits), self._limits)
 
-    def _from_base64(self, text: str, media_type: str | None) -> StoredPicture:
+    def _from_base64(self, text: str, media_type: str | None) -> StoredImage:
         if media_type is None:
-            return read_picture(read_base64(text, self._limits), self._limits)
-        picture = read_picture(read_strict_base64(text, self._limits), self._limits)
-        return _of_format(picture, format_of(media_type))
+            return read_image(read_base64(text, self._limits), self._limits)
+        image = read_image(read_strict_base64(text, self._limits), self._limits)
+        return _of_format(image, format_of(media_type))
 
-    def _from_file(self, url: str) -> StoredPicture:
-        return read_picture(self._files.read(url), self._limits)
+    def _from_file(self, url: str) -> StoredImage:
+        return read_image(self._files.read(url), self._limits)
 
 
 @contextlib.contextmanager
@@ -210,11 +210,11 @@ def _naming(param: str) -> Generator[None]:
         raise
 
 
-def _of_format(picture: StoredPicture, kind: str) -> StoredPicture:
-    """Return a picture that has the format that its media type says."""
-    if picture.format != kind:
+def _of_format(image: StoredImage, kind: str) -> StoredImage:
+    """Return an image that has the format that its media type says."""
+    if image.format != kind:
         raise InvalidRequestError(
-            f"The picture is of the type image/{picture.format}, not of the media type that the "
+            f"The image is of the type image/{image.format}, not of the media type that the "
             "request says."
         )
-    return picture
+    return image

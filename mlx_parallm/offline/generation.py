@@ -11,27 +11,27 @@ from typing import Any
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
+from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.offline.arguments import per_prompt
 from mlx_parallm.offline.completions import RequestOutput, apply, empty_output
 from mlx_parallm.offline.engines import OfflineEngines
 from mlx_parallm.offline.opening import part
-from mlx_parallm.pictures.prompt import PicturePrompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 
 Prompt = str | Sequence[int]
-#: ``PromptMapping``: vLLM's form of a prompt, which may have pictures.
+#: ``PromptMapping``: vLLM's form of a prompt, which may have images.
 PromptMapping = Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
 def plain_prompt(
     prompt: Prompt | PromptMapping, model: Callable[[], GenerationModel]
-) -> Prompt | PicturePrompt:
-    """Return a prompt; that of vLLM's mapping has its pictures."""
+) -> Prompt | ImagePrompt:
+    """Return a prompt; that of vLLM's mapping has its images."""
     if not isinstance(prompt, Mapping):
         return prompt
-    plain: Prompt | PicturePrompt = part("pictures").mapped_prompt(prompt, model())
+    plain: Prompt | ImagePrompt = part("images").mapped_prompt(prompt, model())
     return plain
 
 
@@ -40,15 +40,15 @@ def chat_prompt(
     model: GenerationModel,
     options: Mapping[str, Any],
     sizes: Mapping[str, Any] | None,
-) -> Prompt | PicturePrompt:
+) -> Prompt | ImagePrompt:
     """Return the prompt of a conversation; ``options`` are those of its template."""
     is_plain = not any(
         isinstance(message.get("content"), list) or message.get("tool_calls")
         for message in conversation
     )
-    if is_plain and model.pictures is None:
+    if is_plain and model.images is None:
         return model.tokenizer.encode_chat(conversation, **options)
-    return part("pictures").chat_prompt(conversation, model, sizes, **options)
+    return part("images").chat_prompt(conversation, model, sizes, **options)
 
 
 def compiled(spec: GrammarSpec, model: GenerationModel) -> Grammar:
@@ -65,7 +65,7 @@ class OfflineRequests:
 
     def make(
         self,
-        items: Sequence[Prompt | PicturePrompt],
+        items: Sequence[Prompt | ImagePrompt],
         model: Callable[[], GenerationModel],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str | Sequence[str | None] | None,
@@ -83,12 +83,12 @@ class OfflineRequests:
 
     def _request(
         self,
-        prompt: Prompt | PicturePrompt,
+        prompt: Prompt | ImagePrompt,
         model: GenerationModel,
         params: SamplingParams,
         adapter: str | None,
     ) -> GenerateRequest:
-        if isinstance(prompt, PicturePrompt):
+        if isinstance(prompt, ImagePrompt):
             ids, inputs = prompt.token_ids, prompt.inputs
         else:
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

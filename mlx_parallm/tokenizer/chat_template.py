@@ -102,7 +102,7 @@ def has_chat_template(folder: Path) -> bool:
 def processor_template(folder: Path) -> str | dict[str, str] | None:
     """Return the template of a model's processor: one, or several by name; None if it has none.
 
-    Processors of models that take pictures keep it beside the tokenizer, whose own may be missing:
+    Processors of models that take images keep it beside the tokenizer, whose own may be missing:
     older ones in ``chat_template.json``, some in ``processor_config.json``.
 
     Raises:

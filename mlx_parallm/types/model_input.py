@@ -12,11 +12,11 @@ class InputKind(StrEnum):
 
     #: Rows that stand in place of the embeddings of tokens.
     PROMPT_EMBEDS = "prompt_embeds"
-    #: A picture, of which the model's tower computes such rows.
-    PICTURE = "picture"
+    #: An image, of which the model's tower computes such rows.
+    IMAGE = "image"
 
 
-#: ``TOKEN_IDS``: the array of a picture with the token ids of its rows, int32 ``[rows]``;
+#: ``TOKEN_IDS``: the array of an image with the token ids of its rows, int32 ``[rows]``;
 #: ``FEATURE`` where a row is one of the tower's.
 TOKEN_IDS = "token_ids"
 FEATURE = -1
@@ -104,8 +104,8 @@ def without_arrays(source: ModelInput) -> ModelInput:
 
 
 def num_image_tokens(inputs: Iterable[ModelInput]) -> int:
-    """Return the number of prompt positions that pictures take."""
-    spans = (each.span for each in inputs if each.kind is InputKind.PICTURE)
+    """Return the number of prompt positions that images take."""
+    spans = (each.span for each in inputs if each.kind is InputKind.IMAGE)
     return sum(len(span) for span in spans if span is not None)
 
 

@@ -237,7 +237,7 @@ class RunnerInfo:
         is_compiled: True if steps of decode rows call a compiled function.
         input_width: numbers per row of an input besides tokens; 0 if the model takes none.
         input_kinds: the kinds of inputs that the model takes besides tokens.
-        num_tower_stages: the stages in which the features of a picture are computed.
+        num_tower_stages: the stages in which the features of an image are computed.
     """
 
     path: str

@@ -133,7 +133,7 @@ class Step(Op[StepOutput]):
 class ComputeInputs(Op[None]):
     """Compute the products of inputs besides tokens; later steps name their slots.
 
-    ``begin`` computes nothing. Pictures take ``RunnerInfo.num_tower_stages`` stages, other inputs
+    ``begin`` computes nothing. Images take ``RunnerInfo.num_tower_stages`` stages, other inputs
     one. A product whose slot is dropped meanwhile is not kept.
 
     Attributes:

@@ -40,5 +40,5 @@ def embedder(server: LiveServer) -> LiveServer:
 
 @pytest.fixture(scope="session")
 def seeing(server: LiveServer) -> LiveServer:
-    """Return the server with the name of its model that takes pictures."""
+    """Return the server with the name of its model that takes images."""
     return replace(server, model="demo:see")

@@ -70,7 +70,7 @@ SUITES = (
     Suite("test_litellm_rerank.py", "litellm", ("litellm",)),
     Suite("test_embeddings.py", "langchain and litellm", ("langchain-openai", "litellm")),
     Suite(
-        "test_pictures.py",
+        "test_images.py",
         "OpenAI's and Anthropic's clients for Python, langchain and litellm",
         ("openai", "anthropic", "langchain-openai", "litellm"),
     ),

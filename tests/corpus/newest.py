@@ -85,7 +85,7 @@ SUITES: tuple[Suite | Architectures, ...] = (
     ),
     Suite("encoders", ("integration/test_encoder_models.py",)),
     Suite("tokenizers", ("unit/tokenizer",)),
-    Suite("pictures", ("integration/test_picture_checkpoints.py",)),
+    Suite("images", ("integration/test_image_checkpoints.py",)),
     Architectures(),
 )
 

@@ -1,4 +1,4 @@
-"""``demo:see`` answers questions about pictures that clients draw, many at a time."""
+"""``demo:see`` answers questions about images that clients draw, many at a time."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 def disc(colour: str, size: int = 256) -> dict[str, Any]:
-    """Return a disc in the left upper corner, several times larger than the model's pictures."""
-    picture = Image.new("RGB", (size, size), "white")
+    """Return a disc in the left upper corner, several times larger than the model's images."""
+    image = Image.new("RGB", (size, size), "white")
     box = (size // 20, size // 20, 3 * size // 10, 3 * size // 10)
-    ImageDraw.Draw(picture).ellipse(box, fill=colour)
+    ImageDraw.Draw(image).ellipse(box, fill=colour)
     data = io.BytesIO()
-    picture.save(data, "PNG")
+    image.save(data, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def asked(text: str, *pictures: dict[str, Any]) -> dict[str, Any]:
-    content: Any = [*pictures, {"type": "text", "text": text}]
+def asked(text: str, *images: dict[str, Any]) -> dict[str, Any]:
+    content: Any = [*images, {"type": "text", "text": text}]
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0}
 
 
-def answer(client: openai.OpenAI, text: str, *pictures: dict[str, Any]) -> str | None:
-    made = client.chat.completions.create(**asked(text, *pictures), max_tokens=24)
+def answer(client: openai.OpenAI, text: str, *images: dict[str, Any]) -> str | None:
+    made = client.chat.completions.create(**asked(text, *images), max_tokens=24)
     return made.choices[0].message.content
 
 
@@ -64,13 +64,13 @@ def test_it_names_colours_shapes_and_places_for_several_clients(client: openai.O
     assert answer(client, "Where is the blue circle?", disc("blue")) == "top left"
 
 
-def test_it_compares_two_pictures(client: openai.OpenAI) -> None:
+def test_it_compares_two_images(client: openai.OpenAI) -> None:
     question = "Do they have the same colour?"
     assert answer(client, question, disc("red"), disc("red", 200)) == "yes"
     assert answer(client, question, disc("red"), disc("blue")) == "no"
 
 
-def test_grammars_and_log_probabilities_hold_with_pictures(client: openai.OpenAI) -> None:
+def test_grammars_and_log_probabilities_hold_with_images(client: openai.OpenAI) -> None:
     grammar = {"structured_outputs": {"regex": "(blue|red)!"}}
     made = client.chat.completions.create(
         **asked("What colour is it?", disc("red")),
@@ -87,7 +87,7 @@ def test_grammars_and_log_probabilities_hold_with_pictures(client: openai.OpenAI
     assert first.logprob > -0.1 > first.top_logprobs[1].logprob
 
 
-def test_calls_about_pictures_are_forced_and_streamed(client: openai.OpenAI) -> None:
+def test_calls_about_images_are_forced_and_streamed(client: openai.OpenAI) -> None:
     colours = {
         "type": "object",
         "properties": {"colour": {"enum": ["red"]}},
@@ -101,5 +101,5 @@ def test_calls_about_pictures_are_forced_and_streamed(client: openai.OpenAI) -> 
     assert json.loads(call.function.arguments)["colour"] == "red"
 
 
-def test_without_a_picture_it_asks_for_one(client: openai.OpenAI) -> None:
-    assert "picture" in (answer(client, "Hello") or "")
+def test_without_a_image_it_asks_for_one(client: openai.OpenAI) -> None:
+    assert "image" in (answer(client, "Hello") or "")

@@ -197,7 +197,7 @@ def test_the_events_of_a_stream(live_server: ServerProcess, messages: Any, kind:
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             anthropic.BadRequestError,
-            "does not take pictures",
+            "does not take images",
         ),
         (
             {"messages": [{"role": "user", "content": "word " * 5000}]},

@@ -136,7 +136,7 @@ def test_nothing_to_learn_from_is_no_update() -> None:
     assert trainer.update([TrainingSample(PROMPT, [9], [-1.0], 0.0)]) == {}
 
 
-def test_the_picture_has_both_lines() -> None:
+def test_the_image_has_both_lines() -> None:
     steps: list[Any] = [
         SimpleNamespace(reward=number / 9, evaluation=0.5 if number % 3 == 0 else None, elapsed_s=9)
         for number in range(10)

@@ -12,7 +12,7 @@ from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.worker.weights.loader import load_model
-from tests.integration.test_llm_pictures import asked, png
+from tests.integration.test_llm_images import asked, png
 from tests.internvl_folders import write_internvl, write_internvl_chat
 
 NAMES = ("internvl", "internvl_large")
@@ -35,7 +35,7 @@ def test_the_authors_folders_answer_alike(name: str, tmp_path: Path) -> None:
     folders = write_internvl(tmp_path / "a", name), write_internvl_chat(tmp_path / "b", name)
     chats = [
         asked({"type": "image", "image": png(1)}),
-        # This picture is 7 tiles.
+        # This image is 7 tiles.
         asked({"type": "image", "image": png(2, (60, 90))}),
         asked({"type": "text", "text": "w40 <IMG_CONTEXT> <image> w41"}),
     ]
@@ -47,7 +47,7 @@ def test_the_authors_folders_answer_alike(name: str, tmp_path: Path) -> None:
     # A tile is 4 rows; around them are two marks, "user:", two words and "assistant:".
     assert lengths[:2] == [4 + 6, 4 * 7 + 6]
     assert authors[0].outputs[0].token_ids != authors[1].outputs[0].token_ids
-    # What a user types is no picture.
+    # What a user types is no image.
     context = expected[0].prompt_token_ids[2]
     assert all(context not in output.prompt_token_ids for output in (authors[2], expected[2]))
 
@@ -61,7 +61,7 @@ def test_the_authors_folders_answer_alike(name: str, tmp_path: Path) -> None:
         ({"min_dynamic_patch": 6}, 7),
     ],
 )
-def test_pictures_have_as_many_tiles_as_the_config_says(
+def test_images_have_as_many_tiles_as_the_config_says(
     changes: dict[str, int], tiles: int, tmp_path: Path
 ) -> None:
     llm = LLM(str(write_internvl_chat(tmp_path / "model", "internvl", **changes)))

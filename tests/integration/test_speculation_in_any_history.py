@@ -1,6 +1,6 @@
 """Speculation changes no token, whatever else a batch has and happens to it.
 
-Requests with pictures, with adapters and without run together while weights and adapters change.
+Requests with images, with adapters and without run together while weights and adapters change.
 Each gets the tokens that it gets alone without speculation, by the weights that its tokens were
 sampled by. A follower that gets the encoded batches has the same KV, to the bit.
 """
@@ -32,9 +32,9 @@ from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.weights.model_weights import parameters_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
-from tests.integration.test_pictures_in_any_batch import NUM_PROMPTS, prompts_of, shortest_pool
+from tests.image_sessions import ImageSession, new_load, new_runner
+from tests.integration.test_images_in_any_batch import NUM_PROMPTS, prompts_of, shortest_pool
 from tests.integration.test_prompt_embeds import InputRunner
-from tests.picture_sessions import PictureSession, new_load, new_runner
 
 NGRAM = SpeculativeConfig(prompt_lookup_min=1, disable_by_batch_size=8)
 DRAFT = SpeculativeConfig(method="draft_model", model="draft", disable_by_batch_size=8)
@@ -170,7 +170,7 @@ class Track:
         return sum(segment.size for segment in self.segments)
 
 
-class History(PictureSession):
+class History(ImageSession):
     """A session whose weights and adapters change between steps."""
 
     def __init__(
@@ -185,7 +185,7 @@ class History(PictureSession):
         for model in models:
             model.runner.inputs.features.clear()
         if len(models) > 1:
-            self.pictures = self.runner = Leader(models[0].runner, models[1].runner)
+            self.images = self.runner = Leader(models[0].runner, models[1].runner)
         self._models = models
         self.base = BaseWeights()
         self.policies = {name: PolicyWeights(base=self.base) for name in CHANGES}

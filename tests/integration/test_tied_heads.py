@@ -61,14 +61,14 @@ def test_the_files_decide(name: str, tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "lm_head.weight" not in load_parameters(CONFIG, folder, is_cast=False)
 
 
-def test_a_text_model_of_pictures(tmp_path: Path) -> None:
+def test_a_text_model_of_images(tmp_path: Path) -> None:
     folder = write(tmp_path, "llama", has_head=False)
     text = json.loads((folder / "config.json").read_text())
     arrays: Any = mx.load(str(folder / "model.safetensors"))
     named = {f"language_model.{name}": array for name, array in arrays.items()}
     config = {"model_type": "llava", "image_token_index": 63, "text_config": text}
-    (tmp_path / "picture").mkdir()
-    loaded = load_model(CONFIG, write_encoder(tmp_path / "picture", config, named))
+    (tmp_path / "image").mkdir()
+    loaded = load_model(CONFIG, write_encoder(tmp_path / "image", config, named))
     assert loaded.config["text_config"][FIELD] is True
 
 

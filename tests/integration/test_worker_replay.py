@@ -27,7 +27,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.generation.scheduler.stage_cost import StageCost
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
-from mlx_parallm.pictures.processor import host_array
+from mlx_parallm.images.processor import host_array
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import (
     FEATURE,
@@ -51,10 +51,10 @@ pytestmark = pytest.mark.slow
 
 GENERATOR, EMBEDDER, SEER = "generator", "embedder", "seer"
 NORM = "model.norm.weight"
-#: ``NUM_FEATURES``: rows of a picture of demo:see.
+#: ``NUM_FEATURES``: rows of an image of demo:see.
 NUM_FEATURES = 64
-#: ``PICTURE_COST``: of two pictures, it is a step's share of inputs.
-PICTURE_COST = 6
+#: ``IMAGE_COST``: of two images, it is a step's share of inputs.
+IMAGE_COST = 6
 #: ``STREAMS_SHARE``: cost of the stages that decode rows wait for, in place of what was measured.
 STREAMS_SHARE = 2.0
 
@@ -121,18 +121,18 @@ class BusyRun:
         )
 
     def ask_about(self, name: str, *seeds: int, **params: Any) -> None:
-        """Queue a request with a picture of each seed, between tokens."""
+        """Queue a request with an image of each seed, between tokens."""
         ids, inputs = [5, 6, 7], list[ModelInput]()
         for seed in seeds:
             span = Span(len(ids), len(ids) + NUM_FEATURES)
             pixels = np.random.default_rng(seed).normal(size=(1, 3, 64, 64)).astype(np.float32)
             marks = np.full(NUM_FEATURES, FEATURE, np.int32)
             source = ModelInput(
-                kind=InputKind.PICTURE,
+                kind=InputKind.IMAGE,
                 content=str(seed),
                 arrays={"pixel_values": host_array(pixels), TOKEN_IDS: host_array(marks)},
                 nbytes=NUM_FEATURES * 512,
-                cost=PICTURE_COST,
+                cost=IMAGE_COST,
                 span=span,
                 shape_key="64",
             )
@@ -148,7 +148,7 @@ class BusyRun:
         self.engines[SEER].submit(request)
 
     def look(self) -> None:
-        """Compute pictures together, in stages beside a stream, and for a request that ends."""
+        """Compute images together, in stages beside a stream, and for a request that ends."""
         seer = self.engines[SEER]
         self.ask_about("first", 1, seed=1)
         self.ask_about("second", 3, seed=2)
@@ -251,12 +251,12 @@ def run_busily(*, ahead: bool) -> BusyRun:
     return run
 
 
-def assert_pictures_were_computed(ops: list[Any], records: list[Any]) -> None:
+def assert_images_were_computed(ops: list[Any], records: list[Any]) -> None:
     """Assert that some were computed together, some in stages, and one in part only."""
     runs = [
         (number, op)
         for number, op in enumerate(ops)
-        if isinstance(op, ComputeInputs) and op.kind is InputKind.PICTURE
+        if isinstance(op, ComputeInputs) and op.kind is InputKind.IMAGE
     ]
     assert max(len(op.slots) for _, op in runs) > 1
     waited = {record.number for record in records if isinstance(record, Waited)}
@@ -345,7 +345,7 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Checksums",
         "Unload",
     }
-    assert_pictures_were_computed(ops, records)
+    assert_images_were_computed(ops, records)
     results = [record.result for record in records if isinstance(record, Waited)]
     tokens = sum(len(result.tokens) for result in results if isinstance(result, StepOutput))
     assert tokens > 150

@@ -251,7 +251,7 @@ class MetalShim(Shim):
     """The Metal Shading Language on the CPU."""
 
     name = MetalLanguage.name
-    words = MetalLanguage.words
+    words = ""
     types = MappingProxyType({**TYPES, mx.int32: "int32_t", mx.uint32: "uint32_t"})
     tuning = replace(METAL_TUNINGS[0], threadgroups=16)
     include = "metal.h"

@@ -11,7 +11,7 @@ import { answered, enterKey, KEY, openPage, say, startBrowser, startServer } fro
 const NAMES = ["first-model", "second-model"];
 const PHONE = { viewport: { width: 390, height: 844 } };
 let server;
-// seeing: a server of a model that takes pictures beside one that does not.
+// seeing: a server of a model that takes images beside one that does not.
 let seeing;
 let browser;
 
@@ -550,22 +550,22 @@ function seeingTest(name, run) {
   });
 }
 
-pageTest("pictures are not offered where no model takes them", async (page) => {
-  assert.equal(await page.getByRole("button", { name: "Picture", exact: true }).isVisible(), false);
+pageTest("images are not offered where no model takes them", async (page) => {
+  assert.equal(await page.getByRole("button", { name: "Image", exact: true }).isVisible(), false);
   assert.equal(await page.getByRole("button", { name: "Look at a drawing" }).isVisible(), false);
   const file = { name: "dot.png", mimeType: "image/png", buffer: Buffer.from(DOT, "base64") };
-  await page.locator("[data-part=picture-files]").setInputFiles([file]);
-  await page.getByText("No model of this server takes pictures.").waitFor();
+  await page.locator("[data-part=image-files]").setInputFiles([file]);
+  await page.getByText("No model of this server takes images.").waitFor();
   assert.equal(await page.locator(".thumbnail").count(), 0);
 });
 
-seeingTest("a drawing is answered by the model that takes pictures, which is chosen for it", async (page) => {
+seeingTest("a drawing is answered by the model that takes images, which is chosen for it", async (page) => {
   assert.equal(await setting(page, "Model").inputValue(), "mlx-parallm-demo");
   await page.getByRole("button", { name: "Look at a drawing" }).click();
   assert.equal(await setting(page, "Model").inputValue(), "demo:see");
   await setting(page, "Model").selectOption("mlx-parallm-demo");
   await page.getByRole("button", { name: "Send" }).click();
-  await page.getByText("mlx-parallm-demo does not take pictures.").waitFor();
+  await page.getByText("mlx-parallm-demo does not take images.").waitFor();
   await setting(page, "Model").selectOption("demo:see");
   await say(page, "How many circles are there?");
   await lastAnswer(page).getByText("2", { exact: true }).waitFor();
@@ -606,7 +606,7 @@ seeingTest("other examples are answered after a drawing, and Clear undoes them",
   assert.equal(await page.locator("[data-part=prompt]").inputValue(), "");
 });
 
-seeingTest("pictures are added by button, drop and paste, removed, sent and shown", async (page) => {
+seeingTest("images are added by button, drop and paste, removed, sent and shown", async (page) => {
   const sent = [];
   await page.route("**/v1/chat/completions", (route) => {
     sent.push(route.request().postDataJSON());
@@ -616,7 +616,7 @@ seeingTest("pictures are added by button, drop and paste, removed, sent and show
   });
   const waiting = page.locator(".thumbnail");
   const file = { name: "dot.png", mimeType: "image/png", buffer: Buffer.from(DOT, "base64") };
-  await page.locator("[data-part=picture-files]").setInputFiles([file]);
+  await page.locator("[data-part=image-files]").setInputFiles([file]);
   await waiting.nth(0).waitFor();
   for (const [target, kind] of [["#playground-view", "drop"], ["[data-part=prompt]", "paste"]]) {
     await page.locator(target).evaluate((element, [type, base64]) => {
@@ -632,10 +632,10 @@ seeingTest("pictures are added by button, drop and paste, removed, sent and show
     }, [kind, DOT]);
     await waiting.nth(kind === "drop" ? 1 : 2).waitFor();
   }
-  await page.getByRole("button", { name: "Remove picture 2" }).click();
+  await page.getByRole("button", { name: "Remove image 2" }).click();
   assert.equal(await waiting.count(), 2);
   const text = { name: "notes.txt", mimeType: "text/plain", buffer: Buffer.from("x") };
-  await page.locator("[data-part=picture-files]").setInputFiles([text]);
+  await page.locator("[data-part=image-files]").setInputFiles([text]);
   await page.getByText("notes.txt is not a PNG").waitFor();
   await say(page, "What is this?");
   assert.equal(await waiting.count(), 0);

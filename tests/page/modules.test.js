@@ -17,7 +17,7 @@ const { hitsOf, lossOf, stepRate, stepsText, withCount } = await import(at("sess
 const { Api } = await import(at("api.js"));
 const { keepChat, keptChat } = await import(at("kept.js"));
 const { pretty } = await import(at("tools.js"));
-const { contentOf, isPicture, partsOf } = await import(at("pictures.js"));
+const { contentOf, isImage, partsOf } = await import(at("images.js"));
 
 async function events(...pieces) {
   const stream = new ReadableStream({
@@ -293,7 +293,7 @@ test("the steps of a stream that goes on are read up to the last one that was ma
   assert.ok(isCancelled);
 });
 
-test("a message with pictures has parts, and one without is its text", () => {
+test("a message with images has parts, and one without is its text", () => {
   assert.equal(contentOf("Hi", []), "Hi");
   const content = contentOf("What is it?", ["data:a", "data:b"]);
   assert.deepEqual(content, [
@@ -306,12 +306,12 @@ test("a message with pictures has parts, and one without is its text", () => {
   assert.deepEqual(partsOf("Hi"), { text: "Hi", urls: [] });
 });
 
-test("a model says whether it takes pictures", () => {
+test("a model says whether it takes images", () => {
   assert.ok(sees({ input_modalities: ["text", "image"] }));
   for (const model of [{ input_modalities: ["text"] }, { input_modalities: null }]) assert.ok(!sees(model));
 });
 
-test("only files that the server reads are pictures", () => {
-  assert.ok(isPicture({ type: "image/png" }));
-  for (const type of ["image/svg+xml", "text/html", ""]) assert.ok(!isPicture({ type }));
+test("only files that the server reads are images", () => {
+  assert.ok(isImage({ type: "image/png" }));
+  for (const type of ["image/svg+xml", "text/html", ""]) assert.ok(!isImage({ type }));
 });

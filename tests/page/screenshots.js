@@ -1,4 +1,4 @@
-// Takes the pictures of the documentation: a comparison by day, and the charts of a busy server by night.
+// Takes the images of the documentation: a comparison by day, and the charts of a busy server by night.
 
 import { fileURLToPath } from "node:url";
 import { answered, enterKey, KEY, openPage, startBrowser, startServer } from "./setup.js";

@@ -18,7 +18,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_pictures_wait_until_they_fit():
+async def test_images_wait_until_they_fit():
     budget = SharedBudget(10)
     await budget.acquire(6)
     second = asyncio.create_task(budget.acquire(5))
@@ -29,7 +29,7 @@ async def test_pictures_wait_until_they_fit():
     assert budget.num_free == 5
 
 
-async def test_a_small_picture_does_not_overtake_a_large_one():
+async def test_a_small_image_does_not_overtake_a_large_one():
     budget = SharedBudget(10)
     await budget.acquire(6)
     large = asyncio.create_task(budget.acquire(10))
@@ -44,7 +44,7 @@ async def test_a_small_picture_does_not_overtake_a_large_one():
     await small
 
 
-async def test_a_large_picture_that_leaves_lets_smaller_ones_begin():
+async def test_a_large_image_that_leaves_lets_smaller_ones_begin():
     budget = SharedBudget(10)
     await budget.acquire(6)
     large = asyncio.create_task(budget.acquire(10))
@@ -57,7 +57,7 @@ async def test_a_large_picture_that_leaves_lets_smaller_ones_begin():
     assert large.cancelled()
 
 
-async def test_a_picture_that_leaves_at_its_turn_gives_its_room_back():
+async def test_a_image_that_leaves_at_its_turn_gives_its_room_back():
     budget = SharedBudget(10)
     await budget.acquire(10)
     waiting = asyncio.create_task(budget.acquire(10))
@@ -77,14 +77,14 @@ async def test_a_client_beyond_its_share_keeps_no_other_waiting():
     await settle()
     await budget.acquire(3, "other")
     assert not second.done()
-    assert not third.done(), "a client's pictures keep their order"
+    assert not third.done(), "a client's images keep their order"
     budget.release(4, "greedy")
     await second
     await third
     assert budget.num_free == 4
 
 
-async def test_a_picture_of_more_than_a_share_is_taken_alone():
+async def test_a_image_of_more_than_a_share_is_taken_alone():
     budget = SharedBudget(10)
     await budget.acquire(10, "one")
     assert budget.num_free == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.anthropic.schema import InputMessage
 from mlx_parallm.api.turns.body_value import BodyValue
-from mlx_parallm.api.turns.pictures import PictureSource, picture_part
+from mlx_parallm.api.turns.images import ImageSource, image_part
 from mlx_parallm.types.errors import InvalidRequestError
 
 # Between texts that a client keeps apart; the assistant's own are pieces of one.
@@ -21,7 +21,7 @@ BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 PLACE = "{where}.{number}"
 
 _Block = Mapping[str, Any]
-#: ``Content``: of a message: a text, or parts if there are pictures.
+#: ``Content``: of a message: a text, or parts if there are images.
 Content = str | list[dict[str, Any]]
 
 
@@ -79,7 +79,7 @@ def _append(turns: list[dict[str, Any]], turn: dict[str, Any]) -> None:
 
 
 def _joined(first: Content, second: Content, between: str) -> Content:
-    """Return two contents as one: a text, or parts if there are pictures."""
+    """Return two contents as one: a text, or parts if there are images."""
     if isinstance(first, str) and isinstance(second, str):
         return between.join(text for text in (first, second) if text)
     return [*_parts(first), *_parts(second)]
@@ -116,16 +116,16 @@ def _text(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
     return {"content": block["text"].text()}
 
 
-def _picture(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
+def _image(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
     source = block["source"].object()
     if source.type == "base64":
         media_type, data = source["media_type"].filled_text(), source["data"].filled_text()
-        picture = PictureSource(param=source.where, url=data, is_base64=True, media_type=media_type)
+        image = ImageSource(param=source.where, url=data, is_base64=True, media_type=media_type)
     elif source.type == "url":
-        picture = PictureSource(param=source.where, url=source["url"].filled_text())
+        image = ImageSource(param=source.where, url=source["url"].filled_text())
     else:
         raise source["type"].refusal("must be base64 or url")
-    return {"content": [picture_part(picture)]}
+    return {"content": [image_part(image)]}
 
 
 def _thinking(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _result(block: BodyValue, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _result_content(content: BodyValue, start: str) -> Content:
-    """Return the texts and pictures of a tool's result behind ``start``."""
+    """Return the texts and images of a tool's result behind ``start``."""
     if not content.value or isinstance(content.value, str):
         return start + (content.value or "")
     blocks = content.entries(form=PLACE, what="must be a text or a list of blocks")
@@ -199,10 +199,10 @@ def _check_type(block: BodyValue, known: Collection[str]) -> None:
 _Reader = Callable[[BodyValue, dict[str, str]], dict[str, Any] | None]
 _RESULT_READERS: Mapping[str, Callable[[BodyValue, dict[str, str]], dict[str, Any]]] = {
     "text": _text,
-    "image": _picture,
+    "image": _image,
 }
 _READERS: Mapping[str, Mapping[str, _Reader]] = {
-    "user": {"text": _text, "image": _picture, "tool_result": _result},
+    "user": {"text": _text, "image": _image, "tool_result": _result},
     "assistant": {
         "text": _text,
         "thinking": _thinking,

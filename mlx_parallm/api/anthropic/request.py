@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
 from mlx_parallm.api.turns.body_value import BodyValue
-from mlx_parallm.api.turns.pictures import pixel_range_of
+from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params

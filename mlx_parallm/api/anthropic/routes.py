@@ -26,8 +26,8 @@ from mlx_parallm.api.http.dialect import Dialect, Failure
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.images import image_sources
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import picture_sources
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import StreamForm, respond
@@ -83,7 +83,7 @@ async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response
         lambda: message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     )
     with named_by(FIELDS), too_long_in_these_words(admitted.model):
-        prepared = await prepare_turn(turn, admitted.model, prelude.pictures)
+        prepared = await prepare_turn(turn, admitted.model, prelude.images)
     prepared, is_shortened = within_context(prepared)
     generation = await admitted.start([prepared.request], FIELDS)
     answer = MessageAnswer(body, prepared, model=admitted.name, is_shortened=is_shortened)
@@ -95,6 +95,6 @@ async def count_tokens(body: CountTokensRequest, prelude: PreludeDep) -> TokenCo
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(prelude.engine, body.model)
     turn = await prelude.on_body(lambda: counted_turn(body, request_id="", client=prelude.client))
-    await prelude.check_texts(source.url for source in picture_sources(turn.messages))
-    prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
+    await prelude.check_texts(source.url for source in image_sources(turn.messages))
+    prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
     return TokenCount(input_tokens=len(prompt.token_ids))

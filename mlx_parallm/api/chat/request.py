@@ -9,7 +9,7 @@ from mlx_parallm.api.chat.tools import (
     chat_tool_choice,
     chat_tools,
 )
-from mlx_parallm.api.turns.pictures import pixel_range_of
+from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params

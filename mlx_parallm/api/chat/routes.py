@@ -24,7 +24,7 @@ async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Resp
     """Continue a conversation."""
     admitted = await prelude.admit(body.model, n=body.n)
     turn = await prelude.on_body(lambda: chat_turn(body, prelude))
-    prepared = await prepare_turn(turn, admitted.model, prelude.pictures)
+    prepared = await prepare_turn(turn, admitted.model, prelude.images)
     answer = ChatAnswer(body, admitted, prepared, _spans(body, admitted, prepared))
     generation = await admitted.start([prepared.request], _fields(body))
     return await respond(prelude, generation, answer, stream=body.stream)

@@ -17,7 +17,7 @@ from mlx_parallm.api.turns.fields import (
     TurnEndFields,
     effort_kwargs,
 )
-from mlx_parallm.api.turns.pictures import PictureSource, detail_of, picture_part
+from mlx_parallm.api.turns.images import ImageSource, detail_of, image_part
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
@@ -35,7 +35,7 @@ class ChatMessage(BaseModel):
     content: StrictStr | list[dict[str, Any]] | None = Field(
         None,
         description='A text, or parts {"type": "text", "text": …} and, for models that take '
-        'pictures, {"type": "image_url", "image_url": {"url": …}}; null for an assistant.',
+        'images, {"type": "image_url", "image_url": {"url": …}}; null for an assistant.',
     )
 
 
@@ -145,25 +145,24 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     def turns(self) -> list[dict[str, Any]]:
         """Return the messages as the template takes them, "developer" as "system".
 
-        A content is a text; with pictures it is a list of parts, see ``picture_part``.
+        A content is a text; with images it is a list of parts, see ``image_part``.
 
         Raises:
-            InvalidRequestError: an unknown role, or content that is neither text nor pictures.
+            InvalidRequestError: an unknown role, or content that is neither text nor images.
         """
-        return turns_of(self.messages, takes_pictures=True)
+        return turns_of(self.messages, takes_images=True)
 
 
 def turns_of(
-    messages: Sequence[ChatMessage], *, takes_pictures: bool = False
+    messages: Sequence[ChatMessage], *, takes_images: bool = False
 ) -> list[dict[str, Any]]:
     """Return messages as the template takes them; see ``ChatRequest.turns``."""
     return [
-        _turn(message, number, takes_pictures=takes_pictures)
-        for number, message in enumerate(messages)
+        _turn(message, number, takes_images=takes_images) for number, message in enumerate(messages)
     ]
 
 
-def _turn(message: ChatMessage, number: int, *, takes_pictures: bool) -> dict[str, Any]:
+def _turn(message: ChatMessage, number: int, *, takes_images: bool) -> dict[str, Any]:
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"messages[{number}].role {message.role[:32]!r} is not one of {', '.join(ROLES)}.",
@@ -173,28 +172,28 @@ def _turn(message: ChatMessage, number: int, *, takes_pictures: bool) -> dict[st
     extra = message.model_extra or {}
     turn: dict[str, Any] = {key: value for key, value in extra.items() if value is not None}
     turn["role"] = "system" if message.role == "developer" else message.role
-    turn["content"] = _content(message.content, number, takes_pictures=takes_pictures)
+    turn["content"] = _content(message.content, number, takes_images=takes_images)
     if message.content is None and message.role not in MAY_SAY_NOTHING:
         raise InvalidRequestError(f"messages[{number}].content is missing.", param="messages")
     return turn
 
 
 def _content(
-    content: str | list[dict[str, Any]] | None, number: int, *, takes_pictures: bool
+    content: str | list[dict[str, Any]] | None, number: int, *, takes_images: bool
 ) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         where, kind = f"messages[{number}].content[{index}]", part.get("type")
-        if takes_pictures and kind == "image_url":
-            parts.append(_picture(part, where))
+        if takes_images and kind == "image_url":
+            parts.append(_image(part, where))
         elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
             parts.append({"type": "text", "text": part[kind]})
         else:
             raise InvalidRequestError(
                 f"{where}: a part of type {str(kind)[:64]!r} is not served, only text"
-                + (", and image_url where the model takes pictures." if takes_pictures else "."),
+                + (", and image_url where the model takes images." if takes_images else "."),
                 param="messages",
             )
     if any(part["type"] == "image" for part in parts):
@@ -202,18 +201,18 @@ def _content(
     return "".join(part["text"] for part in parts)
 
 
-def _picture(part: dict[str, Any], where: str) -> dict[str, Any]:
+def _image(part: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a part of OpenAI's form, whose URL may also stand without an object."""
     value = part.get("image_url")
-    picture = {"url": value} if isinstance(value, str) else value
-    if not is_object(picture) or not isinstance(picture.get("url"), str):
+    image = {"url": value} if isinstance(value, str) else value
+    if not is_object(image) or not isinstance(image.get("url"), str):
         raise InvalidRequestError(
-            f"{where}.image_url must have the picture's url.", param=f"{where}.image_url"
+            f"{where}.image_url must have the image's url.", param=f"{where}.image_url"
         )
-    return picture_part(
-        PictureSource(
+    return image_part(
+        ImageSource(
             param=f"{where}.image_url",
-            url=picture["url"],
-            detail=detail_of(picture.get("detail"), f"{where}.image_url.detail"),
+            url=image["url"],
+            detail=detail_of(image.get("detail"), f"{where}.image_url.detail"),
         )
     )

@@ -11,8 +11,8 @@ from mlx_parallm.api.turns.fields import UNSUPPORTED, GenerationRequest
 from mlx_parallm.types.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 16
-# PICTURES: where other routes and programs have pictures. An answer without them would mislead.
-PICTURES = ("image_data", "images", "multi_modal_data")
+# IMAGES: where other routes and programs have images. An answer without them would mislead.
+IMAGES = ("image_data", "images", "multi_modal_data")
 
 
 class CompletionRequest(GenerationRequest):
@@ -59,7 +59,7 @@ class CompletionRequest(GenerationRequest):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        self.refuse(*UNSUPPORTED, *PICTURES)
+        self.refuse(*UNSUPPORTED, *IMAGES)
 
     def _check_no_tokens_needed(self) -> None:
         for name in ("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens"):

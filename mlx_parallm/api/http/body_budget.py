@@ -107,15 +107,15 @@ def _is_paced(scope: Scope) -> bool:
 
 
 def _max_size(scope: Scope, limit: BodyLimit, config: ServerConfig) -> int:
-    size = limit.size_with_pictures
-    return size(config) if size is not None and _takes_pictures(scope) else limit.size(config)
+    size = limit.size_with_images
+    return size(config) if size is not None and _takes_images(scope) else limit.size(config)
 
 
-def _takes_pictures(scope: Scope) -> bool:
+def _takes_images(scope: Scope) -> bool:
     """True if a served model does; the body, which names its model, is not read yet."""
     app = scope.get("app")
     engine: RequestClient | None = None if app is None else getattr(app.state, "engine", None)
-    return engine is not None and any(model.pictures is not None for model in engine.models())
+    return engine is not None and any(model.images is not None for model in engine.models())
 
 
 class _Body:

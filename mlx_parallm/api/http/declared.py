@@ -50,20 +50,20 @@ class BodyLimit:
         size: returns the most bytes, by the settings.
         kept: how the body is kept.
         hint: appended to the message of a refusal.
-        size_with_pictures: the same as ``size`` where a served model takes pictures; None if that
+        size_with_images: the same as ``size`` where a served model takes images; None if that
             makes no difference.
     """
 
     size: Callable[[ServerConfig], int]
     kept: Kept = Kept.REQUEST
     hint: str = ""
-    size_with_pictures: Callable[[ServerConfig], int] | None = None
+    size_with_images: Callable[[ServerConfig], int] | None = None
 
 
 SMALL = BodyLimit(lambda _: SMALL_BODY_BYTES)
 INPUT = BodyLimit(
     lambda config: config.max_body_bytes,
-    size_with_pictures=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
+    size_with_images=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
 )
 TOKENIZE_HINT = " See --max-tokenize-bytes."
 TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HINT)
@@ -71,7 +71,7 @@ TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HIN
 COUNT = BodyLimit(
     lambda config: config.max_tokenize_bytes,
     hint=TOKENIZE_HINT,
-    size_with_pictures=lambda config: max(config.max_tokenize_bytes, config.max_picture_body_bytes),
+    size_with_images=lambda config: max(config.max_tokenize_bytes, config.max_picture_body_bytes),
 )
 ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
 WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)

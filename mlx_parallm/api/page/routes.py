@@ -28,7 +28,7 @@ TYPES = {
 POLICY = {
     "script-src": "'self'",
     "style-src": "'self'",
-    # The playground shows pictures that people choose, as data: URLs.
+    # The playground shows images that people choose, as data: URLs.
     "img-src": "'self' data:",
     "connect-src": "'self'",
     "require-trusted-types-for": "'script'",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.turns.body_value import BodyValue
-from mlx_parallm.api.turns.pictures import detail_of
+from mlx_parallm.api.turns.images import detail_of
 from mlx_parallm.types.json_values import is_list
 
 Item = dict[str, Any]
@@ -56,8 +56,8 @@ HOSTED = frozenset(
         "web_search_call",
     ]
 )
-#: ``PICTURE``: the type of a part that is a picture.
-PICTURE = "input_image"
+#: ``IMAGE``: the type of a part that is an image.
+IMAGE = "input_image"
 NO_PARTS = "must be a text or a list of parts"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -103,19 +103,19 @@ def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> l
     return items
 
 
-def picture_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the places of the pictures of a body's checked ``input`` by their URLs.
+def image_places(content: str | Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the places of the images of a body's checked ``input`` by their URLs.
 
-    Equal pictures have the place of the first one.
+    Equal images have the place of the first one.
     """
     places: dict[str, str] = {}
-    for url, where in placed_pictures(content):
+    for url, where in placed_images(content):
         places.setdefault(url, where)
     return places
 
 
-def placed_pictures(content: str | Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the URLs of the pictures of a body's checked ``input``, each with its place."""
+def placed_images(content: str | Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the URLs of the images of a body's checked ``input``, each with its place."""
     if isinstance(content, str):
         return []
     return [
@@ -124,7 +124,7 @@ def placed_pictures(content: str | Sequence[Mapping[str, Any]]) -> list[tuple[st
         for value in (item["content"], item["output"])
         if is_list(value.value)
         for part in value.entries()
-        if part.type == PICTURE and isinstance((url := part["image_url"]).value, str)
+        if part.type == IMAGE and isinstance((url := part["image_url"]).value, str)
     ]
 
 
@@ -149,20 +149,20 @@ def _message(item: BodyValue) -> Item:
 def _message_part(part: BodyValue, role: str) -> Item:
     if part.type == "refusal":
         return {"type": "refusal", "refusal": part["refusal"].text()}
-    if part.type == PICTURE and role == "user":
-        return _picture(part)
+    if part.type == IMAGE and role == "user":
+        return _image(part)
     text = _part_text(part)
     if role == "assistant":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "input_text", "text": text}
 
 
-def _picture(part: BodyValue) -> Item:
+def _image(part: BodyValue) -> Item:
     if part["file_id"].value is not None:
         raise part["file_id"].refusal("is not served; send image_url", unsupported=True)
     url = part["image_url"].filled_text()
     detail = detail_of(part["detail"].value, part["detail"].where)
-    return {"type": PICTURE, "image_url": url, "detail": detail.value, "file_id": None}
+    return {"type": IMAGE, "image_url": url, "detail": detail.value, "file_id": None}
 
 
 def _part_text(part: BodyValue) -> str:
@@ -198,9 +198,7 @@ def _output(item: BodyValue) -> Item:
     if not isinstance(text, str):
         parts = output.entries(what=NO_PARTS)
         text = [
-            _picture(part)
-            if part.type == PICTURE
-            else {"type": "input_text", "text": _part_text(part)}
+            _image(part) if part.type == IMAGE else {"type": "input_text", "text": _part_text(part)}
             for part in parts
         ]
     return _head(item, item.type) | {

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_parallm.api.responses.items import PICTURE, Item, unsealed
+from mlx_parallm.api.responses.items import IMAGE, Item, unsealed
 from mlx_parallm.api.responses.tools import flat_name
-from mlx_parallm.api.turns.pictures import Detail, PictureSource, picture_part
+from mlx_parallm.api.turns.images import Detail, ImageSource, image_part
 
 Message = dict[str, Any]
 NO_PLACES: Mapping[str, str] = MappingProxyType({})
@@ -27,7 +27,7 @@ def item_messages(
     Args:
         items: as ``input_items`` makes them, or of an answer's output.
         instructions: the first system message.
-        places: the place in the body of each picture, by its URL; others are of earlier responses.
+        places: the place in the body of each image, by its URL; others are of earlier responses.
     """
     conversation = _Conversation(places)
     if instructions:
@@ -101,20 +101,20 @@ class _Conversation:
         self.messages.append(message)
 
     def _parts(self, parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        """Return a text; parts if there are pictures."""
-        if not any(part["type"] == PICTURE for part in parts):
+        """Return a text; parts if there are images."""
+        if not any(part["type"] == IMAGE for part in parts):
             return _content_text(parts)
         return [
-            self._picture(part)
-            if part["type"] == PICTURE
+            self._image(part)
+            if part["type"] == IMAGE
             else {"type": "text", "text": _content_text([part])}
             for part in parts
         ]
 
-    def _picture(self, part: dict[str, Any]) -> dict[str, Any]:
+    def _image(self, part: dict[str, Any]) -> dict[str, Any]:
         url, detail = part["image_url"], Detail(part["detail"])
         param = self._places.get(url, "previous_response_id")
-        return picture_part(PictureSource(param=param, url=url, detail=detail))
+        return image_part(ImageSource(param=param, url=url, detail=detail))
 
     def _assistant(self, full: tuple[str, ...]) -> Message:
         """Return the assistant's last message, or a new one if it has one of ``full`` already."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlx_parallm.api.responses.items import Item, picture_places
+from mlx_parallm.api.responses.items import Item, image_places
 from mlx_parallm.api.responses.messages import item_messages
 from mlx_parallm.api.responses.schema import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
-from mlx_parallm.api.turns.pictures import pixel_range_of
+from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -39,7 +39,7 @@ def input_turn(
     Raises:
         InvalidRequestError: a field is malformed, or there is no input; names it.
     """
-    messages = item_messages(items, body.instructions, picture_places(body.input))
+    messages = item_messages(items, body.instructions, image_places(body.input))
     if not messages:
         raise InvalidRequestError("input is empty.", param="input")
     return TurnRequest(

@@ -18,7 +18,7 @@ from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.responses.answer import ResponseAnswer
-from mlx_parallm.api.responses.items import placed_pictures
+from mlx_parallm.api.responses.items import placed_images
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
@@ -96,8 +96,8 @@ async def count_input_tokens(
             entry.num_bytes,
             lambda: input_turn(body, entry.items, response_tools(body.tools), request_id=""),
         )
-        await prelude.check_texts(url for url, _ in placed_pictures(body.input))
-        prompt = await render_turn(turn, model, limit=ANY_LENGTH, pictures=prelude.pictures)
+        await prelude.check_texts(url for url, _ in placed_images(body.input))
+        prompt = await render_turn(turn, model, limit=ANY_LENGTH, images=prelude.images)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
 
 
@@ -168,7 +168,7 @@ async def _prepare(
             lambda: response_turn(body, entry.items, tools, admitted.prelude, request_id=entry.id),
         )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
-        return await prepare(turn, admitted.model, admitted.prelude.pictures)
+        return await prepare(turn, admitted.model, admitted.prelude.images)
 
 
 def _events(events: AsyncIterator[bytes], prelude: Prelude) -> Response:

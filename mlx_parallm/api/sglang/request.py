@@ -13,7 +13,7 @@ from mlx_parallm.api.sglang.schema import (
     is_batch,
     prompts_of,
 )
-from mlx_parallm.api.turns.pictures import PictureSource, named_sources
+from mlx_parallm.api.turns.images import ImageSource, named_sources
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
@@ -64,7 +64,7 @@ class SglangItem:
         lora_path: the name of its adapter, if it is not the model itself.
         cache_salt: it shares cached prefixes only with the same salt.
         extra_key: it shares them only with the same key.
-        pictures: in place of its placeholders, in order.
+        images: in place of its placeholders, in order.
     """
 
     prompt: str | list[int]
@@ -77,7 +77,7 @@ class SglangItem:
     lora_path: str | None
     cache_salt: str | None
     extra_key: str | None
-    pictures: Sequence[PictureSource] = ()
+    images: Sequence[ImageSource] = ()
 
 
 def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
@@ -94,12 +94,12 @@ def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
     if len({sampling.n for sampling in values["sampling_params"]}) > 1:
         raise InvalidRequestError("n must be the same for all prompts.", param="sampling_params.n")
     rids = _rids(body, count, fallback_rid)
-    pictures = _pictures(body, count)
+    images = _images(body, count)
     return [
         SglangItem(
             prompt=prompts[number],
             rid=rids[number],
-            pictures=pictures[number],
+            images=images[number],
             **{name: entries[number] for name, entries in values.items()},
         )
         for number in range(count)
@@ -165,8 +165,8 @@ def _spread(value: Any, count: int, name: str) -> Sequence[Any]:
     return value
 
 
-def _pictures(body: GenerateBody, count: int) -> list[list[PictureSource]]:
-    """Return the pictures of each prompt."""
+def _images(body: GenerateBody, count: int) -> list[list[ImageSource]]:
+    """Return the images of each prompt."""
     data = body.image_data
     if not is_batch(body):
         return [named_sources(data, "image_data")]

@@ -13,15 +13,15 @@ from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
 from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
 from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.pictures.prompt import PicturePrompt
+from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.request import GenerateRequest
 
@@ -52,10 +52,10 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
         pairs = zip(items, models, strict=True)
         written = await read_prompts(
             [
-                WrittenPrompt(prompt=item.prompt, model=model, pictures=item.pictures)
+                WrittenPrompt(prompt=item.prompt, model=model, images=item.images)
                 for item, model in pairs
             ],
-            prelude.pictures,
+            prelude.images,
             pixel_range_of(body.mm_processor_kwargs),
         )
         requests = [
@@ -76,7 +76,7 @@ async def _request(
     body: GenerateBody,
     item: SglangItem,
     model: GenerationModel,
-    prompt: PicturePrompt,
+    prompt: ImagePrompt,
     prelude: Prelude,
 ) -> GenerateRequest:
     params = item_params(

@@ -108,7 +108,7 @@ class GenerateBody(TokenSamplingParams):
     )
     image_data: StrictStr | list[StrictStr | list[StrictStr] | None] | None = Field(
         None,
-        description="Pictures in place of the prompt's placeholders, as URLs or base64: of one "
+        description="Images in place of the prompt's placeholders, as URLs or base64: of one "
         "prompt, or an entry for each.",
     )
     mm_processor_kwargs: ProcessorKwargs = None

@@ -22,12 +22,12 @@ from mlx_parallm.api.pooling.inputs.schema import PromptName, Texts
 from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.images import image_sources, pixel_range_of
 from mlx_parallm.api.turns.model_choice import tokenizing_model
-from mlx_parallm.api.turns.pictures import picture_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import picture_prompt
+from mlx_parallm.images.processor import PreparedImage
+from mlx_parallm.images.prompt import image_prompt
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
@@ -84,17 +84,17 @@ async def tokenize(body: TokenizeRequest, engine: RequestsDep, prelude: PreludeD
         await prelude.check_texts(())
         return await _text_tokens(body, engine, body.inputs)
     model = tokenizing_model(engine, body.model)
-    turns = turns_of(body.messages or (), takes_pictures=True)
-    sources = picture_sources(turns)
+    turns = turns_of(body.messages or (), takes_images=True)
+    sources = image_sources(turns)
     await prelude.check_texts(source.url for source in sources)
     if not sources:
         return await in_thread(lambda: _tokens_answer(body, model, _ids(body, model)))
     if not isinstance(model, GenerationModel):
-        raise InvalidRequestError(f"{model.names[0]} takes no pictures.", param=sources[0].param)
+        raise InvalidRequestError(f"{model.names[0]} takes no images.", param=sources[0].param)
     pixel_range = pixel_range_of(body.mm_processor_kwargs)
-    prepared = await prelude.pictures.prepare(sources, model, pixel_range, is_counted=True)
+    prepared = await prelude.images.prepare(sources, model, pixel_range, is_counted=True)
     return await in_thread(
-        lambda: _tokens_answer(body, model, _picture_ids(body, turns, prepared, model))
+        lambda: _tokens_answer(body, model, _image_ids(body, turns, prepared, model))
     )
 
 
@@ -169,18 +169,18 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _picture_ids(
+def _image_ids(
     body: TokenizeRequest,
     turns: Sequence[dict[str, Any]],
-    pictures: Sequence[PreparedPicture],
+    images: Sequence[PreparedImage],
     model: GenerationModel,
 ) -> Sequence[int]:
-    """Return the tokens of a conversation with pictures."""
-    form, tokenizer = model.pictures, model.tokenizer
-    assert form is not None, "a model without pictures has refused them"
-    return picture_prompt(
+    """Return the tokens of a conversation with images."""
+    form, tokenizer = model.images, model.tokenizer
+    assert form is not None, "a model without images has refused them"
+    return image_prompt(
         template_messages(turns, id_length=model.call_id_length),
-        pictures,
+        images,
         form,
         render=lambda messages, hide: tokenizer.render_chat(
             messages,

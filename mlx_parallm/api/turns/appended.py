@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from mlx_parallm.api.turns.continuation import EncodesText, continuation_ids
 from mlx_parallm.generation.model import Tokenizer
-from mlx_parallm.pictures.prompt import TypedMarks
+from mlx_parallm.images.prompt import TypedMarks
 from mlx_parallm.types.errors import InvalidRequestError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -36,7 +36,7 @@ class TurnTokenizer(EncodesText, Protocol):
 
 
 class MarkedTokenizer(TurnTokenizer, EncodesText):
-    """A tokenizer that keeps the marks of pictures apart from those that users typed.
+    """A tokenizer that keeps the marks of images apart from those that users typed.
 
     Implements ``TurnTokenizer``.
     """

@@ -97,8 +97,8 @@ TemplateKwargs = Annotated[
 ProcessorKwargs = Annotated[
     dict[str, Any] | None,
     Field(
-        description="How pictures are resized: min_pixels and max_pixels, for models that take "
-        "pictures of any size.",
+        description="How images are resized: min_pixels and max_pixels, for models that take "
+        "images of any size.",
     ),
 ]
 

@@ -13,8 +13,8 @@ from mlx_parallm.api.http.internal import caller_of
 from mlx_parallm.api.http.offload import in_thread, on_body
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.api.turns.generation import Fields, Generation, named_by
+from mlx_parallm.api.turns.images import DATA, Images
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.pictures import DATA, Pictures
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
@@ -60,7 +60,7 @@ class Prelude:
         config: the server's settings.
         client: whose request it is.
         max_waiting: how many sequences the queue holds; None: not known.
-        pictures: prepares the pictures of conversations.
+        images: prepares the images of conversations.
     """
 
     request: Request
@@ -68,7 +68,7 @@ class Prelude:
     config: ServerConfig
     client: str
     max_waiting: int | None
-    pictures: Pictures
+    images: Images
 
     @property
     def answer_id(self) -> str:
@@ -88,11 +88,11 @@ class Prelude:
         """Return what ``work`` makes of the body; see ``offload.on_body``."""
         return await on_body(len(await self.request.body()), work)
 
-    async def check_texts(self, picture_urls: Iterable[str]) -> None:
-        """Refuse to count the tokens of more than ``--max-tokenize-bytes`` besides pictures.
+    async def check_texts(self, image_urls: Iterable[str]) -> None:
+        """Refuse to count the tokens of more than ``--max-tokenize-bytes`` besides images.
 
         Args:
-            picture_urls: of the pictures in the body, each as often as it has it.
+            image_urls: of the images in the body, each as often as it has it.
 
         Raises:
             RequestTooLargeError: the body has more.
@@ -102,9 +102,9 @@ class Prelude:
             return
         # Some clients escape slashes, also those of base64.
         num_escapes = await in_thread(lambda: body.count(ESCAPED_SLASH))
-        if len(body) - num_escapes - sum(map(_written_size, picture_urls)) > most:
+        if len(body) - num_escapes - sum(map(_written_size, image_urls)) > most:
             raise RequestTooLargeError(
-                f"The body without its pictures is larger than {most} bytes.{TOKENIZE_HINT}"
+                f"The body without its images is larger than {most} bytes.{TOKENIZE_HINT}"
             )
 
     async def admit(
@@ -151,7 +151,7 @@ class Prelude:
 
 
 def _written_size(url: str) -> int:
-    """Return the bytes that a picture takes in a body at least: its URL, or its data alone."""
+    """Return the bytes that an image takes in a body at least: its URL, or its data alone."""
     return len(url) - (url.find(",") + 1 if url.startswith(DATA) else 0)
 
 
@@ -164,7 +164,7 @@ async def get_prelude(request: Request) -> Prelude:
         config=state.config,
         client=caller.client,
         max_waiting=caller.max_waiting,
-        pictures=state.pictures,
+        images=state.images,
     )
 
 

@@ -10,18 +10,18 @@ from typing import Any, Literal
 from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, in_thread, maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.pictures import Pictures, picture_sources
+from mlx_parallm.api.turns.images import Images, image_sources
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.samples import LazySequence
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.json_size import is_longer
+from mlx_parallm.images.prompt import Hide, ImagePrompt, Messages, image_prompt, text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.structured import ContentParser, ParserByStart, ParsersInTurn
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.pictures.prompt import Hide, Messages, PicturePrompt, picture_prompt, text_prompt
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
@@ -105,18 +105,18 @@ class PreparedTurn:
 
 
 async def prepare_turn(
-    turn: TurnRequest, model: GenerationModel, pictures: Pictures | None = None
+    turn: TurnRequest, model: GenerationModel, images: Images | None = None
 ) -> PreparedTurn:
     """Render and encode the conversation; decide how the answer is constrained and read.
 
     Args:
         turn: what is asked.
         model: who answers.
-        pictures: prepares those of the conversation; None: it has none.
+        images: prepares those of the conversation; None: it has none.
 
     Raises:
         InvalidRequestError: a message is malformed, the template refuses the conversation, the
-            model cannot answer as it is asked to, or a picture cannot be read.
+            model cannot answer as it is asked to, or an image cannot be read.
         ContextLengthError: it is longer than the model's context.
     """
     limit = prompt_limit(
@@ -125,7 +125,7 @@ async def prepare_turn(
         max_tokens=turn.params.max_tokens,
         max_model_len=model.info.max_model_len,
     )
-    rendered, prompt_ids, inputs = await render_turn(turn, model, limit=limit, pictures=pictures)
+    rendered, prompt_ids, inputs = await render_turn(turn, model, limit=limit, images=images)
     # A request may ask for thinking by the template's own name.
     turn = replace(turn, template_kwargs=model.tokenizer.template_variables(turn.template_kwargs))
     constraint = await constrain(turn, model, rendered)
@@ -153,31 +153,31 @@ async def render_turn(
     model: GenerationModel,
     *,
     limit: TokenLimit | None = None,
-    pictures: Pictures | None = None,
-) -> PicturePrompt:
+    images: Images | None = None,
+) -> ImagePrompt:
     """Return the conversation as text and as tokens; off the event loop where it is long.
 
     Args:
         turn: has the conversation.
         model: whose template and tokenizer.
         limit: see ``Tokenizer.encode``; one that cuts leaves no more tokens than it says.
-        pictures: prepares those of the conversation; None refuses them.
+        images: prepares those of the conversation; None refuses them.
 
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
         ContextLengthError: it has more tokens than ``limit`` allows.
     """
-    sources = picture_sources(turn.messages)
-    if sources and pictures is None:
-        raise InvalidRequestError("This route takes no pictures.", param=sources[0].param)
-    if sources and pictures is not None:
-        return await _render_with_pictures(turn, model, pictures, limit)
+    sources = image_sources(turn.messages)
+    if sources and images is None:
+        raise InvalidRequestError("This route takes no images.", param=sources[0].param)
+    if sources and images is not None:
+        return await _render_with_images(turn, model, images, limit)
     tools = _tools(turn)
 
-    def render() -> PicturePrompt:
+    def render() -> ImagePrompt:
         prompt = text_prompt(
             template_messages(turn.messages, id_length=model.call_id_length),
-            model.pictures,
+            model.images,
             render=partial(_text, turn, model),
             encode=lambda text: model.tokenizer.encode(text, add_special_tokens=False, limit=limit),
         )
@@ -185,25 +185,25 @@ async def render_turn(
         if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
             return prompt
         ids = cut_ids(ids, limit.most, from_left=limit.from_left)
-        return PicturePrompt(model.tokenizer.decode(ids, skip_special_tokens=False), ids)
+        return ImagePrompt(model.tokenizer.decode(ids, skip_special_tokens=False), ids)
 
     return await maybe_in_thread(render, _length(turn.messages, tools))
 
 
-async def _render_with_pictures(
-    turn: TurnRequest, model: GenerationModel, pictures: Pictures, limit: TokenLimit | None
-) -> PicturePrompt:
-    """Return a conversation with pictures as text, as tokens, and its pictures."""
+async def _render_with_images(
+    turn: TurnRequest, model: GenerationModel, images: Images, limit: TokenLimit | None
+) -> ImagePrompt:
+    """Return a conversation with images as text, as tokens, and its images."""
     if turn.truncate is not None:
-        raise unsupported("A prompt with pictures is not cut.", "truncate_prompt_tokens")
-    sources = picture_sources(turn.messages)
-    prepared = await pictures.prepare(
+        raise unsupported("A prompt with images is not cut.", "truncate_prompt_tokens")
+    sources = image_sources(turn.messages)
+    prepared = await images.prepare(
         sources, model, turn.pixel_range, is_counted=limit is not None and limit.most is None
     )
-    form = model.pictures
-    assert form is not None, "a model without pictures has refused them"
+    form = model.images
+    assert form is not None, "a model without images has refused them"
     return await in_thread(
-        lambda: picture_prompt(
+        lambda: image_prompt(
             template_messages(turn.messages, id_length=model.call_id_length),
             prepared,
             form,
@@ -214,7 +214,7 @@ async def _render_with_pictures(
 
 
 def _text(turn: TurnRequest, model: GenerationModel, messages: Messages, hide: Hide) -> str:
-    """Return what the chat template makes of messages; see ``pictures.prompt.Render``."""
+    """Return what the chat template makes of messages; see ``images.prompt.Render``."""
     return model.tokenizer.render_chat(
         messages,
         tools=hide(_tools(turn)),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mlx_parallm.api.turns.tools import Tool, ToolChoice, ToolMode, callable_tools
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.pictures.processor import AS_CONFIGURED, PixelRange
+from mlx_parallm.images.processor import AS_CONFIGURED, PixelRange
 from mlx_parallm.types.request import SamplingParams
 
 # The variables by which chat templates turn reasoning on and off.
@@ -22,7 +22,7 @@ class TurnRequest:
     Attributes:
         request_id: unique among the requests in flight.
         messages: in the shape of chat templates: ``role`` (system, user, assistant, tool), a text
-            as ``content``, or parts where there are pictures, ``tool_calls`` with a text or an
+            as ``content``, or parts where there are images, ``tool_calls`` with a text or an
             object as ``arguments``, ``tool_call_id``, ``reasoning_content``. Checked by
             ``prepare_turn``.
         tools: what may be called; checked by ``check_tools``.
@@ -32,7 +32,7 @@ class TurnRequest:
         structure_field: the body's field that it came from, for errors.
         template_kwargs: further variables of the template, such as ``enable_thinking``; they win
             over the model's default ones.
-        pixel_range: how pictures are resized.
+        pixel_range: how images are resized.
         separate_reasoning: false: reasoning is content, with its markers.
         thinking_budget: most tokens of reasoning; None for no limit.
         add_generation_prompt: open the assistant's turn.

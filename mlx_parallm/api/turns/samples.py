@@ -48,7 +48,7 @@ class VersionSpans:
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of an answer; ``image_tokens`` are rows of pictures among the prompt's."""
+    """Token counts of an answer; ``image_tokens`` are rows of images among the prompt's."""
 
     prompt_tokens: int = 0
     image_tokens: int = 0
@@ -64,7 +64,7 @@ class Usage:
             self.completion_tokens += len(event.token_ids)
 
     def prompt_details(self) -> dict[str, int]:
-        """Return details of the prompt's tokens; ``image_tokens`` where it has pictures."""
+        """Return details of the prompt's tokens; ``image_tokens`` where it has images."""
         details = {"cached_tokens": self.cached_tokens}
         return details | {"image_tokens": self.image_tokens} if self.image_tokens else details
 

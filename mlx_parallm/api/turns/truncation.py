@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.api.turns.pictures import Pictures, picture_sources
+from mlx_parallm.api.turns.images import Images, image_sources
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.generation.model import GenerationModel
@@ -15,18 +15,18 @@ from mlx_parallm.types.errors import ContextLengthError
 
 
 async def prepare_fitting(
-    turn: TurnRequest, model: GenerationModel, pictures: Pictures | None = None
+    turn: TurnRequest, model: GenerationModel, images: Images | None = None
 ) -> PreparedTurn:
     """Return the turn with as few of its oldest messages left out as make it fit the context.
 
     System messages stay, and what is left begins with a user's message, as templates want it. What
-    does not fit even so is left as short as it can be. A conversation with pictures is not cut.
+    does not fit even so is left as short as it can be. A conversation with images is not cut.
 
     Raises:
         InvalidRequestError: see ``prepare_turn``.
     """
-    if picture_sources(turn.messages):
-        return await prepare_turn(turn, model, pictures)
+    if image_sources(turn.messages):
+        return await prepare_turn(turn, model, images)
     space = model.info.max_model_len - (turn.params.max_tokens or 1)
     with contextlib.suppress(ContextLengthError):
         prepared = await prepare_turn(turn, model)

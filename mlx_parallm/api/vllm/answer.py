@@ -11,7 +11,7 @@ from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.api.vllm.schema import UNSUPPORTED, TokenGenerateRequest, TokenSamplingParams
 from mlx_parallm.generation.model import Tokenizer
-from mlx_parallm.pictures.prompt import PicturePrompt
+from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.request import ALL_TOKENS
@@ -34,7 +34,7 @@ class TokenAnswer(SampledAnswer):
     def __init__(
         self,
         body: TokenGenerateRequest,
-        prompt: PicturePrompt,
+        prompt: ImagePrompt,
         *,
         request_id: str,
         model: str,
@@ -103,7 +103,7 @@ class TokenAnswer(SampledAnswer):
         return head
 
     def _placeholders(self) -> list[dict[str, int]]:
-        """Return where the tokens of each picture are."""
+        """Return where the tokens of each image are."""
         spans = (each.span for each in self._prompt.inputs)
         return [{"offset": span.start, "length": len(span)} for span in spans if span is not None]
 

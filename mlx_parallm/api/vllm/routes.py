@@ -9,7 +9,7 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.turns.generation import named_by
-from mlx_parallm.api.turns.pictures import pixel_range_of
+from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -34,9 +34,9 @@ async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
         params = sampling_params(
             body.sampling_params, max_logprobs=prelude.config.max_logprobs, grammar=grammar
         )
-        written = WrittenPrompt(prompt=body.token_ids, model=model, pictures=body.pictures())
+        written = WrittenPrompt(prompt=body.token_ids, model=model, images=body.images())
         pixel_range = pixel_range_of(body.mm_processor_kwargs)
-        (prompt,) = await read_prompts([written], prelude.pictures, pixel_range)
+        (prompt,) = await read_prompts([written], prelude.images, pixel_range)
     request_id = body.request_id or prelude.answer_id
     generate_request = GenerateRequest(
         request_id=f"generate-{request_id}",

@@ -13,7 +13,7 @@ from mlx_parallm.api.turns.fields import (
     SamplingFields,
     StreamFields,
 )
-from mlx_parallm.api.turns.pictures import PictureSource
+from mlx_parallm.api.turns.images import ImageSource
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.request import MAX_CHOICES
@@ -27,8 +27,8 @@ UNSUPPORTED = (
     "thinking_token_budget",
     "use_beam_search",
 )
-# WHOLE_PICTURES: vLLM's field for pictures as tensors, or as keys of its own cache.
-WHOLE_PICTURES = "features"
+# WHOLE_IMAGES: vLLM's field for images as tensors, or as keys of its own cache.
+WHOLE_IMAGES = "features"
 # MAX_PARTS: of a prompt; --max-images-per-request is the operator's limit.
 MAX_PARTS = 1024
 
@@ -97,12 +97,12 @@ class TokenGenerateRequest(StreamFields):
 
     token_ids: Ids = Field(
         min_length=1,
-        description="The prompt; it has one placeholder, or all tokens, of each picture.",
+        description="The prompt; it has one placeholder, or all tokens, of each image.",
     )
     content_parts: list[dict[str, Any]] | None = Field(
         None,
         max_length=MAX_PARTS,
-        description='Pictures of the prompt, in order: {"type": "image_url", "url": …}.',
+        description='Images of the prompt, in order: {"type": "image_url", "url": …}.',
     )
     mm_processor_kwargs: ProcessorKwargs = None
     sampling_params: TokenSamplingParams = Field(description="vLLM's SamplingParams.")
@@ -128,35 +128,35 @@ class TokenGenerateRequest(StreamFields):
         """Refuse fields and parameters that are not supported.
 
         Raises:
-            InvalidRequestError: the prompt has pictures as tensors, or see
+            InvalidRequestError: the prompt has images as tensors, or see
                 ``TokenSamplingParams.check_supported``.
         """
-        if (self.model_extra or {}).get(WHOLE_PICTURES):
+        if (self.model_extra or {}).get(WHOLE_IMAGES):
             raise InvalidRequestError(
-                f"{WHOLE_PICTURES} is not supported: it has tensors of vLLM's own processors, or "
-                "keys of its cache. Send all pictures in content_parts; token_ids may have all "
+                f"{WHOLE_IMAGES} is not supported: it has tensors of vLLM's own processors, or "
+                "keys of its cache. Send all images in content_parts; token_ids may have all "
                 "tokens of those of earlier turns.",
-                param=WHOLE_PICTURES,
+                param=WHOLE_IMAGES,
                 code="unsupported_parameter",
             )
         self.sampling_params.check_supported()
 
-    def pictures(self) -> list[PictureSource]:
-        """Return where the pictures come from, in order.
+    def images(self) -> list[ImageSource]:
+        """Return where the images come from, in order.
 
         Raises:
-            InvalidRequestError: a part is no picture.
+            InvalidRequestError: a part is no image.
         """
         parts = enumerate(self.content_parts or ())
         return [_source(part, f"content_parts[{number}]") for number, part in parts]
 
 
-def _source(part: dict[str, Any], where: str) -> PictureSource:
-    """Return a part's picture, whose URL may also stand in an object as OpenAI's does."""
+def _source(part: dict[str, Any], where: str) -> ImageSource:
+    """Return a part's image, whose URL may also stand in an object as OpenAI's does."""
     inner = part.get("image_url")
     url = inner.get("url") if is_object(inner) else part.get("url", inner)
     if part.get("type") != "image_url" or not isinstance(url, str):
         raise InvalidRequestError(
-            f'{where} must be a picture: {{"type": "image_url", "url": …}}.', param=where
+            f'{where} must be an image: {{"type": "image_url", "url": …}}.', param=where
         )
-    return PictureSource(param=where, url=url)
+    return ImageSource(param=where, url=url)

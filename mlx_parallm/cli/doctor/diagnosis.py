@@ -166,7 +166,7 @@ def diagnose(config: EngineConfig, world: WorldReport | None = None) -> Diagnosi
         speed=speed,
         system=system,
         versions=versions(),
-        pictures=picture_formats(),
+        pictures=image_formats(),
         advice=(
             *rejection_advice(rejected),
             *device_advice(device, sys.platform),
@@ -215,8 +215,8 @@ def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
     return {share.name: KVFit.of(share) for share in shares}, None
 
 
-def picture_formats() -> dict[str, str | None]:
-    """Return by format why its pictures are not read; None: they are."""
+def image_formats() -> dict[str, str | None]:
+    """Return by format why its images are not read; None: they are."""
     try:
         # The import is here, so that the rest of the report works even if Pillow is broken.
         from mlx_parallm.media.check import format_problems  # noqa: PLC0415

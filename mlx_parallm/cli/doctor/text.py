@@ -36,7 +36,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *_compiler_rows(diagnosis.compiler),
         *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
         *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
-        ("pictures", _readable(diagnosis.pictures)),
+        ("images", _readable(diagnosis.pictures)),
         *(_world_rows(diagnosis.world) if diagnosis.world else []),
         *_speed_rows(diagnosis),
         *_system_rows(diagnosis.system),
@@ -49,7 +49,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
             lines += ["", f"{name}: kernels of this device are not used: {reason}"]
     for name, problem in diagnosis.pictures.items():
         if problem is not None:
-            lines += ["", f"pictures: {name} is not read: {problem}"]
+            lines += ["", f"images: {name} is not read: {problem}"]
     if diagnosis.world and diagnosis.world.difference:
         lines += ["", f"ranks: a server would be refused: {diagnosis.world.difference}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
@@ -123,8 +123,8 @@ def _world_rows(world: WorldReport) -> list[tuple[str, str]]:
     ]
 
 
-def _readable(pictures: Mapping[str, str | None]) -> str:
-    return ", ".join(name for name, problem in pictures.items() if problem is None) or "none"
+def _readable(images: Mapping[str, str | None]) -> str:
+    return ", ".join(name for name, problem in images.items() if problem is None) or "none"
 
 
 def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:

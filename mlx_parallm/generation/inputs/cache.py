@@ -35,7 +35,7 @@ class InputCache:
 
     Attributes:
         used_bytes: size of all products that are kept.
-        num_pictures_found: how often a sequence found a picture's features kept.
+        num_images_found: how often a sequence found an image's features kept.
         waiting: products that nothing was computed of, in the order in which they are needed.
     """
 
@@ -46,7 +46,7 @@ class InputCache:
         self._keys: dict[int, Hashable] = {}
         self._free_slots: list[int] = []
         self.used_bytes = 0
-        self.num_pictures_found = 0
+        self.num_images_found = 0
         self.waiting: dict[int, Product] = {}
         self._dropped: set[int] = set()
 
@@ -73,7 +73,7 @@ class InputCache:
                 return None
             entry = self._add(key, source)
         else:
-            self.num_pictures_found += source.kind is InputKind.PICTURE
+            self.num_images_found += source.kind is InputKind.IMAGE
         self._entries.move_to_end(key)
         entry.num_users += 1
         return entry.slot

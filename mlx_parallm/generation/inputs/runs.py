@@ -92,12 +92,12 @@ class InputRuns:
     The worker applies the changes before the next step, see ``take_changes``.
 
     Attributes:
-        num_pictures_computed: how often the computation of a picture's features was begun.
+        num_images_computed: how often the computation of an image's features was begun.
     """
 
     def __init__(self, cache: InputCache, num_stages: int = 1) -> None:
-        """``num_stages`` are those of a picture; other inputs have one."""
-        self.num_pictures_computed = 0
+        """``num_stages`` are those of an image; other inputs have one."""
+        self.num_images_computed = 0
         self._cache = cache
         self._num_stages = num_stages
         self._numbers = count()
@@ -208,13 +208,13 @@ class InputRuns:
         """Return a run of products, which wait no longer."""
         for product in products:
             del self._cache.waiting[product.slot]
-            self.num_pictures_computed += product.source.kind is InputKind.PICTURE
+            self.num_images_computed += product.source.kind is InputKind.IMAGE
         cost = sum(product.source.cost for product in products)
         number = self._stages_of(products[0])
         return _Run(next(self._numbers), products, cost, number, number)
 
     def _stages_of(self, product: Product) -> int:
-        return self._num_stages if product.source.kind is InputKind.PICTURE else 1
+        return self._num_stages if product.source.kind is InputKind.IMAGE else 1
 
     def _plan(self, run: _Run, number: int) -> None:
         """Plan stages of a run for the next step."""

@@ -198,8 +198,8 @@ class Scheduler:
             prefix_hits=self._planner.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
             speculation=self._speculator.stats() if self._speculator else SpeculationStats(),
-            pictures_computed=self._running.input_runs.num_pictures_computed,
-            pictures_found=inputs.num_pictures_found,
+            images_computed=self._running.input_runs.num_images_computed,
+            images_found=inputs.num_images_found,
             input_bytes=inputs.used_bytes,
         )
 

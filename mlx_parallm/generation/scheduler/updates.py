@@ -69,8 +69,8 @@ class SchedulerStats:
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
         speculation: what was proposed and accepted.
-        pictures_computed: how often a picture's features were computed so far.
-        pictures_found: how often a sequence found them kept.
+        images_computed: how often an image's features were computed so far.
+        images_found: how often a sequence found them kept.
         input_bytes: size of the features and other products of inputs that are kept.
     """
 
@@ -83,6 +83,6 @@ class SchedulerStats:
     prefix_hits: int = 0
     num_preemptions: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    pictures_computed: int = 0
-    pictures_found: int = 0
+    images_computed: int = 0
+    images_found: int = 0
     input_bytes: int = 0

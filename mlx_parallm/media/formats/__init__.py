@@ -1,1 +1,1 @@
-"""Files of pictures, taken apart without decoding: sizes, frames, orientation and pixel data."""
+"""Files of images, taken apart without decoding: sizes, frames, orientation and pixel data."""

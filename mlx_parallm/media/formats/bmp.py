@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.media.formats.stored import StoredPicture, damaged, read_fields
+from mlx_parallm.media.formats.stored import StoredImage, damaged, read_fields
 from mlx_parallm.types.errors import InvalidRequestError
 
 NAME = "BMP"
@@ -16,7 +16,7 @@ RUN_LENGTHS = frozenset({1, 2})
 UNCOMPRESSED, BIT_FIELDS = 0, 3
 
 
-def read_bmp(data: bytes) -> StoredPicture:
+def read_bmp(data: bytes) -> StoredImage:
     """Return what a BMP file contains.
 
     Raises:
@@ -41,4 +41,4 @@ def read_bmp(data: bytes) -> StoredPicture:
     # Some writers leave out the padding of the last row.
     if pixels + padded_bytes * (height - 1) + row_bytes > len(data):
         raise damaged(NAME)
-    return StoredPicture("bmp", width, height, data)
+    return StoredImage("bmp", width, height, data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_parallm.media.formats.stored import (
-    StoredPicture,
+    StoredImage,
     check_frames,
     damaged,
     read_fields,
@@ -21,7 +21,7 @@ HEADER_BYTES, DESCRIPTOR_BYTES = 13, 10
 MAX_BLOCKS = 300_000
 
 
-def read_gif(data: bytes) -> StoredPicture:
+def read_gif(data: bytes) -> StoredImage:
     """Return what a GIF file contains; the content has its first frame alone.
 
     A file may end early: the decoder says whether the first frame is complete.
@@ -47,7 +47,7 @@ def read_gif(data: bytes) -> StoredPicture:
             kept = [data[begin:end]]
     if not num_frames:
         raise damaged(NAME)
-    return StoredPicture("gif", width, height, b"".join((data[:first_part], *kept)))
+    return StoredImage("gif", width, height, b"".join((data[:first_part], *kept)))
 
 
 def _palette_bytes(flags: int) -> int:

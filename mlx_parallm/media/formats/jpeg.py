@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from mlx_parallm.media.formats.exif import PREFIX, orientation_of
-from mlx_parallm.media.formats.stored import StoredPicture, damaged, read_fields, too_many_parts
+from mlx_parallm.media.formats.stored import StoredImage, damaged, read_fields, too_many_parts
 
 NAME = "JPEG"
 SIGNATURE = b"\xff\xd8\xff"
@@ -30,8 +30,8 @@ MAX_SCANS = 32
 _NEXT_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
 
-def read_jpeg(data: bytes) -> StoredPicture:
-    """Return what a JPEG file contains, up to the end of its first picture.
+def read_jpeg(data: bytes) -> StoredImage:
+    """Return what a JPEG file contains, up to the end of its first image.
 
     Raises:
         InvalidRequestError: it is damaged, or has too many segments or scans.
@@ -51,7 +51,7 @@ def read_jpeg(data: bytes) -> StoredPicture:
             kept.append(data[begin:end])
     if not num_scans:
         raise damaged(NAME)
-    return StoredPicture("jpeg", *size, b"".join((*kept, END)), orientation or 1)
+    return StoredImage("jpeg", *size, b"".join((*kept, END)), orientation or 1)
 
 
 def _is_kept(marker: int) -> bool:
@@ -64,7 +64,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (marker, begin, end) of the segments; a scan's compressed data belong to it.
 
     Raises:
-        InvalidRequestError: the file ends before the picture does.
+        InvalidRequestError: the file ends before the image does.
     """
     offset, num_fills = len(START), 0
     while num_fills <= MAX_SEGMENTS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.media.formats.exif import MAX_EXIF_BYTES, orientation_of
 from mlx_parallm.media.formats.stored import (
-    StoredPicture,
+    StoredImage,
     check_frames,
     counted,
     damaged,
@@ -20,10 +20,10 @@ BEFORE_DATA, AFTER_DATA = 8, 4
 KEPT = frozenset({b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"})
 
 
-def read_png(data: bytes) -> StoredPicture:
+def read_png(data: bytes) -> StoredImage:
     """Return what a PNG file contains.
 
-    A file may end early: the decoder says whether the picture is complete.
+    A file may end early: the decoder says whether the image is complete.
 
     Raises:
         InvalidRequestError: it is damaged, has 16 bits per channel, or too many chunks.
@@ -48,7 +48,7 @@ def read_png(data: bytes) -> StoredPicture:
             break
     if depth == 16:
         raise InvalidRequestError("This is a PNG with 16 bits per channel; 8 bits are supported.")
-    return StoredPicture("png", width, height, b"".join(kept), orientation)
+    return StoredImage("png", width, height, b"".join(kept), orientation)
 
 
 def _read_header(data: bytes) -> tuple[int, int, int]:

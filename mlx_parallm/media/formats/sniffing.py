@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlx_parallm.media.formats import bmp, gif, jpeg, png, webp
-from mlx_parallm.media.formats.stored import StoredPicture
+from mlx_parallm.media.formats.stored import StoredImage
 from mlx_parallm.types.errors import InvalidRequestError
 
 TAKEN = "PNG, JPEG, WebP, GIF and BMP"
@@ -27,19 +27,19 @@ SIGNATURES = (
 )
 
 
-def read_file(data: bytes) -> StoredPicture:
-    """Return what a picture's file contains, without decoding it.
+def read_file(data: bytes) -> StoredImage:
+    """Return what an image's file contains, without decoding it.
 
     Raises:
         InvalidRequestError: the file is not of a format that is taken, or is damaged.
     """
     reader = _reader_of(data)
     if reader is None:
-        raise InvalidRequestError(f"{_description(data)} Pictures may be {TAKEN}.")
+        raise InvalidRequestError(f"{_description(data)} Images may be {TAKEN}.")
     return reader(data)
 
 
-def _reader_of(data: bytes) -> Callable[[bytes], StoredPicture] | None:
+def _reader_of(data: bytes) -> Callable[[bytes], StoredImage] | None:
     if data.startswith(png.SIGNATURE):
         return png.read_png
     if data.startswith(jpeg.SIGNATURE):
@@ -54,7 +54,7 @@ def _reader_of(data: bytes) -> Callable[[bytes], StoredPicture] | None:
 def _description(data: bytes) -> str:
     """Return a sentence about a file of a format that is not taken."""
     name = _name_of(data)
-    return f"This is {name}." if name else "This is not a picture."
+    return f"This is {name}." if name else "This is not an image."
 
 
 def _name_of(data: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""A picture's file, taken apart, and what its readers share."""
+"""An image's file, taken apart, and what its readers share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FREE_CHUNKS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPicture:
-    """Size, orientation and stored pixels of a picture's file.
+class StoredImage:
+    """Size, orientation and stored pixels of an image's file.
 
     Attributes:
         format: "png", "jpeg", "webp", "gif" or "bmp".

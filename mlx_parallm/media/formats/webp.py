@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.media.formats.exif import MAX_EXIF_BYTES, orientation_of
 from mlx_parallm.media.formats.stored import (
-    StoredPicture,
+    StoredImage,
     check_frames,
     counted,
     damaged,
@@ -21,7 +21,7 @@ KEPT = frozenset({LOSSY, LOSSLESS, b"ALPH", b"ANIM"})
 FRAME = b"ANMF"
 
 
-def read_webp(data: bytes) -> StoredPicture:
+def read_webp(data: bytes) -> StoredImage:
     """Return what a WebP file contains; the content has its first frame alone.
 
     Raises:
@@ -52,7 +52,7 @@ def read_webp(data: bytes) -> StoredPicture:
         offset = end
     body = FOURCC + b"".join(kept)
     content = RIFF + len(body).to_bytes(4, "little") + body
-    return StoredPicture("webp", *_read_size(data), content, orientation)
+    return StoredImage("webp", *_read_size(data), content, orientation)
 
 
 def _without_metadata(chunk: bytes) -> bytes:

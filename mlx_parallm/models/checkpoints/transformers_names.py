@@ -16,7 +16,7 @@ from mlx_parallm.models.checkpoints.decoders import architecture
 Rules = Sequence[tuple[str, str]]
 
 LANGUAGE = r"^language_model\."
-#: ``WRAPPED``: model types whose text model is a part of a model that takes pictures, and the name
+#: ``WRAPPED``: model types whose text model is a part of a model that takes images, and the name
 #: of that part.
 WRAPPED: Mapping[str, str] = {
     **dict.fromkeys(

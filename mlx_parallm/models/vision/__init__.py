@@ -1,1 +1,1 @@
-"""Towers: the parts of vision-language models that turn pictures into rows of embeddings."""
+"""Towers: the parts of vision-language models that turn images into rows of embeddings."""

@@ -1,4 +1,4 @@
-"""The tiles of LLaVA-NeXT: how a picture of any shape lies in a grid of square tiles.
+"""The tiles of LLaVA-NeXT: how an image of any shape lies in a grid of square tiles.
 
 The arithmetic is transformers', whose processor cuts the tiles (``models/llava_next``). Nothing
 here needs MLX, because tokens are counted where there is none.
@@ -14,12 +14,12 @@ DIGITS = 7
 
 
 class TileGrid(NamedTuple):
-    """The tiles of a picture, and the part of their patches that shows it.
+    """The tiles of an image, and the part of their patches that shows it.
 
     Attributes:
         rows: of tiles.
         columns: of tiles.
-        top: rows of patches above the picture, and as many below it.
+        top: rows of patches above the image, and as many below it.
         left: columns of patches on its left, and as many on its right.
         height: rows of patches that show it.
         width: columns of patches that show it.
@@ -34,17 +34,17 @@ class TileGrid(NamedTuple):
 
     @property
     def num_features(self) -> int:
-        """The patches that show the picture, and a mark behind each of their rows."""
+        """The patches that show the image, and a mark behind each of their rows."""
         return self.height * (self.width + 1)
 
 
 def tile_grid(
     size: tuple[int, int], resolutions: Sequence[Sequence[int]], tile: int, side: int
 ) -> TileGrid:
-    """Return the grid of a picture.
+    """Return the grid of an image.
 
     Args:
-        size: height and width of the picture in pixels.
+        size: height and width of the image in pixels.
         resolutions: heights and widths that grids may have, ``image_grid_pinpoints``.
         tile: pixels along each side of a tile.
         side: patches along each side of a tile.
@@ -61,7 +61,7 @@ def tile_grid(
 
 
 def best_resolution(size: tuple[int, int], resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the resolution that keeps most pixels of a picture, and then wastes least."""
+    """Return the resolution that keeps most pixels of an image, and then wastes least."""
 
     def merit(resolution: Sequence[int]) -> tuple[int, int]:
         height, width = resolution

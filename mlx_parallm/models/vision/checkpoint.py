@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.vision.features import TwoWay
 
-# COLOURS: channels of a picture, by which a convolution of pixels is known.
+# COLOURS: channels of an image, by which a convolution of pixels is known.
 COLOURS = 3
 
 
@@ -53,8 +53,8 @@ class TowerFamily:
             that fits counts. transformers writes ``model.`` before them, or not.
         unlike: returns what the tower of a ``config.json`` has that those of this kind lack; None
             if it is of this kind.
-        two_way: returns where the text model lets rows of a picture attend to later ones.
-        has_axes: True if rows of a picture have position ids on several axes (M-RoPE).
+        two_way: returns where the text model lets rows of an image attend to later ones.
+        has_axes: True if rows of an image have position ids on several axes (M-RoPE).
         converted: returns the tower's weights that a weight of a checkpoint becomes, by name; its
             prefix is the tower's own already.
     """

@@ -47,7 +47,7 @@ class ClipAttention(nn.Module):
         self.out_proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[pictures, patches, size]``."""
+        """Return the output for ``[images, patches, size]``."""
         count, length, size = x.shape
         heads = [
             layer(x).reshape(count, length, self.num_heads, -1).transpose(0, 2, 1, 3)
@@ -105,7 +105,7 @@ class ClipEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(num_patches + 1, config.hidden_size)
 
     def __call__(self, pixels: mx.array) -> mx.array:
-        """Return embeddings ``[pictures, 1 + patches, size]`` of ``[pictures, 3, h, w]``."""
+        """Return embeddings ``[images, 1 + patches, size]`` of ``[images, 3, h, w]``."""
         patches = self.patch_embedding(pixels.transpose(0, 2, 3, 1))
         count, size = patches.shape[0], patches.shape[-1]
         of_class = mx.broadcast_to(self.class_embedding, (count, 1, size))
@@ -143,10 +143,10 @@ class ClipTransformer(nn.Module):
     def hidden(
         self, pixels: mx.array, layers: Sequence[int]
     ) -> Generator[mx.array, None, list[mx.array]]:
-        """Compute hidden states ``[pictures, 1 + patches, size]``, a layer at a time.
+        """Compute hidden states ``[images, 1 + patches, size]``, a layer at a time.
 
         Args:
-            pixels: ``[pictures, 3, h, w]``.
+            pixels: ``[images, 3, h, w]``.
             layers: after which layers, see ``layer_numbers``.
 
         Yields:

@@ -1,4 +1,4 @@
-"""The features of a picture, and the towers that compute them."""
+"""The features of an image, and the towers that compute them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-#: ``Arrays``: what transformers' image processor makes of one picture, by its names.
+#: ``Arrays``: what transformers' image processor makes of one image, by its names.
 Arrays = Mapping[str, mx.array]
 
 
 class TwoWay(Enum):
-    """Where the rows of a picture attend to later ones of the same picture."""
+    """Where the rows of an image attend to later ones of the same image."""
 
-    #: In all layers. In those with a window a row sees the whole picture too.
+    #: In all layers. In those with a window a row sees the whole image too.
     ALL_LAYERS = "all layers"
     #: In layers with a window, which bounds what a row sees before itself.
     SLIDING_LAYERS = "sliding layers"
 
 
 class Features(NamedTuple):
-    """The features of one picture.
+    """The features of one image.
 
     Attributes:
         rows: ``[n, text width]``, in the order of the feature tokens in the prompt.
@@ -49,23 +49,23 @@ class Tower(nn.Module):
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, the same for all pictures."""
+        """The number of stages, the same for all images."""
         raise NotImplementedError
 
     @property
     def num_added_layers(self) -> int:
-        """The number of text layers to whose outputs rows of a picture are added."""
+        """The number of text layers to whose outputs rows of an image are added."""
         return 0
 
-    def stages(self, pictures: Sequence[Arrays], /) -> Stages:
-        """Compute the features of pictures of equal shapes together, a layer a stage, lazily.
+    def stages(self, images: Sequence[Arrays], /) -> Stages:
+        """Compute the features of images of equal shapes together, a layer a stage, lazily.
 
-        Pictures have equal shapes if the shapes of their arrays are equal, and their integers.
+        Images have equal shapes if the shapes of their arrays are equal, and their integers.
         """
         raise NotImplementedError
 
     def __call__(self, arrays: Arrays) -> Features:
-        """Return the features of one picture, lazily."""
+        """Return the features of one image, lazily."""
         stages = self.stages([arrays])
         while True:
             try:
@@ -76,5 +76,5 @@ class Tower(nn.Module):
 
 
 def features_of(rows: mx.array, *, scale: float = 1.0) -> list[Features]:
-    """Return the features of several pictures, ``[pictures, ..., text width]``."""
+    """Return the features of several images, ``[images, ..., text width]``."""
     return [Features(each.reshape(-1, each.shape[-1]), scale=scale) for each in rows]

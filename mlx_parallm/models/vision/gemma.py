@@ -44,7 +44,7 @@ class GemmaProjector(nn.Module):
         self.mm_soft_emb_norm = ShiftedNorm(vision.hidden_size, vision.layer_norm_eps)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[pictures, tokens, text width]`` of ``[pictures, patches, size]``."""
+        """Return rows ``[images, tokens, text width]`` of ``[images, patches, size]``."""
         count, num_patches, size = x.shape
         side = self._side
         pooled = math.isqrt(num_patches) // side
@@ -73,12 +73,12 @@ class GemmaTower(Tower):
         return self.vision_tower.num_layers + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+    def stages(self, images: Sequence[Arrays]) -> Stages:
         dtype = self.vision_tower.post_layernorm.weight.dtype
-        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in images])
         x = yield from self.vision_tower.hidden(pixels.astype(dtype))
         rows = self.multi_modal_projector(x)
-        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]), scale=self._scale)
+        return features_of(rows.reshape(len(images), -1, rows.shape[-1]), scale=self._scale)
 
 
 #: ``GEMMA``: Gemma 3.

@@ -1,4 +1,4 @@
-"""The tower of Gemma 4: patches of pictures of any shape, squares of them averaged to one row."""
+"""The tower of Gemma 4: patches of images of any shape, squares of them averaged to one row."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _bound(stored: mx.array) -> mx.array:
 
 
 class Gemma4Attention(nn.Module):
-    """Attention of all patches of a picture, turned by their columns and rows."""
+    """Attention of all patches of an image, turned by their columns and rows."""
 
     def __init__(self, config: Gemma4VisionConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Gemma4Attention(nn.Module):
         self.k_norm = nn.RMSNorm(size, eps=self._eps)
 
     def __call__(self, x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
-        """Return the output for ``[pictures, patches, size]``.
+        """Return the output for ``[images, patches, size]``.
 
         The angles are by column and by row.
         """
@@ -125,7 +125,7 @@ def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
     """Return ``x`` with one half of each head turned by each of the angles.
 
     Args:
-        x: ``[pictures, patches, heads, size]``.
+        x: ``[images, patches, heads, size]``.
         turns: by column and by row, ``[patches, size / 4]`` each.
     """
     halves = zip(mx.split(x, 2, axis=-1), turns, strict=True)
@@ -180,10 +180,10 @@ class Gemma4Patches(nn.Module):
         self.position_embedding_table = mx.zeros((2, config.position_embedding_size, size))
 
     def __call__(self, pixels: mx.array, places: mx.array) -> mx.array:
-        """Return ``[pictures, patches, size]``.
+        """Return ``[images, patches, size]``.
 
         Args:
-            pixels: from 0 to 1, ``[pictures, patches, 3 * side²]``.
+            pixels: from 0 to 1, ``[images, patches, 3 * side²]``.
             places: column and row of each patch, ``[patches, 2]``.
         """
         dtype = self.position_embedding_table.dtype
@@ -218,10 +218,10 @@ class Gemma4Transformer(nn.Module):
         return len(self.encoder.layers)
 
     def rows(self, pixels: mx.array, places: np.ndarray) -> Layers:
-        """Compute rows ``[pictures, squares, size]``.
+        """Compute rows ``[images, squares, size]``.
 
         Args:
-            pixels: ``[pictures, patches, 3 * side²]``, row by row.
+            pixels: ``[images, patches, 3 * side²]``, row by row.
             places: column and row of each patch, ``[patches, 2]``.
         """
         turns = self._turns(places)
@@ -281,10 +281,10 @@ class Gemma4Tower(Tower):
         return self.vision_tower.num_layers + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        places = np.array(pictures[0]["image_position_ids"])[0].astype(np.int32)
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        places = np.array(images[0]["image_position_ids"])[0].astype(np.int32)
         places = places[(places != PADDING).all(axis=-1)]
-        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in images])
         rows = yield from self.vision_tower.rows(pixels[:, : len(places)], places)
         return features_of(self.embed_vision(rows), scale=self._scale)
 
@@ -298,7 +298,7 @@ def _not_gemma4(config: Mapping[str, Any]) -> str | None:
 
 
 def two_way_of(config: Mapping[str, Any]) -> TwoWay | None:
-    """Return which layers read a picture both ways: none in the smaller models."""
+    """Return which layers read an image both ways: none in the smaller models."""
     setting = config.get("text_config", {}).get("use_bidirectional_attention")
     return TwoWay.SLIDING_LAYERS if setting == "vision" else None
 

@@ -73,13 +73,13 @@ class Idefics3Tower(Tower):
         return self.vision_model.num_layers + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        """The tiles of one picture are all full."""
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        """The tiles of one image are all full."""
         dtype = self.vision_model.post_layernorm.weight.dtype
-        tiles = mx.concatenate([arrays["pixel_values"][0] for arrays in pictures])
+        tiles = mx.concatenate([arrays["pixel_values"][0] for arrays in images])
         x = yield from self.vision_model.hidden(tiles.astype(dtype))
         rows = self.connector(x)
-        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
+        return features_of(rows.reshape(len(images), -1, rows.shape[-1]))
 
 
 #: ``IDEFICS3``: Idefics3 and SmolVLM.

@@ -1,4 +1,4 @@
-"""InternVL 3 (arXiv:2504.10479): InternViT on tiles of a picture, squares of patches in a row.
+"""InternVL 3 (arXiv:2504.10479): InternViT on tiles of an image, squares of patches in a row.
 
 The parameter names are transformers'. Checkpoints of the ``model_type`` internvl_chat have the
 authors' own names.
@@ -43,7 +43,7 @@ AUTHORS_NAMES = (
     (r"^multi_modal_projector\.3\.", "multi_modal_projector.linear_2."),
 )
 #: ``AUTHORS_SETTINGS``: fields of the authors' configs, and the only values that are read: the
-#: whole picture follows its tiles, pictures are not padded, and squares of patches are in order.
+#: whole image follows its tiles, images are not padded, and squares of patches are in order.
 AUTHORS_SETTINGS = {"use_thumbnail": True, "pad2square": False, "ps_version": "v2"}
 # JOINED: the authors' name of queries, keys and values in one layer.
 JOINED = ".attention.qkv."
@@ -257,12 +257,12 @@ class InternTower(Tower):
         return self.vision_tower.num_layers(self._layer) + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in images])
         dtype = self.vision_tower.embeddings.cls_token.dtype
         x = yield from self.vision_tower.hidden(pixels.astype(dtype), self._layer)
         rows = self.multi_modal_projector(self._squares(x[:, 1:] if self._drops_class else x))
-        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
+        return features_of(rows.reshape(len(images), -1, rows.shape[-1]))
 
     def _squares(self, x: mx.array) -> mx.array:
         """Return squares of patches as one row each, row by row, and so within each square."""

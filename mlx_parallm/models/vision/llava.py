@@ -53,13 +53,13 @@ class LlavaTower(Tower):
         return max(self.vision_tower.layer_numbers(self._layers)) + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        pixels = mx.stack([arrays["pixel_values"] for arrays in pictures])
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        pixels = mx.stack([arrays["pixel_values"] for arrays in images])
         rows = yield from self.rows_of(pixels.flatten(0, 1))
-        return features_of(rows.reshape(len(pictures), -1, rows.shape[-1]))
+        return features_of(rows.reshape(len(images), -1, rows.shape[-1]))
 
     def rows_of(self, pixels: mx.array) -> Generator[mx.array, None, mx.array]:
-        """Compute rows ``[pictures, patches, text width]`` of ``[pictures, 3, h, w]``."""
+        """Compute rows ``[images, patches, text width]`` of ``[images, 3, h, w]``."""
         pixels = pixels.astype(self.vision_tower.embeddings.class_embedding.dtype)
         hidden = yield from self.vision_tower.hidden(pixels, self._layers)
         x = mx.concatenate(hidden, axis=-1)

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole picture and tiles of it, whose rows of patches end with a mark."""
+"""LLaVA-NeXT: the whole image and tiles of it, whose rows of patches end with a mark."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class LlavaNextTower(LlavaTower):
         self.image_newline = mx.zeros((config["text_config"]["hidden_size"],))
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        height, width = np.array(images[0]["image_sizes"])[0].tolist()
         grid = tile_grid((height, width), self._resolutions, self._tile, self._patches)
         count = 1 + grid.rows * grid.columns
-        tiles = mx.concatenate([arrays["pixel_values"][0, :count] for arrays in pictures])
+        tiles = mx.concatenate([arrays["pixel_values"][0, :count] for arrays in images])
         rows = yield from self.rows_of(tiles)
-        parts = mx.split(rows, len(pictures))
+        parts = mx.split(rows, len(images))
         return [self._features(part, grid) for part in parts]
 
     def _features(self, rows: mx.array, grid: TileGrid) -> Features:
-        """Return the features of a picture: ``rows`` of the whole and of each tile."""
+        """Return the features of an image: ``rows`` of the whole and of each tile."""
         side = self._patches
         tiles = rows[1:].reshape(grid.rows, grid.columns, side, side, -1).transpose(0, 2, 1, 3, 4)
         whole = tiles.reshape(grid.rows * side, grid.columns * side, -1)

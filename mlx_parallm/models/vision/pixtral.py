@@ -1,4 +1,4 @@
-"""Pixtral's tower (arXiv:2410.07073), for pictures of any size, and Mistral 3's merged patches."""
+"""Pixtral's tower (arXiv:2410.07073), for images of any size, and Mistral 3's merged patches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PixtralConfig:
 
 
 class PixtralAttention(nn.Module):
-    """Attention of all patches of a picture, turned by their rows and columns."""
+    """Attention of all patches of an image, turned by their rows and columns."""
 
     def __init__(self, config: PixtralConfig) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PixtralAttention(nn.Module):
         self.o_proj = nn.Linear(size, size, bias=False)
 
     def __call__(self, x: mx.array, turns: mx.array) -> mx.array:
-        """Return the output for ``[pictures, patches, size]``; see ``turned``."""
+        """Return the output for ``[images, patches, size]``; see ``turned``."""
         count, length, size = x.shape
         q, k, v = (
             layer(x).reshape(count, length, self.num_heads, -1)
@@ -129,10 +129,10 @@ class PixtralTransformer(nn.Module):
         return layer % (len(self.transformer.layers) + 1)
 
     def hidden(self, pixels: mx.array, layer: int) -> Layers:
-        """Compute hidden states ``[pictures, rows, columns, size]`` of patches.
+        """Compute hidden states ``[images, rows, columns, size]`` of patches.
 
         Args:
-            pixels: ``[pictures, 3, h, w]``.
+            pixels: ``[images, 3, h, w]``.
             layer: after which layer, see ``num_layers``.
         """
         patches = self.patch_conv(pixels.transpose(0, 2, 3, 1))
@@ -163,7 +163,7 @@ class PatchMerger(nn.Module):
         self.merging_layer = nn.Linear(size * merge_size**2, size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return ``[pictures, squares, size]`` of ``[pictures, rows, columns, size]``."""
+        """Return ``[images, squares, size]`` of ``[images, rows, columns, size]``."""
         side = self._merge_size
         count, rows, columns = x.shape[0], x.shape[1] // side, x.shape[2] // side
         x = x[:, : rows * side, : columns * side].reshape(count, rows, side, columns, side, -1)
@@ -182,7 +182,7 @@ class MistralProjector(LlavaProjector):
         self.patch_merger = PatchMerger(width, int(config.get("spatial_merge_size", 2)))
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[pictures, squares, width]`` of ``[pictures, rows, columns, size]``."""
+        """Return rows ``[images, squares, width]`` of ``[images, rows, columns, size]``."""
         return super().__call__(self.patch_merger(self.norm(x)))
 
 
@@ -211,9 +211,9 @@ class PixtralTower(Tower):
         return self.vision_tower.num_layers(self._layer) + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
-        height, width = np.array(pictures[0]["image_sizes"])[0].tolist()
-        pixels = mx.concatenate([arrays["pixel_values"] for arrays in pictures])
+    def stages(self, images: Sequence[Arrays]) -> Stages:
+        height, width = np.array(images[0]["image_sizes"])[0].tolist()
+        pixels = mx.concatenate([arrays["pixel_values"] for arrays in images])
         pixels = pixels[..., :height, :width].astype(self.vision_tower.ln_pre.weight.dtype)
         x = yield from self.vision_tower.hidden(pixels, self._layer)
         return features_of(self.multi_modal_projector(x))

@@ -1,6 +1,6 @@
 """The towers of Qwen2-VL (arXiv:2409.12191) and Qwen2.5-VL (arXiv:2502.13923).
 
-A picture is a grid of patches of any size, in the order of transformers' image processor: squares
+An image is a grid of patches of any size, in the order of transformers' image processor: squares
 of ``spatial_merge_size`` patches a side, each of which becomes one row, lie together.
 """
 
@@ -64,7 +64,7 @@ class QwenVisionConfig:
 
 
 class Grid:
-    """The patches of one picture.
+    """The patches of one image.
 
     Attributes:
         places: row and column of each patch, int ``[patches, 2]``.
@@ -107,10 +107,10 @@ class QwenAttention(nn.Module):
         self.proj = nn.Linear(size, size)
 
     def __call__(self, x: mx.array, turns: mx.array, windows: Windows | None) -> mx.array:
-        """Return the output ``[pictures, patches, size]``.
+        """Return the output ``[images, patches, size]``.
 
         Args:
-            x: ``[pictures, patches, size]``.
+            x: ``[images, patches, size]``.
             turns: angles ``[patches, size of a head / 2]``.
             windows: patches attend to those of their window; None: to all.
         """
@@ -124,14 +124,14 @@ class QwenAttention(nn.Module):
             out = softmax_attention(q, k, v, scale=scale, mask=None)
             return self.proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
         q, k, v = (windows.split(each) for each in (q, k, v))
-        # The windows of all pictures are one axis.
+        # The windows of all images are one axis.
         mask = mx.tile(windows.mask, (count, 1, 1, 1))
         out = softmax_attention(q, k, v, scale=scale, mask=mask)
         return self.proj(windows.joined(out).reshape(count, length, size))
 
 
 class Windows:
-    """The windows of a picture's patches.
+    """The windows of an image's patches.
 
     Attributes:
         mask: bool ``[windows, 1, 1, most patches]``: False behind the patches of a window.
@@ -148,17 +148,17 @@ class Windows:
         self._places = mx.array(places)
 
     def split(self, x: mx.array) -> mx.array:
-        """Return ``[pictures, patches, heads, size]`` by windows.
+        """Return ``[images, patches, heads, size]`` by windows.
 
         Returns:
-            ``[pictures * windows, heads, most patches, size]``.
+            ``[images * windows, heads, most patches, size]``.
         """
         count, most = self._shape
         rows = x[:, self._table].reshape(x.shape[0] * count, most, *x.shape[2:])
         return rows.transpose(0, 2, 1, 3)
 
     def joined(self, x: mx.array) -> mx.array:
-        """Return what ``split`` returns as ``[pictures, patches, heads, size]``."""
+        """Return what ``split`` returns as ``[images, patches, heads, size]``."""
         count, most = self._shape
         rows = x.transpose(0, 2, 1, 3)
         return rows.reshape(-1, count * most, *rows.shape[2:])[:, self._places]
@@ -231,7 +231,7 @@ class QwenMerger(nn.Module):
         self.mlp = [nn.Linear(inner, inner), nn.GELU(), nn.Linear(inner, out)]
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[pictures, rows, out]`` of ``[pictures, patches, size]``."""
+        """Return rows ``[images, rows, out]`` of ``[images, patches, size]``."""
         first, activation, last = self.mlp
         x = self.ln_q(x).reshape(x.shape[0], -1, self._inner)
         return last(activation(first(x)))
@@ -262,7 +262,7 @@ class QwenTransformer(nn.Module):
         return QwenMLP(size, int(size * config.mlp_ratio), config.hidden_act)
 
     def rows(self, pixels: mx.array, grid: Grid) -> Layers:
-        """Compute rows ``[pictures, rows, out]`` of patches ``[pictures, patches, patch dim]``."""
+        """Compute rows ``[images, rows, out]`` of patches ``[images, patches, patch dim]``."""
         config = self.config
         turns = patch_turns(grid.places, self.head_size)
         windows = None
@@ -294,16 +294,16 @@ class QwenTower(Tower):
         return len(self.visual.blocks) + 1
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+    def stages(self, images: Sequence[Arrays]) -> Stages:
         dtype = self.visual.blocks[0].attn.qkv.bias.dtype
-        pixels, grid = patches_of(pictures, self._merge_size)
+        pixels, grid = patches_of(images, self._merge_size)
         return features_of((yield from self.visual.rows(pixels.astype(dtype), grid)))
 
 
-def patches_of(pictures: Sequence[Arrays], merge_size: int) -> tuple[mx.array, Grid]:
-    """Return the patches ``[pictures, patches, patch dim]`` of pictures, and their grid."""
-    _, height, width = np.array(pictures[0]["image_grid_thw"])[0].tolist()
-    pixels = mx.stack([arrays["pixel_values"] for arrays in pictures])
+def patches_of(images: Sequence[Arrays], merge_size: int) -> tuple[mx.array, Grid]:
+    """Return the patches ``[images, patches, patch dim]`` of images, and their grid."""
+    _, height, width = np.array(images[0]["image_grid_thw"])[0].tolist()
+    pixels = mx.stack([arrays["pixel_values"] for arrays in images])
     return pixels, Grid(height, width, merge_size)
 
 

@@ -1,7 +1,7 @@
 """The tower of Qwen3-VL (arXiv:2511.21631), dense and MoE, and of Qwen3.5.
 
 Patches lie in the order of Qwen2-VL's. Learned positions are read from a square table, between its
-entries where a picture has other sides, and some layers give rows of their own to the text model.
+entries where an image has other sides, and some layers give rows of their own to the text model.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Qwen3Merger(nn.Module):
         self.linear_fc2 = nn.Linear(self._inner, config.out_hidden_size)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Return rows ``[pictures, rows, out]`` of ``[pictures, patches, size]``."""
+        """Return rows ``[images, rows, out]`` of ``[images, patches, size]``."""
         count = x.shape[0]
         x = self.norm(x.reshape(count, -1, self._normed_size)).reshape(count, -1, self._inner)
         return self.linear_fc2(gelu(self.linear_fc1(x)))
@@ -125,7 +125,7 @@ class Qwen3Transformer(nn.Module):
         ]
 
     def features(self, pixels: mx.array, grid: Grid) -> Stages:
-        """Compute the features of patches ``[pictures, patches, patch dim]``."""
+        """Compute the features of patches ``[images, patches, patch dim]``."""
         indices, weights = table_places(grid, self._side)
         x = self.patch_embed(pixels)
         positions = self.pos_embed(mx.array(indices)) * mx.array(weights)[..., None]
@@ -165,18 +165,18 @@ class Qwen3Tower(Tower):
         return len(self.visual.deepstack_merger_list)
 
     @override
-    def stages(self, pictures: Sequence[Arrays]) -> Stages:
+    def stages(self, images: Sequence[Arrays]) -> Stages:
         dtype = self.visual.blocks[0].attn.qkv.bias.dtype
-        pixels, grid = patches_of(pictures, self._merge_size)
+        pixels, grid = patches_of(images, self._merge_size)
         return self.visual.features(pixels.astype(dtype), grid)
 
 
 def table_places(grid: Grid, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where patches lie in a table of positions that is spread over the whole picture.
+    """Return where patches lie in a table of positions that is spread over the whole image.
 
     Args:
         grid: of the patches.
-        side: entries along each side of the table; its corners are the picture's corner patches.
+        side: entries along each side of the table; its corners are the image's corner patches.
 
     Returns:
         The four entries around each patch, int32 ``[patches, 4]``, and the weight of each in a

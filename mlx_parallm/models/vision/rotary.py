@@ -9,7 +9,7 @@ def turned(x: mx.array, turns: mx.array) -> mx.array:
     """Return ``x`` with each pair of halves turned by its angle.
 
     Args:
-        x: ``[pictures, patches, heads, size]``.
+        x: ``[images, patches, heads, size]``.
         turns: angles ``[patches, size / 2]``.
     """
     cos, sin = mx.cos(turns)[:, None], mx.sin(turns)[:, None]

@@ -24,7 +24,7 @@ class SiglipEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(num_patches, config.hidden_size)
 
     def __call__(self, pixels: mx.array) -> mx.array:
-        """Return embeddings ``[pictures, patches, size]`` of ``[pictures, 3, h, w]``."""
+        """Return embeddings ``[images, patches, size]`` of ``[images, 3, h, w]``."""
         patches = self.patch_embedding(pixels.transpose(0, 2, 3, 1))
         x = patches.reshape(patches.shape[0], -1, patches.shape[-1])
         return x + self.position_embedding.weight
@@ -45,7 +45,7 @@ class SiglipTransformer(nn.Module):
         return len(self.encoder.layers)
 
     def hidden(self, pixels: mx.array) -> Layers:
-        """Compute hidden states ``[pictures, patches, size]`` of ``[pictures, 3, h, w]``."""
+        """Compute hidden states ``[images, patches, size]`` of ``[images, 3, h, w]``."""
         x = self.embeddings(pixels)
         for layer in self.encoder.layers:
             x = layer(x)

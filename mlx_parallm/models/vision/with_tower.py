@@ -25,7 +25,7 @@ def with_tower(text_class: type, config: dict[str, Any], family: TowerFamily) ->
     """
 
     class TextModelWithTower(text_class):
-        """A text model and the tower of its pictures."""
+        """A text model and the tower of its images."""
 
         def __init__(self, args: Any) -> None:
             super().__init__(args)

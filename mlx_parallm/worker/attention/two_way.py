@@ -1,4 +1,4 @@
-"""Attention of rows that see later ones: those of one picture, where a model reads it both ways.
+"""Attention of rows that see later ones: those of one image, where a model reads it both ways.
 
 Their keys are all in the pool when a step attends, because such rows are never cut. The backend
 computes them as causal rows with all others, and they are computed again here, so that no kernel

@@ -25,8 +25,8 @@ from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.worker.generation.inputs.forward import input_forward
-from mlx_parallm.worker.generation.inputs.picture_check import PictureCheck
-from mlx_parallm.worker.generation.inputs.rows import PictureTokens, find_embedding
+from mlx_parallm.worker.generation.inputs.image_check import ImageCheck
+from mlx_parallm.worker.generation.inputs.rows import ImageTokens, find_embedding
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.memory import max_scores
@@ -102,16 +102,16 @@ class ModelRunner:
         kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
         tower: Tower | None = getattr(loaded.model, TOWER, None)
         embedding = (
-            find_embedding(loaded.model, vocab_size, dtype, _picture_tokens(loaded), ranks)
+            find_embedding(loaded.model, vocab_size, dtype, _image_tokens(loaded), ranks)
             if takes_embeds or tower is not None
             else None
         )
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         forward = input_forward(loaded, embedding)
 
-        def make_check() -> PictureCheck:
-            assert tower is not None, "a model without a tower takes no pictures"
-            return PictureCheck(loaded.model, forward, dtype, tower.num_added_layers)
+        def make_check() -> ImageCheck:
+            assert tower is not None, "a model without a tower takes no images"
+            return ImageCheck(loaded.model, forward, dtype, tower.num_added_layers)
 
         choice = choose_path(
             loaded.model,
@@ -136,7 +136,7 @@ class ModelRunner:
         self.choices = replace(
             chosen,
             path=choice.name,
-            why_no_pictures=chosen.why_no_pictures or choice.why_no_pictures,
+            why_no_images=chosen.why_no_images or choice.why_no_images,
             samples_by_kernel=kernels is not None,
             adapts_by_kernel=change_kernels is not None,
         )
@@ -153,47 +153,42 @@ class ModelRunner:
         self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
-        self._info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
-        self._ranks = ranks and RankTokens(ranks, runs_ahead=self._info.runs_ahead)
+        self.info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
+        self._ranks = ranks and RankTokens(ranks, runs_ahead=self.info.runs_ahead)
         self._forward = forward.on(self._path)
         #: Computes the features of inputs besides tokens.
         self.inputs = self._computer(loaded, tower, dtype)
-        self._info = self._with_inputs(takes_embeds=takes_embeds)
+        self.info = self._with_inputs(takes_embeds=takes_embeds)
 
     def _with_inputs(self, *, takes_embeds: bool) -> RunnerInfo:
         """Return the facts about the model with those about inputs besides tokens."""
-        embedding, takes_pictures = self._forward.embedding, self.inputs.tower is not None
+        embedding, takes_images = self._forward.embedding, self.inputs.tower is not None
         if embedding is None:
-            return self._info
+            return self.info
         kinds = {
             InputKind.PROMPT_EMBEDS: takes_embeds and not embedding.needs_tokens,
-            InputKind.PICTURE: takes_pictures,
+            InputKind.IMAGE: takes_images,
         }
         return replace(
-            self._info,
+            self.info,
             input_width=embedding.width,
             input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
             num_tower_stages=self.inputs.num_stages,
         )
 
     def _computer(self, loaded: LoadedModel, tower: Tower | None, dtype: mx.Dtype) -> InputComputer:
-        """Return what computes inputs; a model that cannot run pictures takes none."""
+        """Return what computes inputs; a model that cannot run images takes none."""
         forward = self._forward
-        why_not = self.choices.why_no_pictures or forward.why_no_pictures
+        why_not = self.choices.why_no_images or forward.why_no_images
         if tower is not None and why_not is not None:
-            logger.warning("%s takes no pictures: %s", loaded.path.name, why_not)
+            logger.warning("%s takes no images: %s", loaded.path.name, why_not)
             tower = None
         return InputComputer(
             tower,
             dtype,
             two_way=forward.two_way,
-            waits=not self._info.runs_ahead,
+            waits=not self.info.runs_ahead,
         )
-
-    @property
-    def info(self) -> RunnerInfo:
-        """Facts about the loaded model."""
-        return self._info
 
     def _facts(
         self,
@@ -230,7 +225,7 @@ class ModelRunner:
         Backends that write pools by MLX's assignment cannot run ahead: while a step in flight holds
         a pool, MLX would copy it instead of writing in place.
         """
-        runs_ahead = self._info.runs_ahead
+        runs_ahead = self.info.runs_ahead
         features = self.inputs.take_begun()
         with self._recovering():
             with self._tracer.span(Phase.BUILD, batch):
@@ -297,7 +292,7 @@ class ModelRunner:
             faults=self._faults,
             recovering=self._recovering,
         )
-        if self._info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
+        if self.info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
             # The masks of the next step may depend on these tokens.
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
@@ -331,7 +326,7 @@ class ModelRunner:
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:
         if self._draft is None:
             return None
-        return self._draft.propose(batch, self._info.vocab_size)
+        return self._draft.propose(batch, self.info.vocab_size)
 
     def _written(self) -> list[mx.array]:
         return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
@@ -356,7 +351,7 @@ class ModelRunner:
             sequence.seq_id: target_logprobs(
                 logits[first : first + len(sequence.target_ids)],
                 sequence.target_ids,
-                self._info.vocab_size if top == ALL_TOKENS else top,
+                self.info.vocab_size if top == ALL_TOKENS else top,
                 entropy=sequence.prompt_entropy,
             )
             for sequence, first in rows.scored
@@ -364,9 +359,9 @@ class ModelRunner:
         }
 
 
-def _picture_tokens(loaded: LoadedModel) -> PictureTokens | None:
-    """Return what the text model reads in place of a picture's ids; None without a tower."""
+def _image_tokens(loaded: LoadedModel) -> ImageTokens | None:
+    """Return what the text model reads in place of an image's ids; None without a tower."""
     if getattr(loaded.model, TOWER, None) is None:
         return None
     text = loaded.config.get("text_config") or loaded.config
-    return PictureTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))
+    return ImageTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))

@@ -20,7 +20,7 @@ from mlx_parallm.worker.generation.cache_layout import (
 )
 from mlx_parallm.worker.generation.discovery import CacheUsers, find_cache_users
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.inputs.picture_check import PictureCheck
+from mlx_parallm.worker.generation.inputs.image_check import ImageCheck
 from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
@@ -74,7 +74,7 @@ class PathChoice:
         name: of the choice.
         attempts: all paths that were tried.
         selector: of the head's rows; inactive if none was installed.
-        why_no_pictures: why the path cannot compute rows of pictures; None if it can, or if that
+        why_no_images: why the path cannot compute rows of images; None if it can, or if that
             was not checked.
     """
 
@@ -82,7 +82,7 @@ class PathChoice:
     name: str
     attempts: tuple[PathAttempt, ...] = ()
     selector: RowSelector = field(default_factory=RowSelector)
-    why_no_pictures: str | None = None
+    why_no_images: str | None = None
 
 
 def choose_path(  # noqa: PLR0913 - settings, by name
@@ -96,7 +96,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     dtype: str,
     chosen: str | None = None,
     ranks: Ranks | None = None,
-    make_check: Callable[[], PictureCheck] | None = None,
+    make_check: Callable[[], ImageCheck] | None = None,
     max_scores: float = math.inf,
 ) -> PathChoice:
     """Return the first path that agrees with the stock model, from the fastest to the safest.
@@ -116,7 +116,7 @@ def choose_path(  # noqa: PLR0913 - settings, by name
             check, and computes exactly as the checked path does. None to choose.
         ranks: the processes that compute the model together and must choose alike; None if there is
             this one alone.
-        make_check: returns the check of rows of pictures in the chosen path; None if the model has
+        make_check: returns the check of rows of images in the chosen path; None if the model has
             no tower. It is not called for an earlier choice.
         max_scores: most scores of a head that a module of the model computes at once for a prompt.
 
@@ -125,14 +125,14 @@ def choose_path(  # noqa: PLR0913 - settings, by name
     """
     if chosen is not None:
         make_check = None
-    pictures = None if make_check is None else make_check()
+    images = None if make_check is None else make_check()
 
     def why_not(path: ForwardPath) -> str | None:
-        return None if pictures is None else pictures.why_not(path, block_size, dtype)
+        return None if images is None else images.why_not(path, block_size, dtype)
 
     if chosen == ALONE or any(isinstance(layout, OpaqueLayout) for layout in leaves(layouts)):
         path = _alone(model, backend)
-        return PathChoice(path, ALONE, why_no_pictures=why_not(path))
+        return PathChoice(path, ALONE, why_no_images=why_not(path))
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
     needed = blocks_needed(block_size, window)

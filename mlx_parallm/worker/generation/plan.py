@@ -40,7 +40,7 @@ class DecoderChoices:
         kernels: True for each of the layers' kernels that is used, by kernel and shape.
         path: the name of the forward path; None before ``Allocate``.
         samples_by_kernel: True if sampling kernels are used; None before ``Allocate``.
-        why_no_pictures: why pictures are refused though the model has a tower; None if they are
+        why_no_images: why images are refused though the model has a tower; None if they are
             not, if it has none, or before ``Allocate``.
         adapts_by_kernel: True if the kernels of adapters are used; None before ``Allocate``, and
             for a draft model.
@@ -50,7 +50,7 @@ class DecoderChoices:
     attention: str
     kernels: Mapping[str, bool] = field(default_factory=dict)
     path: str | None = None
-    why_no_pictures: str | None = None
+    why_no_images: str | None = None
     samples_by_kernel: bool | None = None
     adapts_by_kernel: bool | None = None
 

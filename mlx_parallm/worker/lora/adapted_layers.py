@@ -365,11 +365,11 @@ def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
     lack the trunk's prefix.
 
     Raises:
-        InvalidRequestError: the model has no such module, or it is a part of the pictures' tower,
+        InvalidRequestError: the model has no such module, or it is a part of the images' tower,
             whose layers may end like those of the text model.
     """
     if path.removeprefix("model.").partition(".")[0] in TOWERS:
-        raise unfit_error(f"{path[:120]} is a part of the pictures' tower", param)
+        raise unfit_error(f"{path[:120]} is a part of the images' tower", param)
     if path in modules:
         return path
     tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]

@@ -250,11 +250,11 @@ def warn_of_differences(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _warn_of_tower(model: Any, config: dict[str, Any], path: Path, *, is_cut: bool) -> None:
-    """Log why a model takes no pictures although its checkpoint has a tower."""
+    """Log why a model takes no images although its checkpoint has a tower."""
     why = why_no_family(config)
     if why is None and family_of(config) is not None:
         if is_cut:
-            why = f"the picture tower of {config['model_type']} is not served over ranks"
+            why = f"the image tower of {config['model_type']} is not served over ranks"
         elif getattr(model, TOWER, None) is None:
             why = "its files have no weights of a tower"
     if why is not None:

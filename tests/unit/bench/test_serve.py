@@ -100,7 +100,7 @@ def test_the_engine_of_a_header_has_all_tokens(tmp_path, capsys):
     assert [engine["output_tokens"] for engine in engines] == [0, 12]
 
 
-def test_requests_have_the_pictures_of_the_flags(tmp_path, capsys):
+def test_requests_have_the_images_of_the_flags(tmp_path, capsys):
     output = tmp_path / "run.json"
     flags = ["--num-requests", "4", "--num-warmups", "1", "--ramp-s", "0", "--endpoint", "chat"]
     flags += ["--images", "2", "--image-size", "40x30", "--distinct-images", "3"]
@@ -110,7 +110,7 @@ def test_requests_have_the_pictures_of_the_flags(tmp_path, capsys):
     assert [[part["type"] for part in content] for content in contents] == [
         ["image_url", "image_url", "text"]
     ] * 5
-    assert "12 (0 cached, 8 of pictures)" in capsys.readouterr().out
+    assert "12 (0 cached, 8 of images)" in capsys.readouterr().out
     content = json.loads(output.read_text())
     assert content["summary"]["image_tokens"] == 8
     assert content["settings"]["image_size"] == "40x30"
@@ -217,11 +217,11 @@ def test_a_wrong_value_is_named_before_anything_is_sent(flags, complaint, capsys
 
 
 def test_a_plot_is_written(tmp_path):
-    picture = tmp_path / "run.png"
+    image = tmp_path / "run.png"
     with serving() as (url, _):
         flags = ["--base-url", url, "--num-requests", "3", "--ramp-s", "0"]
-        assert run(parse(*flags, "--plot", str(picture))) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+        assert run(parse(*flags, "--plot", str(image))) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
 def test_warm_up_prompts_are_not_those_measured():

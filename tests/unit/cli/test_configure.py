@@ -487,7 +487,7 @@ def test_a_misspelt_flag_has_a_hint(
     assert hint in capsys.readouterr().err
 
 
-def test_an_explicit_body_limit_holds_for_pictures_too() -> None:
+def test_an_explicit_body_limit_holds_for_images_too() -> None:
     _, default = read()
     assert (default.max_body_bytes, default.max_picture_body_bytes) == (2**23, 2**26)
     _, server = read("--max-body-size", "1MiB")
@@ -498,7 +498,7 @@ def test_an_explicit_body_limit_holds_for_pictures_too() -> None:
     "value",
     ["2", '{"image": 2}', '{"image": 2, "video": 0}', '{"image": {"count": 2, "width": 512}}'],
 )
-def test_a_number_of_pictures_is_written_as_vllm_does_too(value: str) -> None:
+def test_a_number_of_images_is_written_as_vllm_does_too(value: str) -> None:
     for flag in ("--max-images-per-request", "--limit-mm-per-prompt"):
         _, server = read(flag, value)
         assert server.media.max_images == 2

@@ -1,4 +1,4 @@
-"""Servers of pictures for tests, and a network that leads to them."""
+"""Servers of images for tests, and a network that leads to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Writer = asyncio.StreamWriter
 Answer = Callable[[Writer], Awaitable[None]]
 
 
-class PictureServer:
+class ImageServer:
     """Answers paths; ``requests`` are the heads of what was asked."""
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class PictureServer:
 
 
 @asynccontextmanager
-async def serving(*, tls: bool = False) -> AsyncGenerator[PictureServer]:
+async def serving(*, tls: bool = False) -> AsyncGenerator[ImageServer]:
     """Provide a server that listens on this machine."""
-    pictures = PictureServer()
+    images = ImageServer()
     context = None
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(TLS / "certificate.pem", TLS / "key.pem")
-    server = await asyncio.start_server(pictures.serve, "127.0.0.1", 0, ssl=context)
-    pictures.port = server.sockets[0].getsockname()[1]
+    server = await asyncio.start_server(images.serve, "127.0.0.1", 0, ssl=context)
+    images.port = server.sockets[0].getsockname()[1]
     try:
-        yield pictures
+        yield images
     finally:
         server.close()
 

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mlx_parallm.media.decode import DECODERS, decode_picture, read_picture
+from mlx_parallm.media.decode import DECODERS, decode_image, read_image
 from mlx_parallm.media.formats.exif import orientation_of
 from mlx_parallm.media_limits import MOST_RATIO, MOST_SIDE, MediaLimits
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
-from tests.unit.media.pictures import (
+from tests.unit.media.images import (
     FORMATS,
     exif_of,
     file_of,
@@ -34,12 +34,12 @@ LIMITS = MediaLimits()
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return decode_picture(read_picture(data, LIMITS))
+    return decode_image(read_image(data, LIMITS))
 
 
 def refusal(data: bytes, limits: MediaLimits = LIMITS) -> str:
     with pytest.raises(InvalidRequestError) as refused:
-        decode_picture(read_picture(data, limits))
+        decode_image(read_image(data, limits))
     return str(refused.value)
 
 
@@ -59,9 +59,9 @@ def on_white(image: Image.Image) -> np.ndarray:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_pixels_are_those_that_pillow_reads(kind, size):
     data = file_of(noise(size=size), kind)
-    picture = read_picture(data, LIMITS)
-    assert (picture.format, picture.size) == (kind, size)
-    pixels = decode_picture(picture)
+    image = read_image(data, LIMITS)
+    assert (image.format, image.size) == (kind, size)
+    pixels = decode_image(image)
     assert pixels.dtype == np.uint8
     assert pixels.flags.c_contiguous
     np.testing.assert_array_equal(pixels, as_pillow_reads(data))
@@ -127,9 +127,9 @@ def test_the_transparent_colour_of_a_png_is_white(mode, colour):
 def test_exif_turns_as_pillow_does(kind, orientation):
     data = file_of(noise(size=(13, 6)), kind, exif=exif_of(orientation))
     expected = as_pillow_reads(data)
-    picture = read_picture(data, LIMITS)
-    assert picture.size == expected.shape[1::-1]
-    np.testing.assert_array_equal(decode_picture(picture), expected)
+    image = read_image(data, LIMITS)
+    assert image.size == expected.shape[1::-1]
+    np.testing.assert_array_equal(decode_image(image), expected)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_long_exif_is_not_copied():
     data = with_png_chunks(file_of(noise()), png_chunk(b"eXIf", exif))
     tracemalloc.start()
     try:
-        assert read_picture(data, LIMITS).size == (5, 7)
+        assert read_image(data, LIMITS).size == (5, 7)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -174,25 +174,25 @@ def test_the_first_frame_of_an_animation_is_taken(kind):
     animation = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
     assert len(animation) > len(still)
     np.testing.assert_array_equal(pixels_of(animation), pixels_of(still))
-    assert len(read_picture(animation, LIMITS).content) < len(animation)
+    assert len(read_image(animation, LIMITS).content) < len(animation)
 
 
 def test_frames_that_differ_from_the_screen_have_pillows_size():
     data = bytearray(file_of(noise(size=(6, 4)), "gif"))
     data[6:10] = b"\x02\x00\x09\x00"
-    picture = read_picture(bytes(data), LIMITS)
-    assert picture.size == (6, 9)
-    np.testing.assert_array_equal(decode_picture(picture), as_pillow_reads(bytes(data)))
+    image = read_image(bytes(data), LIMITS)
+    assert image.size == (6, 9)
+    np.testing.assert_array_equal(decode_image(image), as_pillow_reads(bytes(data)))
 
 
 def test_metadata_does_not_reach_the_decoder():
     secret = b"tEXt-secret" * 100
     text = png_chunk(b"zTXt", secret)
-    picture = read_picture(with_png_chunks(file_of(noise()), text), LIMITS)
-    assert b"secret" not in picture.content
+    image = read_image(with_png_chunks(file_of(noise()), text), LIMITS)
+    assert b"secret" not in image.content
     segment = b"\xff\xe2" + (len(secret) + 2).to_bytes(2, "big") + secret
-    picture = read_picture(with_jpeg_segments(file_of(noise(), "jpeg"), segment), LIMITS)
-    assert b"secret" not in picture.content
+    image = read_image(with_jpeg_segments(file_of(noise(), "jpeg"), segment), LIMITS)
+    assert b"secret" not in image.content
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_metadata_does_not_reach_the_decoder():
     ],
 )
 def test_formats_that_are_not_taken_are_named(data, name):
-    assert refusal(data) == f"This is {name}. Pictures may be PNG, JPEG, WebP, GIF and BMP."
+    assert refusal(data) == f"This is {name}. Images may be PNG, JPEG, WebP, GIF and BMP."
 
 
 def test_what_pillow_writes_in_other_formats_is_named():
@@ -232,7 +232,7 @@ def test_a_png_of_16_bits_is_named():
 
 
 def test_renamed_and_random_files_are_refused():
-    assert "This is not a picture." in refusal(b"#!/bin/sh\nexit\n")
+    assert "This is not an image." in refusal(b"#!/bin/sh\nexit\n")
     assert "damaged" in refusal(b"\x89PNG\r\n\x1a\n" + b"text" * 20)
     assert "damaged" in refusal(b"BMxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx")
 
@@ -305,18 +305,18 @@ def test_stray_bytes_between_parts_are_skipped(kind):
 
 @settings(max_examples=300, deadline=None)
 @examples(data=st.data())
-def test_damaged_files_are_pictures_or_refused(data):
+def test_damaged_files_are_images_or_refused(data):
     kind = data.draw(st.sampled_from(FORMATS))
     file = bytearray(file_of(noise(size=(9, 4)), kind))
     for _ in range(data.draw(st.integers(1, 4))):
         file[data.draw(st.integers(0, len(file) - 1))] = data.draw(st.integers(0, 255))
     limits = MediaLimits(max_pixels=100_000)
     try:
-        picture = read_picture(bytes(file), limits)
-        pixels = decode_picture(picture)
+        image = read_image(bytes(file), limits)
+        pixels = decode_image(image)
     except InvalidRequestError:
         return
-    assert pixels.shape == (*picture.size[::-1], 3)
+    assert pixels.shape == (*image.size[::-1], 3)
 
 
 @settings(max_examples=200, deadline=None)
@@ -333,7 +333,7 @@ def test_garbage_is_refused(start, rest):
 def test_too_many_bytes_are_refused_before_they_are_looked_at():
     data = file_of(noise())
     limits = MediaLimits(max_bytes=len(data))
-    assert read_picture(data, limits).size == (7, 5)
+    assert read_image(data, limits).size == (7, 5)
     assert "larger than" in refusal(data + b"\0", limits)
 
 
@@ -341,7 +341,7 @@ def test_too_many_pixels_are_refused():
     limits = MediaLimits(max_pixels=34)
     for kind in FORMATS:
         assert "7 x 5 pixels; at most 34" in refusal(file_of(noise(), kind), limits)
-        assert read_picture(file_of(noise(), kind), MediaLimits(max_pixels=35)).size == (7, 5)
+        assert read_image(file_of(noise(), kind), MediaLimits(max_pixels=35)).size == (7, 5)
 
 
 @pytest.mark.parametrize(
@@ -361,10 +361,10 @@ def test_lines_are_refused_before_they_are_decoded(size, message, monkeypatch):
 
 def test_long_screenshots_are_taken():
     for size in ((1080, MOST_SIDE), (MOST_RATIO, 1), (1, MOST_RATIO)):
-        assert read_picture(png_of_size(*size), LIMITS).size == size
+        assert read_image(png_of_size(*size), LIMITS).size == size
 
 
-def test_a_picture_without_memory_is_refused(monkeypatch):
+def test_a_image_without_memory_is_refused(monkeypatch):
     def fail(content: BytesIO) -> None:
         raise MemoryError
 
@@ -415,11 +415,11 @@ def test_an_apng_that_promises_many_frames_is_refused():
 
 def test_a_size_that_the_decoder_reads_otherwise_is_refused():
     data = bytearray(file_of(noise(), "webp"))
-    picture = read_picture(bytes(data), LIMITS)
-    assert decode_picture(picture).shape == (5, 7, 3)
-    wrong = type(picture)("webp", 8, 5, picture.content)
+    image = read_image(bytes(data), LIMITS)
+    assert decode_image(image).shape == (5, 7, 3)
+    wrong = type(image)("webp", 8, 5, image.content)
     with pytest.raises(InvalidRequestError, match="damaged"):
-        decode_picture(wrong)
+        decode_image(wrong)
 
 
 @pytest.mark.parametrize(
@@ -431,13 +431,13 @@ def test_a_size_that_the_decoder_reads_otherwise_is_refused():
         ("max_fetched_bytes", 1),
     ],
 )
-def test_limits_that_no_picture_could_meet_are_refused(name, value):
+def test_limits_that_no_image_could_meet_are_refused(name, value):
     with pytest.raises(ConfigError):
         replace(LIMITS, **{name: value})
 
 
-def test_too_many_pictures_name_the_field():
+def test_too_many_images_name_the_field():
     LIMITS.check_count(16, param="messages")
-    with pytest.raises(InvalidRequestError, match="17 pictures; at most 16") as refused:
+    with pytest.raises(InvalidRequestError, match="17 images; at most 16") as refused:
         LIMITS.check_count(17, param="messages")
     assert refused.value.param == "messages"

@@ -23,8 +23,8 @@ BRIEF = 0.05
 
 @pytest.fixture
 async def server():
-    async with serving() as pictures:
-        yield pictures
+    async with serving() as images:
+        yield images
 
 
 def fetcher_of(server, names=None, network=None, ssl_context=None, **limits):
@@ -99,7 +99,7 @@ async def test_a_name_without_addresses_is_refused(server):
         raise OSError("Name or service not known: pictures.test")
 
     message = await refusal(fetcher_of(server, unknown))
-    assert message == "The picture could not be fetched: its host cannot be reached."
+    assert message == "The image could not be fetched: its host cannot be reached."
     assert "cannot be reached" in await refusal(fetcher_of(server, Names({"pictures.test": [[]]})))
 
 
@@ -241,7 +241,7 @@ async def test_errors_of_the_host_are_not_repeated(server):
     for status in ("404 secret", "500 secret", "204 secret", "206 secret", "304 secret"):
         server.add("/a.png", b"secret" if status[0] in "45" else b"", status, x_header="secret")
         message = await refusal(fetcher_of(server))
-        assert message == "The picture could not be fetched: its host answered with an error."
+        assert message == "The image could not be fetched: its host answered with an error."
 
 
 async def test_an_answer_that_is_not_http_is_refused(server):
@@ -259,7 +259,7 @@ async def test_an_answer_that_is_not_http_is_refused(server):
     ):
         server.add_raw("/a.png", answer)
         message = await refusal(fetcher_of(server))
-        assert message == "The picture could not be fetched: its host does not speak HTTP."
+        assert message == "The image could not be fetched: its host does not speak HTTP."
 
 
 async def test_a_body_longer_than_its_length_is_cut(server):
@@ -308,7 +308,7 @@ async def test_slow_answers_are_cut_off(server, beginning):
     server.answers["/a.png"] = slow
     fetcher = fetcher_of(server, timeout_s=BRIEF)
     assert await refusal(fetcher) == (
-        f"The picture could not be fetched: it took more than {BRIEF} s."
+        f"The image could not be fetched: it took more than {BRIEF} s."
     )
 
 

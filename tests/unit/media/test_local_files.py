@@ -13,7 +13,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 def folder(tmp_path):
     folder = tmp_path / "allowed"
     folder.mkdir()
-    (folder / "a picture.png").write_bytes(b"inside")
+    (folder / "an image.png").write_bytes(b"inside")
     (tmp_path / "outside.png").write_bytes(b"outside")
     return folder
 
@@ -24,13 +24,13 @@ def files_of(folder, **limits) -> LocalFiles:
 
 def test_files_below_the_folder_are_read(folder):
     files = files_of(folder)
-    assert files.read(f"file://{folder}/a%20picture.png") == b"inside"
-    assert files.read(f"file://localhost{folder}/a%20picture.png") == b"inside"
-    assert files.read(f"file:{folder}/x/../a picture.png") == b"inside"
+    assert files.read(f"file://{folder}/an%20image.png") == b"inside"
+    assert files.read(f"file://localhost{folder}/an%20image.png") == b"inside"
+    assert files.read(f"file:{folder}/x/../an image.png") == b"inside"
 
 
 def test_links_are_judged_by_where_they_lead(folder, tmp_path):
-    (folder / "in.png").symlink_to(folder / "a picture.png")
+    (folder / "in.png").symlink_to(folder / "an image.png")
     (folder / "out.png").symlink_to(tmp_path / "outside.png")
     (folder / "folder").symlink_to(tmp_path)
     (folder / "circle").symlink_to(folder / "circle")
@@ -54,8 +54,8 @@ def test_links_are_judged_by_where_they_lead(folder, tmp_path):
         "file://{folder}/..%2foutside.png",
         "file://{folder}",
         "file://{folder}/missing.png",
-        "file://{folder}/a%20picture.png?x",
-        "file://{folder}/a%20picture.png%00",
+        "file://{folder}/an%20image.png?x",
+        "file://{folder}/an%20image.png%00",
         "file://{folder}/%ff",
         "file://[{folder}",
         "file:///" + "a" * 5000,
@@ -76,7 +76,7 @@ def test_pipes_and_devices_are_refused(folder):
 
 
 def test_large_files_are_refused(folder):
-    url = f"file://{folder}/a%20picture.png"
+    url = f"file://{folder}/an%20image.png"
     assert files_of(folder, max_bytes=6).read(url) == b"inside"
     with pytest.raises(InvalidRequestError, match="larger than 5 bytes"):
         files_of(folder, max_bytes=5).read(url)
@@ -84,4 +84,4 @@ def test_large_files_are_refused(folder):
 
 def test_no_file_is_read_by_default(folder):
     with pytest.raises(InvalidRequestError, match="allowed-local-media-path"):
-        LocalFiles(MediaLimits()).read(f"file://{folder}/a%20picture.png")
+        LocalFiles(MediaLimits()).read(f"file://{folder}/an%20image.png")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.media.fetch import Fetcher
-from mlx_parallm.media.reader import PictureReader
+from mlx_parallm.media.reader import ImageReader
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
-from tests.unit.media.pictures import FORMATS, file_of, noise, png_of_size
+from tests.unit.media.images import FORMATS, file_of, noise, png_of_size
 from tests.unit.media.servers import Names, Network, serving
 
 PARAM = "messages[1].content[2].image_url"
@@ -23,16 +23,16 @@ def data_url(file: bytes = FILE, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
 
 
-def reader_of(**limits) -> PictureReader:
-    return PictureReader(MediaLimits(**limits))
+def reader_of(**limits) -> ImageReader:
+    return ImageReader(MediaLimits(**limits))
 
 
-async def pixels_of(reader: PictureReader, url: str) -> np.ndarray:
-    async with reader.from_url(url, param=PARAM) as picture:
-        return picture.pixels
+async def pixels_of(reader: ImageReader, url: str) -> np.ndarray:
+    async with reader.from_url(url, param=PARAM) as image:
+        return image.pixels
 
 
-async def refusal(reader: PictureReader, url: str) -> str:
+async def refusal(reader: ImageReader, url: str) -> str:
     free = reader.num_free_pixels
     with pytest.raises(InvalidRequestError) as refused:
         await pixels_of(reader, url)
@@ -45,11 +45,11 @@ async def refusal(reader: PictureReader, url: str) -> str:
 async def test_data_urls_become_pixels(kind):
     async with reader_of().from_url(
         data_url(file_of(IMAGE, kind), kind).replace("data:", "DATA:"), param=PARAM
-    ) as picture:
-        assert picture.format == kind
-        assert picture.pixels.shape == (5, 7, 3)
+    ) as image:
+        assert image.format == kind
+        assert image.pixels.shape == (5, 7, 3)
         if kind in ("png", "webp", "bmp"):
-            np.testing.assert_array_equal(picture.pixels, np.asarray(IMAGE))
+            np.testing.assert_array_equal(image.pixels, np.asarray(IMAGE))
 
 
 async def test_files_below_the_folder_become_pixels(tmp_path):
@@ -61,15 +61,15 @@ async def test_files_below_the_folder_become_pixels(tmp_path):
     assert "allowed-local-media-path" in await refusal(reader_of(), f"file://{tmp_path}/a.png")
 
 
-async def test_hosts_pictures_become_pixels():
+async def test_hosts_images_become_pixels():
     async with serving() as server:
         server.add("/a.png", FILE)
         server.add("/page", b"<html>secret")
         limits = MediaLimits(allowed_domains=("*",))
         fetcher = Fetcher(limits, resolve=Names(), network=Network(server.port))
-        reader = PictureReader(limits, fetcher=fetcher)
-        async with reader.from_url("http://pictures.test/a.png", param=PARAM) as picture:
-            np.testing.assert_array_equal(picture.pixels, np.asarray(IMAGE))
+        reader = ImageReader(limits, fetcher=fetcher)
+        async with reader.from_url("http://pictures.test/a.png", param=PARAM) as image:
+            np.testing.assert_array_equal(image.pixels, np.asarray(IMAGE))
             assert fetcher.num_bytes == len(FILE)
         assert fetcher.num_bytes == 0
         message = await refusal(reader, "http://pictures.test/page")
@@ -84,10 +84,10 @@ async def test_no_host_is_asked_by_default():
 async def test_texts_of_base64_and_bytes_become_pixels():
     reader, text = reader_of(), base64.b64encode(FILE).decode()
     for media_type in (None, "image/png", "IMAGE/PNG"):
-        async with reader.from_base64(text, media_type, param=PARAM) as picture:
-            np.testing.assert_array_equal(picture.pixels, np.asarray(IMAGE))
-    async with reader.from_bytes(FILE, param=PARAM) as picture:
-        np.testing.assert_array_equal(picture.pixels, np.asarray(IMAGE))
+        async with reader.from_base64(text, media_type, param=PARAM) as image:
+            np.testing.assert_array_equal(image.pixels, np.asarray(IMAGE))
+    async with reader.from_bytes(FILE, param=PARAM) as image:
+        np.testing.assert_array_equal(image.pixels, np.asarray(IMAGE))
     for provided in (
         reader.from_base64(text, "image/jpeg", param=PARAM),
         reader.from_base64(f"{text}\n", "image/png", param=PARAM),
@@ -101,9 +101,9 @@ async def test_texts_of_base64_and_bytes_become_pixels():
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "svg+xml", "png;charset=utf-8"])
-async def test_bytes_decide_what_a_picture_is(kind):
-    picture = await pixels_of(reader_of(), data_url(FILE, kind))
-    np.testing.assert_array_equal(picture, np.asarray(IMAGE))
+async def test_bytes_decide_what_a_image_is(kind):
+    image = await pixels_of(reader_of(), data_url(FILE, kind))
+    np.testing.assert_array_equal(image, np.asarray(IMAGE))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ async def test_decoding_is_off_the_event_loop():
         threads.append(thread)
         return result
 
-    await pixels_of(PictureReader(MediaLimits(), in_thread=in_thread), data_url())
+    await pixels_of(ImageReader(MediaLimits(), in_thread=in_thread), data_url())
     assert len(threads) == 2
     assert threading.main_thread() not in threads
 
@@ -185,7 +185,7 @@ async def test_pixels_of_a_cancelled_request_count_until_its_thread_ends():
             await may_end.wait()
         return work()
 
-    reader = PictureReader(MediaLimits(max_pixels=35, max_pixels_in_flight=35), in_thread=in_thread)
+    reader = ImageReader(MediaLimits(max_pixels=35, max_pixels_in_flight=35), in_thread=in_thread)
     task = asyncio.create_task(pixels_of(reader, data_url()))
     await is_decoding.wait()
     task.cancel()

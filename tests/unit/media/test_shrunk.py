@@ -1,4 +1,4 @@
-"""Pictures are made smaller in proportion."""
+"""Images are made smaller in proportion."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Models of each family that takes pictures compute what transformers computes.
+"""Models of each family that takes images compute what transformers computes.
 
-Each prompt runs alone. ``tests/integration/test_pictures.py`` has the same prompts in batches.
+Each prompt runs alone. ``tests/integration/test_images.py`` has the same prompts in batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam
 from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from scripts.golden_vision_cases import SHOWN_ROWS
-from tests.golden_pictures import vision_names
-from tests.picture_sessions import MAX_LEN, PictureSession, golden_of, loaded_of, pictures_of
+from tests.golden_images import vision_names
+from tests.image_sessions import MAX_LEN, ImageSession, golden_of, images_of, loaded_of
 
 # TOLERANCE: of the largest value.
 TOLERANCE = 1e-4
@@ -84,7 +84,7 @@ class TurnedRows:
 @cache
 def continued(name: str, number: int) -> Continued:
     """Return what a model makes of a prompt that runs alone and in one chunk."""
-    session = PictureSession(name, budget=MAX_LEN)
+    session = ImageSession(name, budget=MAX_LEN)
     length = len(golden_of(name)["prompts"][number]["ids"])
     inputs = LayerInputs()
     with (
@@ -121,7 +121,7 @@ def test_every_family_has_golden_values() -> None:
 def test_features_are_those_of_transformers(name: str, number: int) -> None:
     tower = getattr(loaded_of(name).model, TOWER)
     rows = []
-    for source in pictures_of(name).inputs(number):
+    for source in images_of(name).inputs(number):
         arrays = {
             key: mx.array(np.frombuffer(each.data, each.dtype).reshape(each.shape))
             for key, each in source.arrays.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.offline.pictures import chat_prompt
+from mlx_parallm.offline.images import chat_prompt
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from tests.fakes import make_info
 from tests.strict_templates import FREE

@@ -146,11 +146,11 @@ def test_without_a_user_the_first_system_message_takes_it() -> None:
     assert fitted == [said("system", "s0\n\ns1"), said("assistant", "a0")]
 
 
-def test_a_system_message_joins_a_turn_with_pictures() -> None:
-    picture = {"type": "image"}
-    parts = [picture, {"type": "text", "text": "u"}]
+def test_a_system_message_joins_a_turn_with_images() -> None:
+    image = {"type": "image"}
+    parts = [image, {"type": "text", "text": "u"}]
     (turn,) = systems_into_users([said("user", parts), said("system", "s")])
-    assert turn["content"] == [picture, {"type": "text", "text": "u\n\ns"}]
+    assert turn["content"] == [image, {"type": "text", "text": "u\n\ns"}]
     (turn,) = systems_into_users([said("system", "s"), said("user", parts)])
     assert turn["content"] == [{"type": "text", "text": "s"}, *parts]
 

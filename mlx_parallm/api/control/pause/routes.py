@@ -97,7 +97,7 @@ async def reset_prefix_cache(
 @routes.post("/reset_mm_cache", response_class=Response)
 @routes.post("/reset_encoder_cache", response_class=Response)
 async def reset_other_caches() -> Response:
-    """Do nothing (vLLM): what is kept of pictures belongs to the weights that computed it."""
+    """Do nothing (vLLM): what is kept of images belongs to the weights that computed it."""
     return Response(status_code=200)
 
 

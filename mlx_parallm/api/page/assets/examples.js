@@ -25,7 +25,7 @@ const PERSON = {
 const PLAIN = { tools: "", tool_choice: "auto", format: "text", logprobs: false, thinking: "" };
 const text = (value) => JSON.stringify(value, null, 2);
 
-/** What each is called, says and sets; one that `isDrawn` brings a picture. */
+/** What each is called, says and sets; one that `isDrawn` brings an image. */
 export const EXAMPLES = [
   { name: "Think in steps", prompt: "What is 347 + 586?", settings: PLAIN },
   {

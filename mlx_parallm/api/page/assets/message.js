@@ -4,7 +4,7 @@ import { copyText, el, setText } from "./dom.js";
 import { statsLine } from "./format.js";
 import { TokensView } from "./logprobs.js";
 import { MarkdownView } from "./markdown.js";
-import { partsOf, pictureView } from "./pictures.js";
+import { partsOf, imageView } from "./images.js";
 import { ToolCallsView } from "./tools.js";
 
 const ENDS = {
@@ -16,9 +16,9 @@ const ENDS = {
 /** A message of the user. */
 export function userView(content) {
   const { text, urls } = partsOf(content);
-  const pictures = urls.length > 0 ? el("div", { class: "pictures" }, ...urls.map(pictureView)) : null;
+  const images = urls.length > 0 ? el("div", { class: "images" }, ...urls.map(imageView)) : null;
   const words = text ? el("p", {}, text) : null;
-  return el("article", { class: "turn user" }, el("h3", {}, "You"), pictures, words);
+  return el("article", { class: "turn user" }, el("h3", {}, "You"), images, words);
 }
 
 /** An answer, shown while it streams. */

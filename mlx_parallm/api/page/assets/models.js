@@ -27,7 +27,7 @@ export function generates(model) {
   return model.tasks?.includes("generate") ?? false;
 }
 
-/** Whether a model of /v1/models takes pictures. */
+/** Whether a model of /v1/models takes images. */
 export function sees(model) {
   return model.input_modalities?.includes("image") ?? false;
 }

@@ -5,7 +5,7 @@ import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
 import { sees } from "./models.js";
 import { Pane } from "./pane.js";
-import { contentOf, drawing, Pictures } from "./pictures.js";
+import { contentOf, drawing, Images } from "./images.js";
 import { SettingsError } from "./settings.js";
 
 // Of these numbers the lesser, and of the others the greater, is marked in a comparison.
@@ -24,10 +24,10 @@ export class Playground {
     this.problem = part(root, "problem");
     this.examples = part(root, "examples");
     this.compareButton = part(root, "compare");
-    this.pictureButton = part(root, "add-picture");
+    this.imageButton = part(root, "add-image");
     this.seeing = new Set();
     const onProblem = (text) => (this.problem.textContent = text);
-    this.pictures = new Pictures({ root, onProblem, onAdd: () => this.#chooseSeeing() });
+    this.images = new Images({ root, onProblem, onAdd: () => this.#chooseSeeing() });
     const options = { template, api, card, announce, onChange: (error) => this.#onChange(error) };
     this.all = ["A", "B"].map((name) => new Pane({ ...options, name }));
     this.panes = this.all.slice(0, 1);
@@ -83,11 +83,11 @@ export class Playground {
   }
 
   #keep() {
-    const { urls } = this.pictures;
+    const { urls } = this.images;
     const isUsed = this.field.value !== "" || urls.length > 0 || this.all.some((pane) => !pane.isEmpty);
     const chat = {
       text: this.field.value,
-      pictures: urls,
+      images: urls,
       isComparing: this.panes.length > 1,
       panes: this.all.map((pane) => pane.kept()),
     };
@@ -98,7 +98,7 @@ export class Playground {
     const chat = keptChat();
     if (!chat) return;
     this.field.value = chat.text;
-    this.pictures.set(chat.pictures ?? []);
+    this.images.set(chat.images ?? []);
     if (chat.isComparing) this.#compare(true);
     this.all.forEach((pane, i) => pane.restore(chat.panes[i]));
     this.#onChange();
@@ -115,18 +115,18 @@ export class Playground {
     });
   }
 
-  /** Offer what needs a model that takes pictures only where there is one. */
+  /** Offer what needs a model that takes images only where there is one. */
   #showSeeing() {
     const isBlind = this.seeing.size === 0;
     const drawn = this.examples.querySelectorAll("[data-drawing]");
-    for (const button of [this.pictureButton, ...drawn]) button.hidden = isBlind;
+    for (const button of [this.imageButton, ...drawn]) button.hidden = isBlind;
   }
 
-  /** Choose a model that takes pictures in every pane; false if there is none. */
+  /** Choose a model that takes images in every pane; false if there is none. */
   #chooseSeeing() {
     const [first] = this.seeing;
     if (first === undefined) {
-      this.problem.textContent = "No model of this server takes pictures.";
+      this.problem.textContent = "No model of this server takes images.";
       return false;
     }
     for (const pane of this.panes) {
@@ -151,9 +151,9 @@ export class Playground {
     this.field.focus();
   }
 
-  #write(text, pictures) {
+  #write(text, images) {
     this.field.value = text;
-    this.pictures.set(pictures);
+    this.images.set(images);
   }
 
   #compare(isOn) {
@@ -176,7 +176,7 @@ export class Playground {
 
   #send() {
     const text = this.field.value.trim();
-    const { urls } = this.pictures;
+    const { urls } = this.images;
     if ((!text && urls.length === 0) || this.#isBusy()) return;
     try {
       for (const pane of this.panes) {
@@ -185,7 +185,7 @@ export class Playground {
       }
       for (const pane of this.panes) pane.send(contentOf(text, urls));
       this.field.value = "";
-      this.pictures.set([]);
+      this.images.set([]);
     } catch (error) {
       this.#onChange(error);
     }

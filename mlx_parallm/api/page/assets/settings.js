@@ -65,10 +65,10 @@ export class Settings {
     model.setCustomValidity(ids.length > 0 ? "" : "No model of this server generates text.");
   }
 
-  /** Throws SettingsError, and marks the field, unless the model is one of those that take pictures. */
+  /** Throws SettingsError, and marks the field, unless the model is one of those that take images. */
   checkSees(seeing) {
     if (seeing.has(this.model)) return;
-    throw this.#bad(this.fields.model, `${this.model} does not take pictures.`);
+    throw this.#bad(this.fields.model, `${this.model} does not take images.`);
   }
 
   /**

@@ -17,13 +17,13 @@ from mlx_parallm.api.rl.fields import TrainerFields
 from mlx_parallm.api.rl.rollout.answer import token_scores
 from mlx_parallm.api.turns.fields import ProcessorKwargs
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
+from mlx_parallm.api.turns.images import ImageUrls, named_sources, pixel_range_of
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
 from mlx_parallm.api.turns.openai import usage_body
-from mlx_parallm.api.turns.pictures import PictureUrls, named_sources, pixel_range_of
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
-from mlx_parallm.pictures.prompt import PicturePrompt
+from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -45,9 +45,9 @@ class ScoredItem(BaseModel):
 
     prompt_token_ids: Ids = Field(min_length=1, description="What comes before it.")
     completion_token_ids: Ids = Field(min_length=1, description="What is scored.")
-    images: PictureUrls | None = Field(
+    images: ImageUrls | None = Field(
         None,
-        description="Pictures of the prompt, in order: URLs or base64. The prompt has one "
+        description="Images of the prompt, in order: URLs or base64. The prompt has one "
         "placeholder, or all tokens, of each.",
     )
 
@@ -81,22 +81,22 @@ async def score_completions(body: LogprobsRequest, prelude: PreludeDep) -> Respo
     return await unless_disconnected(prelude.request, _score(body, admitted, requests))
 
 
-async def _prompts(body: LogprobsRequest, admitted: Admitted) -> list[PicturePrompt]:
-    """Return the tokens and pictures of each prompt."""
+async def _prompts(body: LogprobsRequest, admitted: Admitted) -> list[ImagePrompt]:
+    """Return the tokens and images of each prompt."""
     written = [
         WrittenPrompt(
             prompt=item.prompt_token_ids,
             model=admitted.model,
-            pictures=named_sources(item.images, f"items[{number}].images"),
+            images=named_sources(item.images, f"items[{number}].images"),
         )
         for number, item in enumerate(body.items)
     ]
     pixel_range = pixel_range_of(body.mm_processor_kwargs)
-    return await read_prompts(written, admitted.prelude.pictures, pixel_range)
+    return await read_prompts(written, admitted.prelude.images, pixel_range)
 
 
 def _requests(
-    body: LogprobsRequest, admitted: Admitted, prompts: Sequence[PicturePrompt], *, name: str
+    body: LogprobsRequest, admitted: Admitted, prompts: Sequence[ImagePrompt], *, name: str
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(
@@ -150,7 +150,7 @@ def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[
     first: dict[Hashable, int] = {}
     for number, request in enumerate(requests):
         prompt = request.prompt_ids[: request.params.prompt_logprobs_start]
-        pictures = tuple(each.content for each in request.inputs)
-        first.setdefault((prompt, pictures), number)
+        images = tuple(each.content for each in request.inputs)
+        first.setdefault((prompt, images), number)
     leaders = sorted(first.values())
     return leaders, sorted(set(range(len(requests))) - set(leaders))

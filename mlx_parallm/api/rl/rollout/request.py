@@ -16,43 +16,43 @@ from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import MarkedTokenizer, appended_ids
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.pictures import (
-    Pictures,
-    PictureSource,
+from mlx_parallm.api.turns.images import (
+    Images,
+    ImageSource,
+    image_sources,
     named_sources,
-    picture_sources,
     pixel_range_of,
 )
 from mlx_parallm.api.turns.written_prompts import read_prompt
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.pictures.processor import PreparedPicture
-from mlx_parallm.pictures.prompt import (
+from mlx_parallm.images.processor import PreparedImage
+from mlx_parallm.images.prompt import (
     Hide,
+    ImagePrompt,
     Messages,
-    PicturePrompt,
     TypedMarks,
     as_it_is,
-    picture_prompt,
+    image_prompt,
     text_prompt,
 )
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens tell how a text that follows them is spelled.
 ANCHOR_TOKENS = 8
-#: How an error names a picture, or a part of it.
-_PICTURE_PARAM = re.compile(r"\.image_url\b")
+#: How an error names an image, or a part of it.
+_IMAGE_PARAM = re.compile(r"\.image_url\b")
 
 
 async def encode_items(
     items: Sequence[RolloutItem],
     body: RolloutRequest,
     model: GenerationModel,
-    pictures: Pictures,
-) -> list[PicturePrompt]:
-    """Return the tokens and pictures of every prompt.
+    images: Images,
+) -> list[ImagePrompt]:
+    """Return the tokens and images of every prompt.
 
     Raises:
-        InvalidRequestError: a prompt is malformed, the template refuses it, or a picture cannot be
+        InvalidRequestError: a prompt is malformed, the template refuses it, or an image cannot be
             read; names its place.
     """
     encoder = PromptEncoder(
@@ -62,12 +62,12 @@ async def encode_items(
         open_turn=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
     )
-    sources = [encoder.pictures(item, number) for number, item in enumerate(items)]
-    prepared = await pictures.prepare_each(
+    sources = [encoder.images(item, number) for number, item in enumerate(items)]
+    prepared = await images.prepare_each(
         ((each, model) for each in sources), pixel_range_of(body.mm_processor_kwargs)
     )
 
-    def work() -> list[PicturePrompt]:
+    def work() -> list[ImagePrompt]:
         pairs = zip(items, prepared, strict=True)
         return [encoder.encode(item, shown, number) for number, (item, shown) in enumerate(pairs)]
 
@@ -92,40 +92,40 @@ class PromptEncoder:
     open_turn: bool
     add_special_tokens: bool
 
-    def pictures(self, item: RolloutItem, number: int) -> list[PictureSource]:
-        """Return where the pictures of prompt ``number`` come from, in order.
+    def images(self, item: RolloutItem, number: int) -> list[ImageSource]:
+        """Return where the images of prompt ``number`` come from, in order.
 
         Raises:
-            InvalidRequestError: a message is malformed; ``param`` is "prompts", or the picture.
+            InvalidRequestError: a message is malformed; ``param`` is "prompts", or the image.
         """
         sources = named_sources(item.images, "images")
         with _named(number):
             if item.messages is not None:
-                sources = picture_sources(turns_of(item.messages, takes_pictures=True))
-            appended = picture_sources(turns_of(item.append_messages or (), takes_pictures=True))
+                sources = image_sources(turns_of(item.messages, takes_images=True))
+            appended = image_sources(turns_of(item.append_messages or (), takes_images=True))
         sources += [replace(source, param=f"append_{source.param}") for source in appended]
         return [replace(source, param=f"prompts[{number}].{source.param}") for source in sources]
 
     def encode(
-        self, item: RolloutItem, pictures: Sequence[PreparedPicture], number: int
-    ) -> PicturePrompt:
+        self, item: RolloutItem, images: Sequence[PreparedImage], number: int
+    ) -> ImagePrompt:
         """Return the tokens and inputs of prompt ``number``.
 
         Raises:
             InvalidRequestError: it is malformed; ``param`` is "prompts".
         """
         with _named(number):
-            return self._encode(item, pictures)
+            return self._encode(item, images)
 
-    def _encode(self, item: RolloutItem, pictures: Sequence[PreparedPicture]) -> PicturePrompt:
+    def _encode(self, item: RolloutItem, images: Sequence[PreparedImage]) -> ImagePrompt:
         if item.text is not None:
             special = self.add_special_tokens
-            return read_prompt(item.text, pictures, self.model, add_special_tokens=special)
+            return read_prompt(item.text, images, self.model, add_special_tokens=special)
         if item.messages is not None:
-            return self._conversation(self._messages(item.messages), pictures)
+            return self._conversation(self._messages(item.messages), images)
         ids = tuple(item.token_ids or ())
         if item.append_messages is None and item.append_text is None:
-            return read_prompt(ids, pictures, self.model)
+            return read_prompt(ids, images, self.model)
         # They are read here already, before the engine checks them.
         if any(not 0 <= token_id < self.model.info.vocab_size for token_id in ids):
             raise InvalidRequestError("token_ids has an id outside the vocabulary")
@@ -133,20 +133,18 @@ class PromptEncoder:
             ids += self._continuation(ids, item.append_text)
         else:
             ids += self._appended(ids, self._messages(item.append_messages or ()))
-        return read_prompt(ids, pictures, self.model)
+        return read_prompt(ids, images, self.model)
 
-    def _conversation(
-        self, messages: Messages, pictures: Sequence[PreparedPicture]
-    ) -> PicturePrompt:
-        tokenizer, form = self.model.tokenizer, self.model.pictures
+    def _conversation(self, messages: Messages, images: Sequence[PreparedImage]) -> ImagePrompt:
+        tokenizer, form = self.model.tokenizer, self.model.images
 
         def render(shown: Messages, hide: Hide) -> str:
             return self._render(shown, self.open_turn, hide)
 
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        if not pictures or form is None:
+        if not images or form is None:
             return text_prompt(messages, form, render=render, encode=encode)
-        return picture_prompt(messages, pictures, form, render=render, encode=encode)
+        return image_prompt(messages, images, form, render=render, encode=encode)
 
     def _continuation(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Return the tokens of a text that goes on from others."""
@@ -156,8 +154,8 @@ class PromptEncoder:
         return continuation_ids(tokenizer, anchor, text)
 
     def _appended(self, ids: Sequence[int], messages: Messages) -> tuple[int, ...]:
-        """Return the tokens of messages behind others, with placeholders for pictures."""
-        tokenizer, form = self.model.tokenizer, self.model.pictures
+        """Return the tokens of messages behind others, with placeholders for images."""
+        tokenizer, form = self.model.tokenizer, self.model.images
         if form is None:
             return appended_ids(tokenizer, ids, messages, self._render, open_turn=self.open_turn)
         typed = TypedMarks(form)
@@ -166,7 +164,7 @@ class PromptEncoder:
         return appended_ids(marked, ids, shown, self._render, open_turn=self.open_turn)
 
     def _messages(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        turns = turns_of(messages, takes_pictures=True)
+        turns = turns_of(messages, takes_images=True)
         return template_messages(turns, id_length=self.model.call_id_length)
 
     def _render(self, messages: Messages, open_turn: bool, hide: Hide = as_it_is) -> str:
@@ -180,14 +178,14 @@ class PromptEncoder:
 
 @contextlib.contextmanager
 def _named(number: int) -> Generator[None]:
-    """Let refusals name a prompt; those of its pictures name these already."""
+    """Let refusals name a prompt; those of its images name these already."""
     try:
         yield
     except ContextLengthError as refusal:
         refusal.param = "prompts"
         raise
     except InvalidRequestError as refusal:
-        if refusal.param is not None and _PICTURE_PARAM.search(refusal.param):
+        if refusal.param is not None and _IMAGE_PARAM.search(refusal.param):
             refusal.param = f"prompts[{number}].{refusal.param}"
             raise
         raise InvalidRequestError(f"prompts[{number}]: {refusal}", param="prompts") from refusal

@@ -96,7 +96,7 @@ async def _requests(
             logprobs=body.top_logprobs,
             grammar=await body_grammar(body, model),
         )
-    prompts = await encode_items(items, body, model, prelude.pictures)
+    prompts = await encode_items(items, body, model, prelude.images)
     return [
         GenerateRequest(
             request_id=f"{name}-{number}",

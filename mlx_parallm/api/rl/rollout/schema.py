@@ -10,7 +10,7 @@ from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import INT64, Ids, NullIsAbsent, Number
 from mlx_parallm.api.rl.fields import TrainerFields
 from mlx_parallm.api.turns.fields import ProcessorKwargs, SamplingFields, TemplateKwargs
-from mlx_parallm.api.turns.pictures import PictureUrls
+from mlx_parallm.api.turns.images import ImageUrls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 
@@ -37,10 +37,10 @@ class RolloutItem(NullIsAbsent):
     append_text: StrictStr | None = Field(
         None, min_length=1, description="With token_ids: a text that goes on from them."
     )
-    images: PictureUrls | None = Field(
+    images: ImageUrls | None = Field(
         None,
-        description="Pictures of text or token_ids, in order: URLs or base64. A text has the "
-        "model's placeholder once for each; token_ids have that, or all tokens of the picture.",
+        description="Images of text or token_ids, in order: URLs or base64. A text has the "
+        "model's placeholder once for each; token_ids have that, or all tokens of the image.",
     )
     seed: StrictInt | None = Field(
         None, ge=-INT64, lt=INT64, description="Of this prompt; sample i uses seed + i."
@@ -67,7 +67,7 @@ class RolloutItem(NullIsAbsent):
         if self.token_ids is None and (self.append_messages or self.append_text):
             raise _wrong(where, "can append to token_ids only")
         if self.messages is not None and self.images:
-            raise _wrong(where, "has its pictures in messages, or in images beside another prompt")
+            raise _wrong(where, "has its images in messages, or in images beside another prompt")
 
 
 class Verifier(NullIsAbsent):

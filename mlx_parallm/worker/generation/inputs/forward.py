@@ -67,8 +67,8 @@ class InputForward:
         embedding: puts rows in place of token embeddings; None if the model takes no inputs.
         deepstack: adds rows to the outputs of the first layers.
         rotary: turns rows by ids on several axes; None if the model has one axis.
-        lacks_axes: True if rows of its pictures have several axes and ``rotary`` is None.
-        two_way: where the rows of a picture attend to later ones; None if nowhere.
+        lacks_axes: True if rows of its images have several axes and ``rotary`` is None.
+        two_way: where the rows of an image attend to later ones; None if nowhere.
         two_way_rows: lets them; None if the path cannot.
     """
 
@@ -87,14 +87,14 @@ class InputForward:
 
     @property
     def why_no_rows(self) -> str | None:
-        """Why no path of the model takes pictures; None if some may."""
+        """Why no path of the model takes images; None if some may."""
         if self.lacks_axes:
             return "its config.json has no RoPE on several axes (mrope_section) that is known"
         return "rows cannot replace its token embeddings" if self.embedding is None else None
 
     @property
-    def why_no_pictures(self) -> str | None:
-        """Why the model takes no pictures on this path; None if it does."""
+    def why_no_images(self) -> str | None:
+        """Why the model takes no images on this path; None if it does."""
         if self.two_way is not None and self.two_way_rows is None:
             return "its layers do not run packed"
         return self.why_no_rows

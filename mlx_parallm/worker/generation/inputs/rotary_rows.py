@@ -1,4 +1,4 @@
-"""Turns the rows of pictures by position ids on several axes (M-RoPE, arXiv:2409.12191)."""
+"""Turns the rows of images by position ids on several axes (M-RoPE, arXiv:2409.12191)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTION = "mrope_section"
 class RotarySeam:
     """Lets the RoPE modules of a text model turn the rows of a step by ids on three axes.
 
-    Steps without rows of pictures do not need it: all axes are equal there, and RoPE's usual
+    Steps without rows of images do not need it: all axes are equal there, and RoPE's usual
     offsets do.
     """
 
@@ -62,7 +62,7 @@ class RotarySeam:
                 ids = features.positions(rows)
                 if ids is not None:
                     start = first + rows.offset
-                    # A row's usual id is its place, and counts from the picture's first row.
+                    # A row's usual id is its place, and counts from the image's first row.
                     begin = result[start] - rows.first_row
                     result[start : start + rows.num_rows] = begin + ids
             first += len(sequence.token_ids)

@@ -46,7 +46,7 @@ class EmbeddingSeam:
         width: the number of numbers in a row.
         first_id: the first id that the embedding table does not have.
         needs_tokens: True if the model looks ids up in further tables, so that rows alone do not
-            say what a position means. Features of pictures count as padding there.
+            say what a position means. Features of images count as padding there.
     """
 
     def __init__(
@@ -273,8 +273,8 @@ class InputFeatures:
         return mx.concatenate(parts, axis=1)
 
 
-class PictureTokens(NamedTuple):
-    """The token ids of pictures in the text model of a tower.
+class ImageTokens(NamedTuple):
+    """The token ids of images in the text model of a tower.
 
     Attributes:
         width: the text model's own width.
@@ -289,7 +289,7 @@ def find_embedding(
     model: nn.Module,
     vocab_size: int,
     dtype: mx.Dtype,
-    pictures: PictureTokens | None = None,
+    images: ImageTokens | None = None,
     ranks: Ranks | None = None,
 ) -> EmbeddingSeam | None:
     """Return the seam of the model's token embedding; None if rows cannot replace tokens.
@@ -302,7 +302,7 @@ def find_embedding(
         model: the model.
         vocab_size: rows of its token embedding.
         dtype: of the model.
-        pictures: of a model with a tower; others take no rows if they have further tables.
+        images: of a model with a tower; others take no rows if they have further tables.
         ranks: the processes that compute the model together and must find the same; None if there
             is this one alone.
     """
@@ -314,8 +314,8 @@ def find_embedding(
             rows = table(tokens)[0]
             width = int(rows.shape[-1])
             seams = [EmbeddingSeam(table, width)]
-            if pictures is not None and others and width == pictures.width:
-                padded = EmbeddingSeam(table, width, others=others, padding_id=pictures.padding_id)
+            if images is not None and others and width == images.width:
+                padded = EmbeddingSeam(table, width, others=others, padding_id=images.padding_id)
                 seams.append(padded)
             for seam in seams:
                 if _replaces(model, seam, rows.astype(dtype), tokens, ranks):

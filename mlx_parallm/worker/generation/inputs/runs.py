@@ -13,7 +13,7 @@ from mlx_parallm.models.vision.features import Features, Stages, Tower, TwoWay
 from mlx_parallm.types.model_input import FEATURE, POSITIONS, TOKEN_IDS, InputKind
 from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 
-# OWN_ARRAYS: arrays of a picture that are not the tower's.
+# OWN_ARRAYS: arrays of an image that are not the tower's.
 OWN_ARRAYS = (TOKEN_IDS, POSITIONS)
 Tensors = Mapping[str, HostTensor]
 
@@ -23,7 +23,7 @@ class InputComputer:
 
     Attributes:
         features: what was computed.
-        tower: computes the features of pictures; None if the model takes none.
+        tower: computes the features of images; None if the model takes none.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class InputComputer:
         Args:
             tower: see the attribute.
             dtype: of the model.
-            two_way: where the rows of a picture attend to later ones; None if nowhere.
+            two_way: where the rows of an image attend to later ones; None if nowhere.
             waits: True if each stage is computed when it returns; False if the device may still be
                 at work on it.
         """
@@ -53,7 +53,7 @@ class InputComputer:
 
     @property
     def num_stages(self) -> int:
-        """The stages of a picture."""
+        """The stages of an image."""
         return 1 if self.tower is None else self.tower.num_stages
 
     def take_begun(self) -> list[mx.array]:
@@ -74,13 +74,13 @@ class InputComputer:
         Args:
             slots: one for each.
             kind: of all.
-            inputs: their arrays; pictures have equal shapes, see ``Tower.stages``.
+            inputs: their arrays; images have equal shapes, see ``Tower.stages``.
         """
         arrays = [{name: to_mlx(tensor) for name, tensor in each.items()} for each in inputs]
-        if kind is not InputKind.PICTURE:
+        if kind is not InputKind.IMAGE:
             return self._run(slots, inputs, _rows_of(arrays), 1)
         tower = self.tower
-        assert tower is not None, "a picture was admitted that the model does not take"
+        assert tower is not None, "an image was admitted that the model does not take"
         own = [{name: each[name] for name in each if name not in OWN_ARRAYS} for each in arrays]
         ids = [each[TOKEN_IDS] for each in arrays]
 
@@ -181,7 +181,7 @@ class InputRun:
 
 
 def over_span(features: Features, token_ids: mx.array, dtype: mx.Dtype) -> Features:
-    """Return the features of a picture with a row for each of its span, lazily.
+    """Return the features of an image with a row for each of its span, lazily.
 
     Rows of marks have no meaning: their embeddings are those of their tokens, which adapters may
     change.

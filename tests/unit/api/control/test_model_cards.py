@@ -26,7 +26,7 @@ INFO = PoolingInfo(
     tasks=("classify", "embed"),
 )
 TOKENIZER: Any = None
-PICTURES: Any = object()
+IMAGES: Any = object()
 MODEL = PoolingModel(
     names=("one",),
     root="r",
@@ -56,7 +56,7 @@ async def test_a_model_that_generates_says_so() -> None:
 
 
 def test_a_model_with_a_tower_takes_images() -> None:
-    model = replace(FakeEngine().models()[0], pictures=PICTURES)
+    model = replace(FakeEngine().models()[0], images=IMAGES)
     assert model.input_modalities == ("text", "image")
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.api.turns.pictures import (
+from mlx_parallm.api.turns.images import (
     LEAST_HELD_BYTES,
     MOST_HELD_BYTES,
     PreparedBudget,
     max_held_bytes,
 )
-from mlx_parallm.pictures.families import WrittenPicture
-from mlx_parallm.pictures.processor import PreparedPicture
+from mlx_parallm.images.families import WrittenImage
+from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.model_input import HostArray
 
 
-def picture(num_bytes: int) -> PreparedPicture:
+def image(num_bytes: int) -> PreparedImage:
     array = HostArray("uint8", (num_bytes,), bytes(num_bytes))
-    return PreparedPicture(WrittenPicture("", ()), {"pixels": array}, "")
+    return PreparedImage(WrittenImage("", ()), {"pixels": array}, "")
 
 
 def test_one_client_holds_half_and_all_hold_the_bound() -> None:
     budget = PreparedBudget(20)
-    held = [picture(10), picture(6), picture(4)]
+    held = [image(10), image(6), image(4)]
     budget.check("a")
     budget.hold(held[0], "a")
     with pytest.raises(OverloadedError):
@@ -36,9 +36,9 @@ def test_one_client_holds_half_and_all_hold_the_bound() -> None:
     assert budget.num_bytes == 20
 
 
-def test_pictures_count_until_nothing_holds_their_arrays() -> None:
+def test_images_count_until_nothing_holds_their_arrays() -> None:
     budget = PreparedBudget(20)
-    held = picture(10)
+    held = image(10)
     budget.hold(held, "a")
     arrays = dict(held.arrays)
     del held

@@ -368,10 +368,10 @@ def test_equal_inputs_go_where_their_results_are_kept() -> None:
 
 
 def ask_about(content: str, *words: int) -> GenerateRequest:
-    """Return a request about a picture of 40 rows behind some tokens."""
+    """Return a request about an image of 40 rows behind some tokens."""
     start = len(words)
-    picture = ModelInput(
-        kind=InputKind.PICTURE,
+    image = ModelInput(
+        kind=InputKind.IMAGE,
         content=content,
         arrays={},
         nbytes=40,
@@ -379,10 +379,10 @@ def ask_about(content: str, *words: int) -> GenerateRequest:
         span=Span(start, start + 40),
     )
     ids = (*words, *((INPUT_TOKEN,) * 40), 1, 2, 3)
-    return GenerateRequest(request_id="r", model="m", prompt_ids=ids, inputs=(picture,))
+    return GenerateRequest(request_id="r", model="m", prompt_ids=ids, inputs=(image,))
 
 
-def test_a_picture_goes_where_its_features_are_kept() -> None:
+def test_a_image_goes_where_its_features_are_kept() -> None:
     router = Router(3, max_num_seqs=4)
 
     def place(request: GenerateRequest) -> int:
@@ -397,7 +397,7 @@ def test_a_picture_goes_where_its_features_are_kept() -> None:
         assert [place(ask_about(content, *words)) for content in "abc"] == homes
 
 
-def test_computing_a_picture_is_part_of_the_work() -> None:
+def test_computing_a_image_is_part_of_the_work() -> None:
     request = ask_about("a", 5, 6)
     work = request.work()
     assert work.num_tokens == len(request.prompt_ids) + 40

@@ -33,9 +33,9 @@ NUM_STAGES = 4
 
 
 def rows_input(tokens: Sequence[int], start: int, *, cost: int, may_cut: bool) -> ModelInput:
-    """Return an input whose rows mean these tokens; one that has a cost is a picture."""
+    """Return an input whose rows mean these tokens; one that has a cost is an image."""
     return ModelInput(
-        kind=InputKind.PICTURE if cost else InputKind.PROMPT_EMBEDS,
+        kind=InputKind.IMAGE if cost else InputKind.PROMPT_EMBEDS,
         content=repr(tokens),
         arrays={"rows": HostArray("uint8", (len(tokens),), json.dumps(list(tokens)).encode())},
         nbytes=len(tokens),
@@ -81,9 +81,9 @@ class InputRunner(SimulatedRunner):
             if stages.begun:
                 assert len({source.shape_key for source in stages.begun}) == 1
                 self.runs.append(len(stages.begun))
-                is_picture = stages.begun[0].kind is InputKind.PICTURE
+                is_image = stages.begun[0].kind is InputKind.IMAGE
                 sources = dict(zip(stages.slots, stages.begun, strict=True))
-                self.open[stages.run] = sources, NUM_STAGES if is_picture else 1
+                self.open[stages.run] = sources, NUM_STAGES if is_image else 1
             sources, num_left = self.open.pop(stages.run)
             assert 0 < stages.num_stages <= num_left
             assert stages.is_last == (stages.num_stages == num_left)
@@ -281,7 +281,7 @@ def begun(batch: ScheduledBatch) -> list[list[str]]:
     ]
 
 
-def test_pictures_of_equal_shapes_are_computed_together() -> None:
+def test_images_of_equal_shapes_are_computed_together() -> None:
     harness = InputHarness(budget=32)
     for name, rows in (("a", ROWS[0]), ("b", ROWS[1]), ("c", (1, 2, 3, 4, 5, 6))):
         harness.add_parts(name, [rows], cost=len(rows))
@@ -294,7 +294,7 @@ def test_pictures_of_equal_shapes_are_computed_together() -> None:
     harness.drain()
 
 
-def test_two_pictures_of_a_prompt_are_computed_together() -> None:
+def test_two_images_of_a_prompt_are_computed_together() -> None:
     harness = InputHarness(budget=32)
     parts = [(number,) * 4 for number in range(3, 7)]
     harness.add_parts("a", [1, parts[0], 2, parts[1], 3, parts[2], 4, parts[3]], cost=4)
@@ -302,7 +302,7 @@ def test_two_pictures_of_a_prompt_are_computed_together() -> None:
     assert harness.inputs.runs == [2, 2]
 
 
-def test_prompts_with_several_pictures_end_where_there_is_room_for_one(
+def test_prompts_with_several_images_end_where_there_is_room_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(running, "INPUT_CACHE_BYTES", 9)
@@ -326,7 +326,7 @@ def test_features_that_are_kept_keep_no_pixels() -> None:
     assert [pixels() for pixels in harness.pixels] == [None] * 3
 
 
-def test_one_picture_of_many_clients_is_computed_once() -> None:
+def test_one_image_of_many_clients_is_computed_once() -> None:
     harness = InputHarness(budget=24)
     for number in range(4):
         harness.add_parts(f"r{number}", [number + 1, ROWS[3]], cost=9)
@@ -344,7 +344,7 @@ def streaming(harness: InputHarness) -> None:
 
 
 @pytest.mark.parametrize("stall_ms", [None, 12])
-def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | None) -> None:
+def test_a_image_is_computed_in_stages_beside_decode_rows(stall_ms: float | None) -> None:
     harness = InputHarness(budget=32, stall_ms=stall_ms)
     streaming(harness)
     harness.add_parts("a", [4, 5, 6, 7, 8, ROWS[3], 3], cost=12)
@@ -358,7 +358,7 @@ def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | No
     stages = [each for batch in batches for each in batch.inputs.stages]
     assert sum(each.num_stages for each in stages) == NUM_STAGES
     assert len(stages) > 1
-    # The text before the picture runs while that is computed.
+    # The text before the image runs while that is computed.
     chunks = [(row.start, len(row.token_ids)) for batch in batches for row in batch.sequences[1:]]
     assert chunks[0] == (0, 5)
     if stall_ms is not None:
@@ -367,7 +367,7 @@ def test_a_picture_is_computed_in_stages_beside_decode_rows(stall_ms: float | No
     harness.abort("stream")
 
 
-def test_less_than_a_block_before_a_picture_waits_for_it_beside_decode_rows() -> None:
+def test_less_than_a_block_before_a_image_waits_for_it_beside_decode_rows() -> None:
     harness = InputHarness(budget=32)
     streaming(harness)
     harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=16)
@@ -385,7 +385,7 @@ def test_less_than_a_block_before_a_picture_waits_for_it_beside_decode_rows() ->
     harness.drain()
 
 
-def test_less_than_a_block_before_a_picture_runs_if_nothing_decodes() -> None:
+def test_less_than_a_block_before_a_image_runs_if_nothing_decodes() -> None:
     harness = InputHarness(budget=16)
     harness.add_parts("a", [4, 5, 6, ROWS[3], 3], cost=100)
     batch = harness.step()
@@ -394,7 +394,7 @@ def test_less_than_a_block_before_a_picture_runs_if_nothing_decodes() -> None:
     harness.drain()
 
 
-def test_the_picture_of_a_request_that_is_aborted_is_given_back() -> None:
+def test_the_image_of_a_request_that_is_aborted_is_given_back() -> None:
     harness = InputHarness(budget=32)
     streaming(harness)
     harness.add_parts("a", [4, ROWS[3], 3], cost=16)
@@ -411,7 +411,7 @@ def test_the_picture_of_a_request_that_is_aborted_is_given_back() -> None:
     assert_nothing_is_lost(harness)
 
 
-def test_requests_that_wait_for_a_picture_end_with_the_step_that_fails_to_compute_it() -> None:
+def test_requests_that_wait_for_a_image_end_with_the_step_that_fails_to_compute_it() -> None:
     harness = InputHarness(budget=32)
     streaming(harness)
     harness.add_parts("a", [ROWS[3], 3], cost=16)

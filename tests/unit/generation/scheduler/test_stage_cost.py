@@ -18,8 +18,8 @@ def observe(cost: StageCost, *tokens: float, begun: float = 0) -> None:
         cost.observe(each, begun, ROWS_S + seconds, ROWS_S)
 
 
-def observe_pictures(cost: StageCost) -> None:
-    """Observe pictures that are computed in unequal parts."""
+def observe_images(cost: StageCost) -> None:
+    """Observe images that are computed in unequal parts."""
     for _ in range(20):
         observe(cost, 100, begun=WHOLE)
         observe(cost, 700, 200)
@@ -27,15 +27,15 @@ def observe_pictures(cost: StageCost) -> None:
 
 def test_stages_cost_what_steps_took_beyond_their_rows() -> None:
     cost = StageCost()
-    observe_pictures(cost)
+    observe_images(cost)
     assert cost.predict(500, 0) == pytest.approx(FIXED_S + 500 * PER_TOKEN_S, rel=0.1)
     assert cost.predict(0, 0) == 0
     assert cost.tokens_within(FIXED_S + 300 * PER_TOKEN_S, 0) == pytest.approx(300, rel=0.1)
 
 
-def test_a_step_that_begins_a_picture_computes_less_of_it() -> None:
+def test_a_step_that_begins_a_image_computes_less_of_it() -> None:
     cost = StageCost()
-    observe_pictures(cost)
+    observe_images(cost)
     within_s = FIXED_S + 300 * PER_TOKEN_S
     tokens = cost.tokens_within(within_s, WHOLE)
     assert tokens == pytest.approx(300 - WHOLE * PER_BEGUN_S / PER_TOKEN_S, rel=0.2)
@@ -54,7 +54,7 @@ def test_a_step_shorter_than_its_rows_does_not_make_stages_free(seconds: float) 
 
 def test_a_step_that_was_interrupted_is_not_believed() -> None:
     cost = StageCost()
-    observe_pictures(cost)
+    observe_images(cost)
     before = cost.predict(WHOLE, 0)
     cost.observe(WHOLE, 0, 100.0, ROWS_S)
     assert cost.predict(WHOLE, 0) < 3 * before

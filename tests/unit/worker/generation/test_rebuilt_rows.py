@@ -23,7 +23,7 @@ from mlx_parallm.types.step import DraftInput, SampleSpec, ScheduledBatch, Sched
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.draft_model import drafted, known_tokens
-from mlx_parallm.worker.generation.inputs.picture_check import PictureText
+from mlx_parallm.worker.generation.inputs.image_check import ImageText
 from mlx_parallm.worker.generation.row_groups import make_groups
 from mlx_parallm.worker.generation.step_rows import single_rows, spread_proposals
 from mlx_parallm.worker.generation.warm_up import on_block
@@ -98,7 +98,7 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
-    "worker/generation/inputs/picture_check.py": (
+    "worker/generation/inputs/image_check.py": (
         # ``with_rows`` adds inputs and offsets.
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
@@ -168,8 +168,8 @@ SINGLE = [
 DRAFTED = {"adapter_slot": 0, "inputs": (), "rope_offsets": (), **COMPUTED}
 
 
-def with_picture() -> list[ScheduledSequence]:
-    text = PictureText(token_ids=[0] * 20, spans=(Span(10, 12),), first_slot=8, has_axes=False)
+def with_image() -> list[ScheduledSequence]:
+    text = ImageText(token_ids=[0] * 20, spans=(Span(10, 12),), first_slot=8, has_axes=False)
     return [text.with_rows(FILLED)]
 
 
@@ -194,8 +194,8 @@ PLACES = {
         lambda: list(on_block(ScheduledBatch(step_id=0, sequences=(FILLED,)), 1).sequences),
         [{"block_table": (1, 1, 1, 1)}],
     ),
-    "picture check": Rebuilt(
-        with_picture,
+    "image check": Rebuilt(
+        with_image,
         [
             {
                 "inputs": (InputRows(slot=8, first_row=0, num_rows=2, offset=1),),

@@ -26,7 +26,7 @@ from mlx_parallm.worker.worker import Worker
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
 from tests.cluster.sharded_models import DENSE, write_model, write_unreadable
-from tests.golden_pictures import read_vision, write_vision
+from tests.golden_images import read_vision, write_vision
 
 
 def ranks_of(size: int) -> Ranks:
