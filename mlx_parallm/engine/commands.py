@@ -5,13 +5,15 @@ Replies may be called on any thread: on the engine's, or on one that speaks to i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mlx_parallm.types.errors import ParallmError
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.live_weights import WeightsHistory
     from mlx_parallm.engine.loop import EngineLoop
     from mlx_parallm.engine.policies import AdapterUpload
     from mlx_parallm.engine.requests import EventReader, Request
@@ -60,6 +62,52 @@ class HostCommand(Protocol[R_co]):
     def __call__(self, host: EngineLoop, /) -> R_co:
         """Carry it out and return its result."""
         ...
+
+    @abstractmethod
+    def noted(self, journal: StateJournal, result: Any, /) -> None:
+        """Note what it left, once every engine has carried it out with this result."""
+        ...
+
+
+class LeavesNothing:
+    """A command after which an engine needs nothing to be like the others."""
+
+    __slots__ = ()
+
+    def noted(self, journal: StateJournal, result: Any, /) -> None:
+        """See ``HostCommand``."""
+
+
+@dataclass(slots=True)
+class StateJournal:
+    """The state of engines that have all had the same commands, for one that is started anew.
+
+    Only the latest state is kept: an adapter as it is now, and the tensors of a model that its
+    folder does not have.
+
+    Attributes:
+        models: what loads a model that was loaded later, by its first name.
+        weights: of models whose weights have changed, likewise.
+        adapters: what loads an adapter, by its model's first name and its own.
+        is_paused: True if no steps are begun.
+        asleep: the tags that are asleep.
+        sleep_level: of the latest sleep.
+        pending: what began a change that is being prepared, because its commit may come any time.
+    """
+
+    models: dict[str, Sequence[HostCommand[Any]]] = field(
+        default_factory=dict[str, "Sequence[HostCommand[Any]]"]
+    )
+    weights: dict[str, WeightsHistory] = field(default_factory=dict[str, "WeightsHistory"])
+    adapters: dict[tuple[str, str], HostCommand[Any]] = field(
+        default_factory=dict[tuple[str, str], "HostCommand[Any]"]
+    )
+    is_paused: bool = False
+    asleep: Sequence[str] = ()
+    sleep_level: int = 0
+    pending: dict[tuple[str, int | str], Any] = field(
+        default_factory=dict[tuple[str, "int | str"], Any]
+    )
 
 
 @runtime_checkable

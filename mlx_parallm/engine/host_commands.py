@@ -13,13 +13,20 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.commands import Change, HostCommand, JoinsResults, NeedsDecision
-from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.commands import (
+    Change,
+    HostCommand,
+    JoinsResults,
+    LeavesNothing,
+    NeedsDecision,
+    StateJournal,
+)
+from mlx_parallm.engine.live_weights import LiveWeights, WeightsHistory, WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
-from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
+from mlx_parallm.types.weights import DROPS_WEIGHTS, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
 #: All adapters, and the versions of the models themselves by their first names.
 LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
@@ -35,6 +42,13 @@ class ListVersions(HostCommand[LoadedVersions]):
         engines = host.engines.items()
         changeable = {name: engine for name, engine in engines if engine.live is not None}
         return infos, {name: engine.policies.base.version for name, engine in changeable.items()}
+
+    @override
+    def noted(self, journal: StateJournal, result: LoadedVersions) -> None:
+        # Engines may have evicted some.
+        kept = {(info.model, info.name) for info in result[0]}
+        for key in journal.adapters.keys() - kept:
+            del journal.adapters[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +85,13 @@ class BeginAdapter(HostCommand[bool], JoinsResults):
         """An engine without a free slot has no parts to put."""
         return any(results)
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending["adapter", self.number] = self
+
 
 @dataclass(frozen=True, slots=True)
-class StageAdapterPart(HostCommand[bool], JoinsResults):
+class StageAdapterPart(LeavesNothing, HostCommand[bool], JoinsResults):
     """Upload the next part of an adapter; see ``BeginAdapter``."""
 
     number: int
@@ -108,7 +126,7 @@ def _choose_evicted(results: Sequence[Evictable]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoom(HostCommand[Evictable], JoinsResults):
+class FindRoom(LeavesNothing, HostCommand[Evictable], JoinsResults):
     """Return what can be evicted for an adapter of a model; raise as ``Policies.load`` does."""
 
     name: str
@@ -124,7 +142,7 @@ class FindRoom(HostCommand[Evictable], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoomForStaged(HostCommand[Evictable], JoinsResults):
+class FindRoomForStaged(LeavesNothing, HostCommand[Evictable], JoinsResults):
     """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does."""
 
     number: int
@@ -169,6 +187,14 @@ class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]], Nee
         DropStagedAdapter(self.number)(host)
         return info, ListVersions()(host)
 
+    @override
+    def noted(self, journal: StateJournal, result: tuple[AdapterInfo, LoadedVersions]) -> None:
+        begin: BeginAdapter = journal.pending.pop(("adapter", self.number))
+        info, listed = result
+        loaded = EnsureAdapter(begin.upload.as_loaded(info), info.model)
+        journal.adapters[info.model, info.name] = loaded
+        ListVersions().noted(journal, listed)
+
 
 @dataclass(frozen=True, slots=True)
 class DropStagedAdapter(HostCommand[None]):
@@ -181,6 +207,10 @@ class DropStagedAdapter(HostCommand[None]):
         staging = host.stagings.pop(self.number, None)
         if staging is not None:
             staging.drop()
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending.pop(("adapter", self.number), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +240,13 @@ class EnsureAdapter(Change, HostCommand[AdapterInfo], NeedsDecision):
         check_owner(host, self.upload.name, self.model)
         return policies_of(host, self.model).ensure(self.upload, self.evicted)
 
+    @override
+    def noted(self, journal: StateJournal, result: AdapterInfo) -> None:
+        if self.evicted is not None:
+            journal.adapters.pop((self.model, self.evicted), None)
+        loaded = EnsureAdapter(self.upload.as_loaded(result), self.model)
+        journal.adapters.setdefault((self.model, self.upload.name), loaded)
+
 
 @dataclass(frozen=True, slots=True)
 class UnloadAdapter(Change, HostCommand[AdapterInfo]):
@@ -221,6 +258,10 @@ class UnloadAdapter(Change, HostCommand[AdapterInfo]):
     def __call__(self, host: EngineLoop) -> AdapterInfo:
         """Apply the command."""
         return policies_of(host, self.model).unload(self.name)
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.adapters.pop((self.model, self.name), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +281,10 @@ class Pause(Change, HostCommand[int], JoinsResults):
         """Each engine has requests of its own."""
         return sum(results)
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.is_paused = True
+
 
 @dataclass(frozen=True, slots=True)
 class Resume(Change, HostCommand[None]):
@@ -250,9 +295,13 @@ class Resume(Change, HostCommand[None]):
         for engine in host.takers():
             engine.is_paused = False
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.is_paused = False
+
 
 @dataclass(frozen=True, slots=True)
-class ResetCaches(Change, HostCommand[None]):
+class ResetCaches(Change, LeavesNothing, HostCommand[None]):
     """Forget what every model computed before; see ``ServedEngine.reset_cache``."""
 
     reset_running: bool
@@ -275,6 +324,10 @@ class PrepareUpdate(HostCommand[None]):
         """Apply the command."""
         live_weights(host.engines[self.model]).prepare(self.update)
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending["update", self.model] = self
+
 
 @dataclass(frozen=True, slots=True)
 class CommitUpdate(Change, HostCommand[WeightsVersion]):
@@ -291,6 +344,12 @@ class CommitUpdate(Change, HostCommand[WeightsVersion]):
         _forget_beside(host, self.model)
         return version
 
+    @override
+    def noted(self, journal: StateJournal, result: WeightsVersion) -> None:
+        prepared: PrepareUpdate = journal.pending.pop(("update", self.model))
+        history = journal.weights.get(self.model, WeightsHistory())
+        journal.weights[self.model] = history.updated(prepared.update, result)
+
 
 @dataclass(frozen=True, slots=True)
 class DropUpdate(HostCommand[None]):
@@ -304,9 +363,13 @@ class DropUpdate(HostCommand[None]):
         if engine is not None and engine.live is not None:
             engine.live.drop_prepared()
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending.pop(("update", self.model), None)
+
 
 @dataclass(frozen=True, slots=True)
-class ReadChecksums(HostCommand[Mapping[str, str]]):
+class ReadChecksums(LeavesNothing, HostCommand[Mapping[str, str]]):
     """Return the SHA-256 of each weight of a model; see ``LiveWeights.checksums``."""
 
     model: str
@@ -327,9 +390,14 @@ class RelabelWeights(Change, HostCommand[WeightsVersion]):
         """Apply the command."""
         return live_weights(host.engines[self.model]).relabel(self.label)
 
+    @override
+    def noted(self, journal: StateJournal, result: WeightsVersion) -> None:
+        history = journal.weights.get(self.model, WeightsHistory())
+        journal.weights[self.model] = replace(history, version=result)
+
 
 @dataclass(frozen=True, slots=True)
-class RestoreVersion(HostCommand[None]):
+class RestoreVersion(LeavesNothing, HostCommand[None]):
     """Give weights that are like those of other engines the same version."""
 
     model: str
@@ -354,6 +422,14 @@ class SleepModels(Change, HostCommand[None]):
         for live in _changeable(host):
             live.sleep(self.level)
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.asleep, journal.sleep_level = SLEEP_TAGS, self.level
+        if self.level >= DROPS_WEIGHTS:
+            for model, history in journal.weights.items():
+                # The folder is read again when the models wake up.
+                journal.weights[model] = replace(history, tensors=None)
+
 
 @dataclass(frozen=True, slots=True)
 class WakeModels(Change, HostCommand[list[str]], JoinsResults):
@@ -371,6 +447,14 @@ class WakeModels(Change, HostCommand[list[str]], JoinsResults):
     @override
     def together(self, results: Sequence[list[str]]) -> list[str]:
         return [tag for tag in SLEEP_TAGS if any(tag in asleep for asleep in results)]
+
+    @override
+    def noted(self, journal: StateJournal, result: Sequence[str]) -> None:
+        is_back = WEIGHTS in journal.asleep and WEIGHTS not in result
+        if is_back and journal.sleep_level >= DROPS_WEIGHTS:
+            for model, history in journal.weights.items():
+                journal.weights[model] = replace(history, version=history.folder_version)
+        journal.asleep = result
 
 
 def policies_of(host: EngineLoop, model: str) -> Policies:

@@ -34,6 +34,35 @@ class WeightsUpdate:
     expected_version: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsHistory:
+    """How a model's weights differ from those that it is loaded with.
+
+    Attributes:
+        folder: the update from a folder that replaced all of them; None if there was none.
+        tensors: the updates since, joined; None if there was none.
+        version: as it is now.
+        folder_version: the version that came with ``folder``.
+        num_updates: how many updates there were.
+    """
+
+    folder: WeightsUpdate | None = None
+    tensors: WeightsUpdate | None = None
+    version: WeightsVersion = field(default_factory=WeightsVersion)
+    folder_version: WeightsVersion = field(default_factory=WeightsVersion)
+    num_updates: int = 0
+
+    def updated(self, update: WeightsUpdate, version: WeightsVersion) -> WeightsHistory:
+        """Return the history with an update, which gave the weights a version."""
+        update = replace(update, version=version.label, expected_version=None)
+        after = replace(self, version=version, num_updates=self.num_updates + 1)
+        if update.folder is not None:
+            return replace(after, folder=update, tensors=None, folder_version=version)
+        before = {} if self.tensors is None else self.tensors.tensors or {}
+        joined = replace(update, tensors={**before, **(update.tensors or {})})
+        return replace(after, tensors=joined)
+
+
 class PrefixCache(Protocol):
     """The cached blocks that were computed with a model's weights."""
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.commands import Call, Change, HostCommand, JoinsResults
+from mlx_parallm.engine.commands import (
+    Call,
+    Change,
+    HostCommand,
+    JoinsResults,
+    LeavesNothing,
+    StateJournal,
+)
 from mlx_parallm.engine.kind import Kind, OpenModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import kind_of, model_folder
@@ -132,9 +139,13 @@ class BeginLoad(HostCommand[int]):
         pending = host.pending[self.number] = self.open_model(host.families, host.worker)
         return pending.num_bytes
 
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending["load", self.number] = self
+
 
 @dataclass(frozen=True, slots=True)
-class AdvanceLoad(HostCommand[float], JoinsResults):
+class AdvanceLoad(LeavesNothing, HostCommand[float], JoinsResults):
     """Load the next part of a model; see ``PendingModel.advance``."""
 
     number: int
@@ -150,6 +161,18 @@ class AdvanceLoad(HostCommand[float], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
+class FinishLoad(LeavesNothing, HostCommand[None]):
+    """Load the rest of a model at once, for an engine that serves no request yet."""
+
+    number: int
+
+    def __call__(self, host: EngineLoop) -> None:
+        """Apply the command."""
+        while AdvanceLoad(self.number)(host) < 1:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
 class DropLoad(HostCommand[None]):
     """Free a model that will not be finished, if it is there."""
 
@@ -160,6 +183,10 @@ class DropLoad(HostCommand[None]):
         pending = host.pending.pop(self.number, None)
         if pending is not None:
             pending.close()
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.pending.pop(("load", self.number), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +208,11 @@ class CommitLoad(Change, HostCommand[ServedModel]):
         host.policies[name] = built.engine.policies
         return built.model
 
+    @override
+    def noted(self, journal: StateJournal, result: ServedModel) -> None:
+        begin = journal.pending.pop(("load", self.number))
+        journal.models[result.names[0]] = (begin, FinishLoad(self.number), self)
+
 
 @dataclass(frozen=True, slots=True)
 class ForgetAdapters(Change, HostCommand[None]):
@@ -191,6 +223,11 @@ class ForgetAdapters(Change, HostCommand[None]):
     def __call__(self, host: EngineLoop) -> None:
         """Apply the command."""
         host.policies.pop(self.name, None)
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        for key in [key for key in journal.adapters if key[0] == self.name]:
+            del journal.adapters[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +241,7 @@ class UnloadModel(Change, HostCommand[None]):
         engine = host.engines.pop(self.name, None)
         if engine is not None:
             engine.release()
+
+    @override
+    def noted(self, journal: StateJournal, result: object) -> None:
+        journal.models.pop(self.name, None)

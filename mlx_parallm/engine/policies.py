@@ -137,6 +137,16 @@ class AdapterUpload:
         """Return an id that is equal for adapters that compute the same."""
         return self.weights.digest if self.opaque is None else self.opaque
 
+    def as_loaded(self, info: AdapterInfo) -> AdapterUpload:
+        """Return what loads it at another engine as it is at those that have it."""
+        return replace(
+            self,
+            version=info.version,
+            expected_version=None,
+            replaces=True,
+            is_pinned=info.is_pinned,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterInfo:

@@ -9,6 +9,8 @@ DEFAULT_VERSION = "default"
 #: What a sleeping model has freed, by vLLM's names.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 SLEEP_TAGS = (WEIGHTS, KV_CACHE)
+#: The level of sleep from which weights are read again from the folder.
+DROPS_WEIGHTS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from mlx_parallm.types.errors import (
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.weights import DEFAULT_VERSION
+from tests.engine_action import Do
 
 PROMPT = tuple(range(50, 90))
 KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
@@ -273,7 +274,7 @@ async def test_an_adapter_that_had_to_go_comes_with_its_request(
     """Unload between an adapter's load and its request, while others believe it is there."""
     save(named / "gone", shapes, 5)
     first = await generate(engine, "gone", "first")
-    await engine.call(lambda host: policies_of(host).unload("gone"))
+    await engine.call(Do(lambda host: policies_of(host).unload("gone")))
     assert is_same(await generate(engine, "gone", "second"), first)
     assert [info.name for info in engine.control.adapters()] == ["gone"]
 
@@ -284,7 +285,7 @@ async def test_a_load_by_name_replaces_no_upload(
     save(named / "both", shapes, 5)
     upload = AdapterUpload(name="both", weights=adapter(tmp_path, shapes, 6), version="mine")
     # The request looked for a folder before it learned of the upload.
-    await engine.call(lambda host: policies_of(host).load(upload))
+    await engine.call(Do(lambda host: policies_of(host).load(upload)))
     assert set((await generate(engine, "both", "r")).versions) == {"mine"}
     assert [info.version for info in engine.control.adapters()] == ["mine"]
 

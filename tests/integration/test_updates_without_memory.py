@@ -39,6 +39,7 @@ from mlx_parallm.worker.ops import (
     Wake,
 )
 from mlx_parallm.worker.worker import Worker
+from tests.engine_action import Do
 from tests.integration.test_live_adapters import adapter, generate, shapes
 from tests.integration.test_live_adapters import save as save_adapter
 from tests.integration.test_live_weights import CHANGED, folders, tensor_of
@@ -198,7 +199,7 @@ async def used(engine: AsyncEngine) -> int:
         gc.collect()
         return mx.get_active_memory()
 
-    return await engine.call(measure)
+    return await engine.call(Do(measure))
 
 
 @contextmanager

@@ -12,12 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlx_parallm.engine.commands import Abort, Call, HostCommand, NeedsDecision, Stop, Submit
+from mlx_parallm.engine.commands import (
+    Abort,
+    Call,
+    HostCommand,
+    NeedsDecision,
+    StateJournal,
+    Stop,
+    Submit,
+)
 from mlx_parallm.engine.host_commands import EnsureAdapter
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
-from mlx_parallm.engine.parallel.journal import StateJournal
+from mlx_parallm.engine.parallel.journal import catch_up
 from mlx_parallm.engine.parallel.member import Member, delay_after, smallest
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
@@ -279,7 +287,7 @@ class Fleet:
             return
         for rank, member in enumerate(self._members):
             if member.has_loaded and not member.is_serving:
-                missed = self._journal.commands()
+                missed = catch_up(self._journal)
                 member.num_missed = len(missed)
                 for action in missed:
                     reply = partial(self._caught_up, rank, action)
@@ -436,7 +444,7 @@ class Fleet:
         self._gatherings.remove(gathering)
         action, result = gathering.command.action, gathering.result()
         if not isinstance(result, ParallmError):
-            self._journal.note(action, result)
+            action.noted(self._journal, result)
         for rank, error in gathering.failed().items():
             self._depose(rank, action, error)
         gathering.command.reply(result)

@@ -29,6 +29,7 @@ from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.worker import Worker
+from tests.engine_action import Do
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import engine_of, make_request
 from tests.scripted_process import builder, die
@@ -191,8 +192,8 @@ async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
     engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     gate = threading.Event()
-    first = asyncio.ensure_future(engine.call(lambda host: wait_for(gate)))
-    others = [asyncio.ensure_future(engine.call(die)) for _ in range(2)]
+    first = asyncio.ensure_future(engine.call(Do(lambda host: wait_for(gate))))
+    others = [asyncio.ensure_future(engine.call(Do(die))) for _ in range(2)]
     # All three are in the inbox before the first is done.
     await asyncio.sleep(0)
     gate.set()
@@ -206,7 +207,7 @@ async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
 
 async def test_a_command_that_fails_is_an_error_of_its_own(engine: AsyncEngine) -> None:
     with pytest.raises(ControlError, match="ZeroDivisionError"):
-        await engine.call(lambda host: 1 // 0)
+        await engine.call(Do(lambda host: 1 // 0))
     assert await text_of(engine, make_request()) == "hello"
 
 
@@ -235,7 +236,7 @@ async def test_drain_of_a_dead_engine_that_was_paused_ends() -> None:
     engine.start()
     await engine.control.pause(PauseMode.KEEP)
     with pytest.raises(EngineDeadError):
-        await engine.call(die)
+        await engine.call(Do(die))
     await engine.drain(30)
 
 

@@ -46,6 +46,7 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
+from tests.engine_action import Do
 from tests.scripted_engine import make_request, remote_engine
 from tests.scripted_process import (
     Unreadable,
@@ -75,7 +76,7 @@ async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
 
 
 async def test_requests_are_answered_from_another_process(engine: AsyncEngine) -> None:
-    assert await engine.call(pid_of) != os.getpid()
+    assert await engine.call(Do(pid_of)) != os.getpid()
     requests = [make_request(str(i), "alias" if i % 2 else "m") for i in range(20)]
     assert (
         await asyncio.gather(*(text_of(engine, request) for request in requests)) == ["hello"] * 20
@@ -99,12 +100,12 @@ async def test_a_command_or_reply_that_cannot_be_sent_is_an_error_of_its_own(
     engine: AsyncEngine,
 ) -> None:
     with pytest.raises(ControlError, match="pickle"):
-        await engine.call(lambda host: None)
+        await engine.call(Do(lambda host: None))
     with pytest.raises(ControlError, match="pickle"):
-        await engine.call(something_local)
+        await engine.call(Do(something_local))
     for action in (Unreadable(), something_unreadable):
         with pytest.raises(ControlError, match="no_such_module"):
-            await engine.call(action)
+            await engine.call(Do(action))
     assert await text_of(engine, make_request()) == "hello"
 
 
@@ -145,12 +146,12 @@ async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
     handle = await engine.submit(make_request())
-    pid = await engine.call(pid_of)
+    pid = await engine.call(Do(pid_of))
     if how == "killed":
         os.kill(pid, signal.SIGKILL)
     else:
         with pytest.raises(EngineDeadError):
-            await engine.call(die)
+            await engine.call(Do(die))
     last = [event async for event in handle.events][-1]
     assert isinstance(last, ErrorEvent)
     assert isinstance(last.error, EngineDeadError)
@@ -179,7 +180,7 @@ async def test_a_stopped_process_counts_as_dead_after_the_deadline(num_ranks: in
     assert await text_of(engine, make_request("a")) == "hello"
     await engine.control.pause(PauseMode.KEEP)
     handle = await engine.submit(make_request("b"))
-    pid = await engine.call(pid_of)
+    pid = await engine.call(Do(pid_of))
     os.kill(pid, signal.SIGSTOP)
     last = [event async for event in handle.events][-1]
     assert isinstance(last, ErrorEvent)
@@ -213,7 +214,7 @@ async def test_a_killed_process_that_cannot_die_keeps_no_request(
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
     handle = await engine.submit(make_request())
-    pid = await engine.call(pid_of)
+    pid = await engine.call(Do(pid_of))
     killed: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
     os.kill(pid, signal.SIGSTOP)
@@ -233,7 +234,7 @@ async def test_a_process_that_hangs_is_told_and_ended() -> None:
     """Let no query wait for it, and end it without an answer to the stop."""
     engine = remote_engine(query_timeout_s=0.2)  # time limit: of queries
     await asyncio.to_thread(engine.start)
-    pid = await engine.call(pid_of)
+    pid = await engine.call(Do(pid_of))
     os.kill(pid, signal.SIGSTOP)
     # Its threads stop one by one.
     while (await engine.engines())[0].readiness is not Readiness.SILENT:
@@ -260,7 +261,7 @@ async def test_a_step_in_flight_is_timed_by_beats() -> None:
     engine = remote_engine(silence_timeout_s=1.0)  # time limit: of beats
     await asyncio.to_thread(engine.start)
     assert engine.steps_s() == [0.0]
-    sleeping = asyncio.ensure_future(engine.call(never_return))
+    sleeping = asyncio.ensure_future(engine.call(Do(never_return)))
     while engine.steps_s() == [0.0]:  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.01)
     (report,) = await engine.engines()
@@ -275,13 +276,13 @@ async def test_a_step_in_flight_is_timed_by_beats() -> None:
 async def test_a_process_that_was_killed_is_started_anew() -> None:
     engine = remote_engine(config=EngineConfig(restart_on_failure=True))
     await asyncio.to_thread(engine.start)
-    first = await engine.call(pid_of)
+    first = await engine.call(Do(pid_of))
     await engine.control.pause(PauseMode.KEEP)
     handle = await engine.submit(make_request())
     os.kill(first, signal.SIGKILL)
     assert isinstance([event async for event in handle.events][-1], ErrorEvent)
     await asyncio.to_thread(engine.wait_until_loaded)
-    assert await engine.call(pid_of) != first
+    assert await engine.call(Do(pid_of)) != first
     assert await text_of(engine, make_request("b")) == "hello"
     await asyncio.to_thread(engine.stop)
 
