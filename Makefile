@@ -38,7 +38,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
 # These end when make does, however that ends; `exec`, so that no shell is between them and make.
-WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
+WITH_MAKE := $(BIN)/python -m mlx_parallm.peers.child_process parent
 
 .PHONY: help serve test test-slow test-engines test-ranks page-test conformance trainers corpus corpus-sample newest check-encoder check-mezo check-vision cluster-check lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
@@ -87,7 +87,7 @@ unit: $(DEV_STAMP) ## The fast tests only
 page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromium)
 	@cd tests/page && npm ci --no-audit --no-fund && \
 		exec env PYTHON="$(abspath $(BIN)/python)" \
-		$(abspath $(BIN)/python) -m mlx_parallm.child_process parent -- npm test
+		$(abspath $(BIN)/python) -m mlx_parallm.peers.child_process parent -- npm test
 
 # Clients that nothing else here needs; instructor wants an older OpenAI client than the others.
 CLIENTS := .venv-clients

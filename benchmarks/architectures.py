@@ -28,9 +28,9 @@ from benchmarks.architectures_over_ranks import (
     try_over_ranks,
     with_section,
 )
-from mlx_parallm import child_process
 from mlx_parallm.models.checkpoints.known_differences import DIFFERENCES
 from mlx_parallm.models.decoder_classes import OWN_DECODERS
+from mlx_parallm.peers import child_process
 from tests.builders.architectures.trial import try_one
 
 # PARTS: modules that hold parts of models, or models that this project cannot serve.

@@ -23,7 +23,7 @@ from benchmarks.cluster_answers import STREAMS, Answers, ask, compare
 from benchmarks.cluster_faults import NUM_STREAMS, Fault, break_rank
 from benchmarks.launched_world import SECONDS_STOPPED, LaunchedWorld, launch_command
 from benchmarks.servers import free_port, running_server
-from mlx_parallm.child_process import run
+from mlx_parallm.peers.child_process import run
 
 DEMO = "mlx-parallm-demo"
 # FLAGS: prompts of a few hundred tokens are cut into chunks beside decoding rows.

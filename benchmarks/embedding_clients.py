@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.measure import BenchmarkError
 from benchmarks.servers import Server
 from mlx_parallm.bench.statistics import percentile
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 
 TIMEOUT_S = 300.0
 

@@ -29,7 +29,7 @@ from benchmarks.embedding_clients import figures_of, start_clients
 from benchmarks.make_embedder import EMBEDDER_FOLDER, make_embedder, texts_of_lengths
 from benchmarks.measure import make_parser
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server, server_environment
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 
 SHORTEST, LONGEST = 5, 250
 MANY_TEXTS = 16

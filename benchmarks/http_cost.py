@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.checks import Check, conclude
 from benchmarks.measure import BenchmarkError
-from mlx_parallm.child_process import COMMAND, ChildProcess
+from mlx_parallm.peers.child_process import COMMAND, ChildProcess
 
 HERE = Path(__file__).resolve().parent
 TEXT = "A short text, such as people search for."

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx2
 
 from benchmarks.servers import ServerError
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 
 # LAUNCH: what the command mlx.launch does.
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"

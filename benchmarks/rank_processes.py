@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 
 from benchmarks.checks import RESULTS
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 
 #: ``BACKENDS``: nccl gives each rank a GPU of its own; ring runs on a CPU.
 BACKENDS = ("nccl", "ring")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 
 # START_TIMEOUT_S includes the compilation of kernels on a GPU.
 START_TIMEOUT_S = 400.0

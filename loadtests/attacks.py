@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
-from mlx_parallm.child_process import end_at_eof
+from mlx_parallm.peers.child_process import end_at_eof
 
 CHAT = "/v1/chat/completions"
 DEPTH = 10_000

@@ -21,7 +21,7 @@ from benchmarks.checks import Check, conclude
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
 from loadtests.cases import Case, make_cases
 from loadtests.exchange import Answer, ask
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LEFT_BEHIND = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

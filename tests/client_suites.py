@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 
 
 class Named(Protocol):

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.server_process import ROOT
 
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.local_life import Build, LocalLife
-from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.request import GenerateRequest, SamplingParams

@@ -12,18 +12,18 @@ import sys
 import threading
 from collections.abc import Callable
 
-from mlx_parallm.channel import Channel
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import BuiltModel
 from mlx_parallm.engine.local_life import Build
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.engines import serve_engines
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.worker import Worker
 from tests.fakes import ByteTokenizer, FakeRunner, spell

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 
 from mlx_parallm.api.http.listener import bind
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.serving.local_ranks import ring_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.checks import RESULTS
 from benchmarks.gpu.bench import Bench, Outcome
 from benchmarks.gpu.engines import MeasureError
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 
 EQUAL = "texts equal to the reference, float32"
 GAP = "bf16: the two best logits where texts part, at most"

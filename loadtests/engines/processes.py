@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.servers import Server
-from mlx_parallm.serving.processes import ENGINE, HTTP
+from mlx_parallm.peers.launch import ENGINE, HTTP
 
 ENGINES, HTTP_PROCESSES = "engine", "HTTP process"
 MODULES = {ENGINES: ENGINE, HTTP_PROCESSES: HTTP}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from mlx_parallm.api.http.listener import bind
 from mlx_parallm.art.errors import ServerStartError
-from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.client import RequestFailedError, ServerUnreachableError
 from mlx_parallm.client.transport import Transport
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import ConfigError
 
 POLL_S = 0.1

@@ -17,8 +17,8 @@ from mlx_parallm.bench.client import LoadClient
 from mlx_parallm.bench.http_stream import Target
 from mlx_parallm.bench.load import closed_loop, open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
-from mlx_parallm.channel import Channel
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import ConfigError
 
 # READY, GO: what a process says once it has its load, and hears once all have theirs.

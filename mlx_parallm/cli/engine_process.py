@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mlx_parallm.channel import Channel
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.cli.logs import take_over_handlers
+from mlx_parallm.peers.channel import Channel
 from mlx_parallm.process_setup.device_process import prepare_device_process
 
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (end,) = begin(arguments)
     prepare_device_process()
     # These bring MLX.
-    from mlx_parallm.engine.remote.host import serve_engines  # noqa: PLC0415
+    from mlx_parallm.peers.engines import serve_engines  # noqa: PLC0415
     from mlx_parallm.serving.build import (  # noqa: PLC0415
         build_engines,
         training_beside,

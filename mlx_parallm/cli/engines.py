@@ -11,10 +11,10 @@ from dataclasses import replace
 from mlx_parallm.cli.logs import take_over_handlers
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.peers.launch import ENGINE, module_command
+from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life
-from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from mlx_parallm.engine.remote.silence import CHECKS, Silence
+from mlx_parallm.peers.silence import CHECKS, Silence
 
 logger = logging.getLogger(__name__)
 

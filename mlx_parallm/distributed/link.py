@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_parallm.channel import Channel, UnreadableError, pack
 from mlx_parallm.distributed.addresses import find_addresses, listen
 from mlx_parallm.distributed.handshake import (
     SECRET_BYTES,
@@ -28,6 +27,7 @@ from mlx_parallm.distributed.handshake import (
     call,
 )
 from mlx_parallm.distributed.reception import Reception, all_callers
+from mlx_parallm.peers.channel import Channel, UnreadableError, pack
 from mlx_parallm.types.errors import ConfigError, RankLostError
 
 #: ``LINK_SHARE``: the share of the seconds for joining in which rank 0 waits for the followers'

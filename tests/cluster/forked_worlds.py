@@ -24,7 +24,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mlx_parallm.child_process import ChildProcess, end_at_eof
+from mlx_parallm.peers.child_process import ChildProcess, end_at_eof
 from mlx_parallm.serving.local_ranks import ring_ranks
 from tests.cluster.faulty_ranks import Task, run_rank
 from tests.cluster.rank_processes import WITH_OPENBLAS

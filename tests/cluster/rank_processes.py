@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.child_process import ChildProcess, end_at_eof
+from mlx_parallm.peers.child_process import ChildProcess, end_at_eof
 from mlx_parallm.serving.local_ranks import ring_ranks
 
 # WITH_OPENBLAS: ranks compute as engine processes do.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.serving.local_ranks import ring_ranks
 
 pytestmark = pytest.mark.slow

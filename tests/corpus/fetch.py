@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from urllib.parse import urljoin
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.corpus.sources import Source
 
 INDEX = "https://pypi.org/simple"

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.client_suites import choose
 from tests.compatibility_page import NEWEST, PAGE, with_section
 from tests.conformance.report import Outcome, last_run, outcomes

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.client_suites import choose, failed_of
 from tests.corpus.fetch import unpacked
 from tests.corpus.report import write_section

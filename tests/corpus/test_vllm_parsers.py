@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.corpus.fetch import unpacked
 from tests.corpus.sources import VLLM
 from tests.corpus.suites import ROOT

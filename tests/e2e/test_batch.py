@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.processes import are_gone, engines_of
 from tests.server_process import POOL, ROOT, ServerProcess, user_environment
 

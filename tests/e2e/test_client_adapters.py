@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm import child_process
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.peers import child_process
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 

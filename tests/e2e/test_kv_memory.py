@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.server_process import ROOT
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import (
     ConfigError,
     ContextLengthError,

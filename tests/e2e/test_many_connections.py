@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.process_setup.descriptors import raise_descriptor_limit
 from tests.server_process import ROOT, ServerProcess, limiting
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from scripts.run_notebook import CellError, run
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 
-from mlx_parallm import child_process
+from mlx_parallm.peers import child_process
 from tests.server_process import ROOT, ServerProcess
 
 MODEL = "mlx-parallm-demo"

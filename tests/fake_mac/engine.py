@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def become(description: str) -> None:
     """Let this process and the engine processes that it starts see a Mac.
 
-    Call it before ``mlx_parallm.serving.processes`` is imported; ``description`` is JSON of a
+    Call it before ``mlx_parallm.peers.launch`` is imported; ``description`` is JSON of a
     ``FakeMac``.
     """
     prepare_device_process()

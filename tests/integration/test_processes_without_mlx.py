@@ -23,7 +23,7 @@ MODULES = (
     "mlx_parallm.cli.serve_start",
     "mlx_parallm.engine.core",
     "mlx_parallm.engine.parallel.life",
-    "mlx_parallm.engine.remote.life",
+    "mlx_parallm.peers.life",
     "mlx_parallm.llm",
     "mlx_parallm.offline.engine_processes",
     "mlx_parallm.serving.async_engine",
@@ -98,7 +98,7 @@ def test_tokenizers_are_used_without_a_large_library() -> None:
 ENDS = """
 import threading
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.peers.life import RemoteLife
 
 def live():
     import mlx_lm

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.child_process import run
+from mlx_parallm.peers.child_process import run
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ export async function startServer(...flags) {
   const port = await freePort();
   const python = process.env.PYTHON ?? "python3";
   // The server ends when its descriptor 3 does, which is when this process has ended.
-  const link = ["-m", "mlx_parallm.child_process", "3"];
+  const link = ["-m", "mlx_parallm.peers.child_process", "3"];
   const args = [...link, "mlx_parallm", "serve", "--port", String(port), ...flags];
   const child = spawn(python, args, { cwd: ROOT, stdio: ["ignore", "pipe", "pipe", "pipe"] });
   const url = `http://127.0.0.1:${port}/`;

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlx._distributed_utils.common import Hostfile
 
-from mlx_parallm.child_process import run
+from mlx_parallm.peers.child_process import run
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
 SCRIPT = FOLDER / "serve_group.sh"

@@ -17,11 +17,11 @@ from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.http.handover import ConnectionPipe
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
-from mlx_parallm.engine.remote.remote_code import find_remote_code
+from mlx_parallm.peers.http_messages import Catalog, Closed, Counted, Ready, Start, Stop
+from mlx_parallm.peers.remote_code import find_remote_code
+from mlx_parallm.peers.wire import Wire
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
-from mlx_parallm.serving.remote.client import RemoteEngine
-from mlx_parallm.serving.remote.messages import Catalog, Closed, Counted, Ready, Start, Stop
-from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.serving.remote_engine import RemoteEngine
 
 # ORPHANED: exit code of a process whose server is gone.
 ORPHANED = 3

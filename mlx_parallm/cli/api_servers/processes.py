@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.http.handover import ConnectionPipe, Handover
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.remote.life import start_process
-from mlx_parallm.serving.remote.host import EngineHost, Shared
-from mlx_parallm.serving.remote.messages import Closed, Counted, Ready, Start, Stop
-from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.peers.http_messages import Closed, Counted, Ready, Start, Stop
+from mlx_parallm.peers.life import start_process
+from mlx_parallm.peers.requests import EngineHost, Shared
+from mlx_parallm.peers.wire import Wire
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from mlx_parallm.cli.api_servers import processes
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.api_servers.processes import HttpProcesses
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.peers.http_messages import Start
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.remote.messages import Start
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import engine_of
 from tests.scripted_process import builder
@@ -24,7 +24,7 @@ from tests.scripted_process import builder
 # READY: a process that takes connections, and reads no message.
 READY = """
 import pickle, socket, struct, sys, time
-from mlx_parallm.serving.remote.messages import Ready
+from mlx_parallm.peers.http_messages import Ready
 body = pickle.dumps(Ready())
 wire = socket.socket(fileno=int(sys.argv[-2]))
 wire.sendall(struct.pack("<QQ", 0, len(body)) + body)

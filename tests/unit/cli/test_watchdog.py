@@ -18,7 +18,7 @@ from mlx_parallm.cli.watchdog import (
     Watchdog,
     is_debugged,
 )
-from mlx_parallm.engine.remote.silence import CHECKS
+from mlx_parallm.peers.silence import CHECKS
 from mlx_parallm.types.errors import EngineDeadError
 
 

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mlx_parallm.channel import UnreadableError
 from mlx_parallm.distributed.addresses import LOOPBACK, Offer, listen
 from mlx_parallm.distributed.link import FollowerLink, LeaderLink, Message
+from mlx_parallm.peers.channel import UnreadableError
 from mlx_parallm.types.errors import ConfigError, ControlError, RankLostError
 from tests.fake_ranks import PATIENCE_S, FakeRanks, fake_ranks
 

@@ -12,11 +12,11 @@ import pytest
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.peers.http_messages import Known, Start
+from mlx_parallm.peers.requests import EngineHost
+from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.remote.client import RemoteEngine
-from mlx_parallm.serving.remote.host import EngineHost
-from mlx_parallm.serving.remote.messages import Known, Start
-from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.serving.remote_engine import RemoteEngine
 from mlx_parallm.types.errors import ModelNotFoundError, ShuttingDownError
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mlx_parallm.serving.remote.host import Shared
+from mlx_parallm.peers.requests import Shared
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: MAX_REMEMBERED: operations and generations that are kept; the oldest are forgotten first.

@@ -9,7 +9,7 @@ from subprocess import PIPE
 import pytest
 
 from mlx_parallm.api.control.server.process_usage import usage_families, usage_of_processes
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 
 WAITS = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.models import PackedModel, ServedModel
-from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.serving.remote.messages import (
+from mlx_parallm.peers.events import pack_events
+from mlx_parallm.peers.http_messages import (
     Answer,
     AskEngine,
     Catalog,
@@ -25,7 +25,7 @@ from mlx_parallm.serving.remote.messages import (
     Open,
     Wait,
 )
-from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Ends

@@ -12,13 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.local_life import Build, LocalLife, OpenWorker, nothing_beside, own_worker
 from mlx_parallm.engine.models import MakeBeside
-from mlx_parallm.engine.remote.events import pack_events
-from mlx_parallm.engine.remote.messages import (
+from mlx_parallm.engine.requests import Event
+from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.events import pack_events
+from mlx_parallm.peers.messages import (
     Beat,
     Events,
     Failed,
@@ -29,9 +30,8 @@ from mlx_parallm.engine.remote.messages import (
     Start,
     Withdraw,
 )
-from mlx_parallm.engine.remote.remote_code import find_remote_code
-from mlx_parallm.engine.remote.silence import beat
-from mlx_parallm.engine.requests import Event
+from mlx_parallm.peers.remote_code import find_remote_code
+from mlx_parallm.peers.silence import beat
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
 
 logger = logging.getLogger(__name__)

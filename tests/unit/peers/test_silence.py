@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from mlx_parallm.engine.remote.silence import CHECKS, Silence, watched
+from mlx_parallm.peers.silence import CHECKS, Silence, watched
 
 
 def checks(silence: Silence, count: int = CHECKS) -> list[bool]:

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from mlx_parallm import child_process
-from mlx_parallm.child_process import COMMAND, PARENT, ChildProcess
+from mlx_parallm.peers import child_process
+from mlx_parallm.peers.child_process import COMMAND, PARENT, ChildProcess
 
 MODULE = ["http.server", "--bind", "127.0.0.1", "0"]
 SCRIPT = "import signal; print('begun', flush=True); signal.pause()"
 #: It starts the child, and a bystander that inherits every descriptor that can be inherited.
 PARENT_SCRIPT = f"""
 import signal, subprocess, sys
-from mlx_parallm.child_process import ChildProcess
+from mlx_parallm.peers.child_process import ChildProcess
 # A shell lets what it runs in the background ignore this signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 child = ChildProcess(sys.argv[1:])
@@ -60,7 +60,7 @@ def test_a_child_ends_with_its_parent(target: list[str], how: int) -> None:
 
 def test_a_child_ends_with_a_parent_that_made_no_pipe() -> None:
     """Start a child as the Makefile does."""
-    link = f"{sys.executable} -m mlx_parallm.child_process {PARENT}"
+    link = f"{sys.executable} -m mlx_parallm.peers.child_process {PARENT}"
     with subprocess.Popen(
         ["sh", "-c", f"{link} {COMMAND} sh -c 'echo begun; exec sleep 600' & wait"],
         stdout=subprocess.PIPE,

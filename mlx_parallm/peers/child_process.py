@@ -3,7 +3,7 @@
 The parent keeps the write end of a pipe and the child has its read end. However the parent ends,
 by SIGKILL too, the kernel closes the write end, and a thread of the child ends the child.
 
-The child is started by ``python -m mlx_parallm.child_process LINK TARGET...``:
+The child is started by ``python -m mlx_parallm.peers.child_process LINK TARGET...``:
 
 - LINK is the descriptor of the read end, or ``parent``: the child then ends when its parent is
   another process than at its start, for parents that cannot make a pipe (make).
@@ -61,7 +61,7 @@ class ChildProcess(subprocess.Popen[Any]):
         read_end, write_end = os.pipe()
         # finalize also closes it when this process ends normally.
         self.close_link = weakref.finalize(self, os.close, write_end)
-        launcher = [python or sys.executable, "-m", "mlx_parallm.child_process"]
+        launcher = [python or sys.executable, "-m", "mlx_parallm.peers.child_process"]
         try:
             super().__init__(
                 [*launcher, str(read_end), *target], pass_fds=(*pass_fds, read_end), **options

@@ -21,20 +21,20 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.channel import Channel
 from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.remote import life as remote_life_module
-from mlx_parallm.engine.remote.host import ORPHANED, _Host
-from mlx_parallm.engine.remote.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
-from mlx_parallm.engine.remote.messages import Beat, Failed, Progress, Query, Ready, Start, Withdraw
 from mlx_parallm.engine.state import EngineState, ReadMetrics
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.generation.remote_grammars import compile_grammar
+from mlx_parallm.peers import life as remote_life_module
+from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.engines import ORPHANED, _Host
+from mlx_parallm.peers.launch import ENGINE, module_command
+from mlx_parallm.peers.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
+from mlx_parallm.peers.messages import Beat, Failed, Progress, Query, Ready, Start, Withdraw
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
-from mlx_parallm.serving.processes import ENGINE, module_command
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm import channel
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.channel import Channel, UnreadableError
-from mlx_parallm.engine.remote.events import pack_events, unpack_events
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
+from mlx_parallm.peers import channel
+from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.events import pack_events, unpack_events
 from mlx_parallm.tokenizer.lanes import OwnLock
 from mlx_parallm.types.errors import ControlError, StepError
 from mlx_parallm.types.events import (

@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from mlx_parallm.channel import Channel
 from mlx_parallm.engine.commands import Abort, Command, Stop
-from mlx_parallm.engine.remote.messages import Query, Withdraw
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.messages import Query, Withdraw
 from mlx_parallm.types.errors import ControlError, EngineDeadError, ParallmError
 
 logger = logging.getLogger(__name__)

@@ -22,20 +22,20 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from mlx_parallm.channel import Channel, UnreadableError
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import StartedModel, TellProgress
 from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask
-from mlx_parallm.engine.remote.events import unpack_events
-from mlx_parallm.engine.remote.link import Link, PendingQuery, WithdrawnQuery
-from mlx_parallm.engine.remote.messages import Beat, Events, Failed, Progress, Ready, Reply, Start
-from mlx_parallm.engine.remote.remote_code import find_remote_code
-from mlx_parallm.engine.remote.silence import CHECKS, Silence, watched
 from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
+from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.events import unpack_events
+from mlx_parallm.peers.link import Link, PendingQuery, WithdrawnQuery
+from mlx_parallm.peers.messages import Beat, Events, Failed, Progress, Ready, Reply, Start
+from mlx_parallm.peers.remote_code import find_remote_code
+from mlx_parallm.peers.silence import CHECKS, Silence, watched
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, EngineSilentError
 

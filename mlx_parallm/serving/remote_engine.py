@@ -17,14 +17,12 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.pooling.client import AsyncPooling
-from mlx_parallm.serving.generators import Generators
-from mlx_parallm.serving.remote.messages import (
+from mlx_parallm.peers.events import unpack_events
+from mlx_parallm.peers.http_messages import (
     Answer,
     AskEngine,
     Catalog,
@@ -35,7 +33,9 @@ from mlx_parallm.serving.remote.messages import (
     Start,
     Wait,
 )
-from mlx_parallm.serving.remote.wire import Wire
+from mlx_parallm.peers.wire import Wire
+from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.serving.generators import Generators
 from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.weights import WeightsVersion

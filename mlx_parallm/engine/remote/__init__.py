@@ -1,1 +1,0 @@
-"""Engines in a process of their own: the same commands and events, over a socket."""
