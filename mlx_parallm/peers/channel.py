@@ -6,7 +6,7 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 from mlx_parallm.types.errors import ControlError
 
 # Little-endian: the message's number and how many buffers follow its pickle (PEP 574), then the
-# sizes of it and of them.
+# sizes of it and of them, 8 bytes each.
 _HEAD = struct.Struct("<QI")
-_SIZE = "Q"
 # SOCKET_BYTES: size of the kernel's buffer. It holds the events of some steps, so that the engine
 # does not wait for the reader, and no more, so that the events that are read are not old.
 SOCKET_BYTES = 1 << 17
@@ -55,6 +54,67 @@ class Packed:
         """The size of the message, in bytes."""
         return len(self.body) + sum(buffer.nbytes for buffer in self.buffers)
 
+    def parts(self, number: int) -> list[memoryview]:
+        """Return what is sent of it, in order; few parts if it is small."""
+        sizes = [len(self.body), *(buffer.nbytes for buffer in self.buffers)]
+        head = _HEAD.pack(number, len(self.buffers)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+        if len(self.body) < BUFFER_BYTES:
+            return [memoryview(head + self.body), *self.buffers]
+        return [memoryview(head), memoryview(self.body), *self.buffers]
+
+
+def message_parts() -> Generator[int, bytearray, tuple[Any, int]]:
+    """Yield the size of each part of a message, and get it; return the message and its number.
+
+    Raises:
+        UnreadableError: it cannot be unpickled; the next message can be read.
+    """
+    number, count = _HEAD.unpack((yield _HEAD.size))
+    sizes = struct.Struct(f"<{count + 1}Q")
+    parts: list[bytearray] = []
+    for size in sizes.unpack((yield sizes.size)):
+        parts.append((yield size))
+    try:
+        return pickle.loads(parts[0], buffers=parts[1:]), number
+    except Exception as cause:
+        raise UnreadableError(number, cause) from cause
+
+
+class Incoming:
+    """Puts messages together from the bytes that come, as many at a time as there are.
+
+    Attributes:
+        missing: the bytes until the next part of a message is complete.
+        is_in_head: True up to the end of the first part of a message.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parts = message_parts()
+        self.missing, self._part, self.is_in_head = next(self._parts), bytearray(), True
+
+    def feed(self, data: bytes | memoryview) -> tuple[Any, int] | None:
+        """Take up to ``missing`` bytes; return the message that they complete, and its number.
+
+        Raises:
+            UnreadableError: it cannot be unpickled.
+        """
+        self._part += data
+        self.missing -= len(data)
+        try:
+            while not self.missing:
+                part, self._part, self.is_in_head = self._part, bytearray(), False
+                self.missing = self._parts.send(part)
+        except StopIteration as end:
+            self._begin()
+            return end.value
+        except UnreadableError:
+            self._begin()
+            raise
+        return None
+
 
 class Channel:
     """One end of a channel. The other end is trusted: both run the same program.
@@ -89,14 +149,8 @@ class Channel:
 
     def send_packed(self, message: Packed, number: int = 0) -> None:
         """Send a packed message and a number; raise OSError if the other end is gone."""
-        body, buffers = message.body, message.buffers
-        sizes = struct.pack(f"<{len(buffers) + 1}{_SIZE}", len(body), *(b.nbytes for b in buffers))
-        parts = [memoryview(part) for part in (_HEAD.pack(number, len(buffers)) + sizes, body)]
-        if len(body) < BUFFER_BYTES:
-            # One call and one packet for a small message.
-            parts = [memoryview(b"".join(parts))]
         with self._lock:
-            for part in (*parts, *buffers):
+            for part in message.parts(number):
                 for begin in range(0, part.nbytes, SLICE_BYTES):
                     self._socket.sendall(part[begin : begin + SLICE_BYTES])
 
@@ -107,13 +161,13 @@ class Channel:
             UnreadableError: it cannot be unpickled.
             EOFError: the other end is gone.
         """
-        number, count = _HEAD.unpack(self._read(_HEAD.size))
-        form = struct.Struct(f"<{count + 1}{_SIZE}")
-        body, *buffers = [self._read(size) for size in form.unpack(self._read(form.size))]
-        try:
-            return pickle.loads(body, buffers=buffers), number
-        except Exception as cause:
-            raise UnreadableError(number, cause) from cause
+        parts = message_parts()
+        size = next(parts)
+        while True:
+            try:
+                size = parts.send(self._read(size))
+            except StopIteration as end:
+                return end.value
 
     def hang_up(self) -> None:
         """Close the connection for both ends, and for their threads that wait here."""

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import pickle
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any, cast
 
-logger = logging.getLogger(__name__)
-
-# Little-endian: the message's number, and the size of its pickle.
-_HEAD = struct.Struct("<QQ")
+from mlx_parallm.peers.channel import Incoming, pack
 
 
 class Wire(asyncio.Protocol):
@@ -32,7 +26,7 @@ class Wire(asyncio.Protocol):
         self._take = take
         self._on_lost = on_lost
         self._transport: asyncio.WriteTransport | None = None
-        self._unread = bytearray()
+        self._incoming = Incoming()
 
     async def connect(self, end: socket.socket) -> None:
         """Begin to read from a connected socket."""
@@ -42,11 +36,12 @@ class Wire(asyncio.Protocol):
         """Send an object and a number; nothing happens if the other end is gone.
 
         Raises:
-            Exception: it cannot be pickled.
+            ControlError: it cannot be pickled.
         """
-        body = pickle.dumps(message, protocol=5)
+        packed = pack(message)
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(_HEAD.pack(number, len(body)) + body)
+            for part in packed.parts(number):
+                self._transport.write(part)
 
     def close(self) -> None:
         """Hang up."""
@@ -64,14 +59,10 @@ class Wire(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
-        self._unread += data
-        begin = 0
-        while len(self._unread) - begin >= _HEAD.size:
-            number, size = _HEAD.unpack_from(self._unread, begin)
-            end = begin + _HEAD.size + size
-            if len(self._unread) < end:
-                break
-            body = bytes(memoryview(self._unread)[begin + _HEAD.size : end])
-            begin = end
-            self._take(pickle.loads(body), number)
-        del self._unread[:begin]
+        left = memoryview(data)
+        while left:
+            size = self._incoming.missing
+            taken = self._incoming.feed(left[:size])
+            left = left[size:]
+            if taken is not None:
+                self._take(*taken)

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 
 from mlx_parallm.api.app import answers_in_any_process, create_request_app
 from mlx_parallm.api.control.art.policies import Policies
-from mlx_parallm.api.http.handover import ConnectionPipe
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
+from mlx_parallm.peers.connections import ConnectionPipe
 from mlx_parallm.peers.http_messages import Catalog, Closed, Counted, Ready, Start, Stop
 from mlx_parallm.peers.remote_code import find_remote_code
 from mlx_parallm.peers.wire import Wire

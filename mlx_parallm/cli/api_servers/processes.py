@@ -13,8 +13,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.api.http.handover import ConnectionPipe, Handover
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.peers.connections import ConnectionPipe, Handover
 from mlx_parallm.peers.http_messages import Closed, Counted, Ready, Start, Stop
 from mlx_parallm.peers.life import start_process
 from mlx_parallm.peers.requests import EngineHost, Shared

@@ -23,11 +23,11 @@ from tests.scripted_process import builder
 
 # READY: a process that takes connections, and reads no message.
 READY = """
-import pickle, socket, struct, sys, time
+import socket, sys, time
+from mlx_parallm.peers.channel import Channel
 from mlx_parallm.peers.http_messages import Ready
-body = pickle.dumps(Ready())
-wire = socket.socket(fileno=int(sys.argv[-2]))
-wire.sendall(struct.pack("<QQ", 0, len(body)) + body)
+channel = Channel(socket.socket(fileno=int(sys.argv[-2])))
+channel.send(Ready())
 time.sleep(3600)
 """
 FAILING = "raise SystemExit(1)"

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.api.http import handover
 from mlx_parallm.api.http.connection import MAX_HEAD_BYTES
-from mlx_parallm.api.http.handover import TAKEN, ConnectionPipe, request_line
+from mlx_parallm.api.http.handover import request_line
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.peers import connections as connections_module
+from mlx_parallm.peers.channel import pack
+from mlx_parallm.peers.connections import TAKEN, ConnectionPipe
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,11 @@ async def test_connections_arrive_in_order_with_what_was_read(
     await lost.wait()
 
 
+def frame(head: bytes | None) -> bytes:
+    """Return what comes with a descriptor."""
+    return b"".join(pack(head).parts(0))
+
+
 async def closed(connection: socket.socket) -> None:
     """Return once a pipe has closed a connection."""
     while connection.fileno() != -1:  # noqa: ASYNC110
@@ -111,7 +118,7 @@ async def test_a_client_sees_the_end_of_what_the_other_process_closed(
     with there:
         mine, client = connections[0]
         sender.send(mine, head)
-        _, descriptors, _, _ = socket.recv_fds(there, 4 + len(head), 1)
+        _, descriptors, _, _ = socket.recv_fds(there, len(frame(head)), 1)
         socket.socket(fileno=descriptors[0]).close()
         client.setblocking(False)
         assert client.recv(1) == b""
@@ -144,7 +151,7 @@ async def test_without_copies_nothing_is_acknowledged(
         keeps_copies=False,
     )
     with here:
-        socket.send_fds(here, [bytes(4)], [connections[0][0].fileno()])
+        socket.send_fds(here, [frame(b"")], [connections[0][0].fileno()])
         connection, _ = await taken.get()
         connection.close()
         receiver.close()
@@ -163,10 +170,10 @@ async def test_a_descriptor_stays_open_until_the_other_end_has_it(
         for connection in sent:
             sender.send(connection, head)
         for number, connection in enumerate(sent):
-            data, descriptors, _, _ = socket.recv_fds(there, 4 + len(head), 1)
-            assert data[4:] == head
+            data, descriptors, _, _ = socket.recv_fds(there, len(frame(head)), 1)
+            assert data == frame(head)
             assert connection.fileno() != -1
-            there.sendall(TAKEN.to_bytes(4, "little"))
+            there.sendall(frame(TAKEN))
             await closed(connection)
             assert all(later.fileno() != -1 for later in sent[number + 1 :])
             with socket.socket(fileno=descriptors[0]) as arrived:
@@ -300,7 +307,7 @@ async def test_descriptors_on_their_way_are_bounded_by_the_system(
         return send_fds(*arguments)
 
     monkeypatch.setattr(socket, "send_fds", refuse)
-    monkeypatch.setattr(handover, "RETRY_S", 0.001)
+    monkeypatch.setattr(connections_module, "RETRY_S", 0.001)
     here, there = socket.socketpair()
     taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
     sender = ConnectionPipe(here, lambda *_: None, lambda: pytest.fail("the pipe is there"))
