@@ -35,9 +35,9 @@ from mlx_parallm.cli.ranks import wait_for_launcher
 from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
-from mlx_parallm.peers.http_messages import Start
 from mlx_parallm.peers.launch import HTTP, module_command
 from mlx_parallm.peers.life import ignore_signals
+from mlx_parallm.peers.messages import StartHttp
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.serving.async_engine import AsyncEngine
 
@@ -297,7 +297,7 @@ class _SharedHttp(_OwnHttp):
         share = replace(config, max_client_body_bytes=config.max_client_body_bytes // count)
         self._processes = HttpProcesses(
             engine,
-            Start(engine.config, share, max_waiting, bound_to, count),
+            StartHttp(engine.config, share, max_waiting, bound_to, count),
             module_command(HTTP, config),
             shared=app.state.policies,
             adopt=self._adopt,

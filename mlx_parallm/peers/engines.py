@@ -18,19 +18,18 @@ from mlx_parallm.engine.local_life import Build, LocalLife, OpenWorker, nothing_
 from mlx_parallm.engine.models import MakeBeside
 from mlx_parallm.engine.requests import Event
 from mlx_parallm.peers.channel import Channel, UnreadableError
-from mlx_parallm.peers.events import pack_events
 from mlx_parallm.peers.messages import (
     Beat,
     Events,
     Failed,
-    Progress,
+    LoadProgress,
     Query,
     Ready,
     Reply,
-    Start,
+    StartEngines,
     Withdraw,
+    find_remote_code,
 )
-from mlx_parallm.peers.remote_code import find_remote_code
 from mlx_parallm.peers.silence import beat
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
 
@@ -48,7 +47,7 @@ def serve_engines(
 ) -> int:
     """Be the engines' process until ``Stop``; return the exit code. This thread owns MLX."""
     start, _ = channel.receive()
-    assert isinstance(start, Start)
+    assert isinstance(start, StartEngines)
     find_remote_code(start.config)
     return _Host(channel, start, build, beside, open_worker).run()
 
@@ -57,7 +56,7 @@ class _Host:
     def __init__(
         self,
         channel: Channel,
-        start: Start,
+        start: StartEngines,
         build: Build,
         beside: MakeBeside = nothing_beside,
         open_worker: OpenWorker = own_worker,
@@ -67,7 +66,7 @@ class _Host:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
             start.config,
-            lambda text, share: channel.send(Progress(text, share)),
+            lambda text, share: channel.send(LoadProgress(text, share)),
             build,
             beside,
             open_worker,
@@ -110,7 +109,7 @@ class _Host:
         )
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        self._channel.send(Events(pack_events(events)))
+        self._channel.send(Events(events))
 
     def _read(self) -> None:
         """On a thread of its own: take messages until the server is gone, and end then."""

@@ -31,10 +31,17 @@ from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.peers.channel import Channel, UnreadableError
-from mlx_parallm.peers.events import unpack_events
 from mlx_parallm.peers.link import Link, PendingQuery, WithdrawnQuery
-from mlx_parallm.peers.messages import Beat, Events, Failed, Progress, Ready, Reply, Start
-from mlx_parallm.peers.remote_code import find_remote_code
+from mlx_parallm.peers.messages import (
+    Beat,
+    Events,
+    Failed,
+    LoadProgress,
+    Ready,
+    Reply,
+    StartEngines,
+    find_remote_code,
+)
 from mlx_parallm.peers.silence import CHECKS, Silence, watched
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, EngineSilentError
@@ -181,10 +188,10 @@ class RemoteLife(EngineLife):
         with self._lock:
             self._loading = channel
         try:
-            channel.send(Start(self._config, self._silence_timeout_s))
+            channel.send(StartEngines(self._config, self._silence_timeout_s))
             while True:
                 match self._pulse.receive(channel)[0]:
-                    case Progress(text, fraction):
+                    case LoadProgress(text, fraction):
                         self._on_progress(text, fraction)
                     case Failed(error):
                         raise error
@@ -423,8 +430,8 @@ def _receive(channel: Channel, link: Link, pulse: _Pulse, deliver: Deliver) -> N
             link.settle(problem.number, problem)
             continue
         match message:
-            case Events(packed):
-                deliver(unpack_events(packed))
+            case Events():
+                deliver(message.events)
             case Reply(value):
                 link.settle(number, value)
             case Failed(error):

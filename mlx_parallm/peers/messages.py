@@ -1,23 +1,28 @@
-"""The messages between the server's process and the engines' process.
+"""The messages between the processes of a server, besides ``Abort``, ``Stop`` and ``CheckRoom``.
 
-Commands travel as they are, without their replies. Those of a command and of a query have its
-number.
+Commands to engines travel as they are, without their replies. The reply to a command or question
+has its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
 from mlx_parallm.engine.models import PackedModel
+from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.engine.requests import Event, Request
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import TokenEvent
+from mlx_parallm.types.weights import WeightsVersion
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartEngines:
     """To the engines, first.
 
     Attributes:
@@ -31,23 +36,26 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
-    """To the engines: a question about their state.
+class StartHttp:
+    """To an HTTP process, first.
 
-    It is answered between messages, not between steps. Where the answer is a future, its result
-    is sent.
+    Attributes:
+        engine_config: the engines' settings.
+        server_config: the server's.
+        max_waiting: the size of an engine's queue.
+        bound_to: the IP address of the server's socket.
+        num_processes: how many HTTP processes share the queue.
     """
 
-    ask: Callable[[EngineState], Any]
+    engine_config: EngineConfig
+    server_config: ServerConfig
+    max_waiting: int
+    bound_to: str
+    num_processes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
-    """To the engines: the caller of the query of this number was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
+class LoadProgress:
     """From the engines: how far the load is."""
 
     text: str
@@ -56,23 +64,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From the engines: everything is loaded; ``models`` are the fields of ``StartedModel``."""
+    """From a process: it serves.
 
-    models: Sequence[tuple[ModelConfig, PackedModel, bool]]
+    ``models``: what the engines have loaded, as fields of ``StartedModel``.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """From the engines, last: what they could not be loaded for, or died of."""
-
-    error: ParallmError
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """From the engines: what a step means for its clients, packed by ``pack_events``."""
-
-    packed: list[Any]
+    models: Sequence[tuple[ModelConfig, PackedModel, bool]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,147 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """From the engines, last: what they could not be loaded for, or died of."""
+
+    error: ParallmError
+
+
+class Events:
+    """From where the engines are: what a step means for its requests. It is pickled compactly.
+
+    Attributes:
+        events: in their order.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+
+    def __reduce__(self) -> tuple[Callable[..., Events], tuple[Any]]:
+        """Pickle token events as tuples, which takes a fifth of the time; there are many."""
+        return _unpacked, ([_fields(event) for event in self.events],)
+
+
+def _fields(event: Event) -> tuple[Any, ...] | Event:
+    if type(event) is not TokenEvent:
+        return event
+    return (
+        event.request_id,
+        event.index,
+        event.token_ids,
+        event.text,
+        event.logprobs,
+        event.finish_reason,
+        event.stop_reason,
+        event.version,
+    )
+
+
+def _unpacked(packed: Sequence[tuple[Any, ...] | Event]) -> Events:
+    return Events([_token_event(*each) if isinstance(each, tuple) else each for each in packed])
+
+
+def _token_event(
+    request_id: str, index: int, token_ids: Any, text: str, logprobs: Any, *end: Any
+) -> TokenEvent:
+    finish_reason, stop_reason, version = end
+    return TokenEvent(
+        request_id=request_id,
+        index=index,
+        token_ids=token_ids,
+        text=text,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        version=version,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """To the engines: a question about their state.
+
+    It is answered between messages, not between steps. Where the answer is a future, its result
+    is sent. Any of several engines answers; ``key``: see ``Ask``.
+    """
+
+    ask: Callable[[EngineState], Any]
+    key: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """To the engines: the caller of the query of this number was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """From the engines: what came of the command or query of its number, or its error."""
+    """The result of the command or question of its number, or its error."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """From an HTTP process: admit a request; the reply is None or the refusal.
+
+    ``num_samples`` is that of its reader.
+    """
+
+    request: Request
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """From an HTTP process: see ``EngineCore.wait``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """From an HTTP process: one of its connections is no longer there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """From an HTTP process: what it has answered since the last time, by labels of the metric."""
+
+    counts: Mapping[Any, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """To an HTTP process: what requests may name, whenever that has changed.
+
+    Attributes:
+        statuses: the models, without what is known of them but with the number of that.
+        models: what is known of models, by numbers that were not sent before.
+        adapters: the loaded adapters by name.
+        versions: of the models' weights.
+        shared: what the application shares with those of other processes.
+    """
+
+    statuses: Sequence[tuple[ModelStatus, int | None]]
+    models: Mapping[int, PackedModel]
+    adapters: Mapping[str, AdapterInfo]
+    versions: Mapping[str, WeightsVersion]
+    shared: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """To an HTTP process, which sends it back: all messages before it have been taken."""
+
+
+def find_remote_code(config: EngineConfig) -> None:
+    """Let this process unpickle what another has made by a model's own code, where that is allowed.
+
+    transformers puts its folder of such modules on the path when it first loads one.
+    """
+    if any(model.trust_remote_code for model in config.models):
+        # Only then: it takes half a second, and makes the folder.
+        from transformers.dynamic_module_utils import init_hf_modules  # noqa: PLC0415
+
+        init_hf_modules()

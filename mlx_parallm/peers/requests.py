@@ -13,16 +13,14 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.models import PackedModel, ServedModel
 from mlx_parallm.engine.requests import Event
-from mlx_parallm.engine.state import EngineState
-from mlx_parallm.peers.events import pack_events
-from mlx_parallm.peers.http_messages import (
-    Answer,
-    AskEngine,
+from mlx_parallm.engine.state import CheckRoom, EngineState
+from mlx_parallm.peers.messages import (
     Catalog,
-    CheckRoom,
     Events,
     Known,
     Open,
+    Query,
+    Reply,
     Wait,
 )
 from mlx_parallm.peers.wire import Wire
@@ -83,7 +81,7 @@ class EngineHost:
                 self._begin(number, self._core.check_queue(model, client, n))
             case Wait(name):
                 self._begin(number, self._core.wait(name))
-            case AskEngine(question, key):
+            case Query(question, key):
                 self._begin(number, self._ask(question, key))
             case Known():
                 if (known := self._acknowledged.pop(number, None)) is not None:
@@ -185,7 +183,7 @@ class EngineHost:
             logger.exception("a question of an HTTP process failed")
             value = EngineDeadError("The server failed to answer.")
         self.show()
-        self._wire.send(Answer(value), number)
+        self._wire.send(Reply(value), number)
 
     def _forward(self, reader: ForwardingReader, event: Event) -> None:
         if not self._events:
@@ -198,7 +196,7 @@ class EngineHost:
     def _flush(self) -> None:
         events, self._events = self._events, []
         self.show()
-        self._wire.send(Events(pack_events(events)))
+        self._wire.send(Events(events))
 
 
 def _acknowledge(known: asyncio.Future[None]) -> None:

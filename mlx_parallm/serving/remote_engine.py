@@ -17,20 +17,18 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.models import ServedModel
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.state import CheckRoom, EngineState
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.peers.events import unpack_events
-from mlx_parallm.peers.http_messages import (
-    Answer,
-    AskEngine,
+from mlx_parallm.peers.messages import (
     Catalog,
-    CheckRoom,
     Events,
     Known,
     Open,
-    Start,
+    Query,
+    Reply,
+    StartHttp,
     Wait,
 )
 from mlx_parallm.peers.wire import Wire
@@ -64,7 +62,7 @@ class RemoteEngine(Generators):
     """Implements ``RequestClient`` by messages to the process that chooses among the engines."""
 
     def __init__(
-        self, start: Start, wire: Wire, on_shared: Callable[[Any], None] = lambda shared: None
+        self, start: StartHttp, wire: Wire, on_shared: Callable[[Any], None] = lambda shared: None
     ) -> None:
         """Prepare; the first catalog is to be taken before any request.
 
@@ -90,10 +88,10 @@ class RemoteEngine(Generators):
     def take(self, message: Any, number: int) -> bool:
         """Take a message of the other process; False if it is not about requests."""
         match message:
-            case Events(packed):
-                for request_id in self._streams.dispatch(unpack_events(packed)):
+            case Events():
+                for request_id in self._streams.dispatch(message.events):
                     self._wire.send(Abort(request_id=request_id))
-            case Answer(value):
+            case Reply(value):
                 self._settle(number, value)
             case Catalog():
                 self._note(message)
@@ -182,7 +180,7 @@ class RemoteEngine(Generators):
     ) -> Future[Any]:
         """See ``Ask``; called on any thread, like the one that compiles grammars."""
         answer: Future[Any] = Future()
-        self._loop.call_soon_threadsafe(self._send, AskEngine(question, key), answer)
+        self._loop.call_soon_threadsafe(self._send, Query(question, key), answer)
         return answer
 
     def _send(self, question: Any, answer: asyncio.Future[Any] | Future[Any]) -> int:

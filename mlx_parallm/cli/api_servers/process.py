@@ -16,9 +16,9 @@ from mlx_parallm.api.app import answers_in_any_process, create_request_app
 from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
+from mlx_parallm.engine.commands import Stop
 from mlx_parallm.peers.connections import ConnectionPipe
-from mlx_parallm.peers.http_messages import Catalog, Closed, Counted, Ready, Start, Stop
-from mlx_parallm.peers.remote_code import find_remote_code
+from mlx_parallm.peers.messages import Catalog, Closed, Counted, Ready, StartHttp, find_remote_code
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.serving.remote_engine import RemoteEngine
@@ -61,7 +61,7 @@ class HttpProcess:
 
     def _take(self, message: Any, number: int) -> None:
         match message:
-            case Start():
+            case StartHttp():
                 self._set_up(message)
             case Stop():
                 self._stopped.set()
@@ -72,7 +72,7 @@ class HttpProcess:
                 if isinstance(message, Catalog) and self._serving is None:
                     self._serving = asyncio.get_running_loop().create_task(self._serve())
 
-    def _set_up(self, start: Start) -> None:
+    def _set_up(self, start: StartHttp) -> None:
         find_remote_code(start.engine_config)
         pipe = ConnectionPipe(
             self._pipe_end, self._adopt, on_lost=_end_at_once, on_dropped=self._note_closed

@@ -13,10 +13,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_parallm.engine.commands import Stop
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.peers.connections import ConnectionPipe, Handover
-from mlx_parallm.peers.http_messages import Closed, Counted, Ready, Start, Stop
 from mlx_parallm.peers.life import start_process
+from mlx_parallm.peers.messages import Closed, Counted, Ready, StartHttp
 from mlx_parallm.peers.requests import EngineHost, Shared
 from mlx_parallm.peers.wire import Wire
 
@@ -66,7 +67,7 @@ class HttpProcesses:
     def __init__(
         self,
         core: EngineCore,
-        start: Start,
+        start: StartHttp,
         command: Sequence[str],
         *,
         shared: Shared,

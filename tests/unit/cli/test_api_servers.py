@@ -15,7 +15,7 @@ from mlx_parallm.cli.api_servers import processes
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.api_servers.processes import HttpProcesses
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.peers.http_messages import Start
+from mlx_parallm.peers.messages import StartHttp
 from mlx_parallm.serving.async_engine import AsyncEngine
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import engine_of
@@ -25,7 +25,7 @@ from tests.scripted_process import builder
 READY = """
 import socket, sys, time
 from mlx_parallm.peers.channel import Channel
-from mlx_parallm.peers.http_messages import Ready
+from mlx_parallm.peers.messages import Ready
 channel = Channel(socket.socket(fileno=int(sys.argv[-2])))
 channel.send(Ready())
 time.sleep(3600)
@@ -61,7 +61,7 @@ async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
 def http_processes(
     engine: AsyncEngine, *command: str, restart_delay_s: float = 0.01
 ) -> HttpProcesses:
-    start = Start(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
+    start = StartHttp(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
     return HttpProcesses(
         engine,
         start,

@@ -19,7 +19,7 @@ from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.peers import channel
 from mlx_parallm.peers.channel import Channel, UnreadableError
-from mlx_parallm.peers.events import pack_events, unpack_events
+from mlx_parallm.peers.messages import Events
 from mlx_parallm.tokenizer.lanes import OwnLock
 from mlx_parallm.types.errors import ControlError, StepError
 from mlx_parallm.types.events import (
@@ -141,12 +141,12 @@ TOKENS = st.builds(
 
 @given(events=st.lists(TOKENS | st.builds(PromptEvent, request_id=TEXTS)))
 def test_events_are_packed_and_unpacked(events: list[GenerateEvent]) -> None:
-    assert unpack_events(pickle.loads(pickle.dumps(pack_events(events)))) == events
+    assert pickle.loads(pickle.dumps(Events(events))).events == events
 
 
 def test_errors_of_a_step_are_events_too() -> None:
-    packed = pack_events([ErrorEvent(request_id="a", error=StepError("x"))])
-    (event,) = unpack_events(pickle.loads(pickle.dumps(packed)))
+    events = Events([ErrorEvent(request_id="a", error=StepError("x"))])
+    (event,) = pickle.loads(pickle.dumps(events)).events
     assert isinstance(event, ErrorEvent)
     assert (event.request_id, str(event.error)) == ("a", "x")
 

@@ -32,7 +32,15 @@ from mlx_parallm.peers.channel import Channel
 from mlx_parallm.peers.engines import ORPHANED, _Host
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
-from mlx_parallm.peers.messages import Beat, Failed, Progress, Query, Ready, Start, Withdraw
+from mlx_parallm.peers.messages import (
+    Beat,
+    Failed,
+    LoadProgress,
+    Query,
+    Ready,
+    StartEngines,
+    Withdraw,
+)
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import (
@@ -333,8 +341,8 @@ def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
         command = [sys.executable, "-m", "tests.scripted_process", script, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     with closing(Channel(ours)) as channel:
-        channel.send(Start(EngineConfig(), SILENCE_TIMEOUT_S))
-        assert isinstance(next_message(channel), Progress)
+        channel.send(StartEngines(EngineConfig(), SILENCE_TIMEOUT_S))
+        assert isinstance(next_message(channel), LoadProgress)
         yield process, channel
 
 
@@ -373,7 +381,7 @@ def test_no_signal_ends_it_however_early() -> None:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGHUP)
         named = replace(config, models=(ModelConfig(path="no such model"),))
-        channel.send(Start(named, SILENCE_TIMEOUT_S))
+        channel.send(StartEngines(named, SILENCE_TIMEOUT_S))
         message = next_message(channel)
         process.send_signal(signal.SIGTERM)
         assert isinstance(message, Failed)
@@ -390,7 +398,7 @@ def test_its_answers_can_be_withdrawn() -> None:
 
     ours, theirs = (Channel(end) for end in socket.socketpair())
     grammars = Grammars()
-    host = _Host(theirs, Start(EngineConfig(), SILENCE_TIMEOUT_S), lambda *_: [])
+    host = _Host(theirs, StartEngines(EngineConfig(), SILENCE_TIMEOUT_S), lambda *_: [])
     host._life._state = EngineState(
         MetricFamilies(), {"m": cast("Any", SimpleNamespace(grammars=grammars))}
     )

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.peers.http_messages import Known, Start
+from mlx_parallm.peers.messages import Known, StartHttp
 from mlx_parallm.peers.requests import EngineHost
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -38,7 +38,7 @@ class Pair:
     """An HTTP process and the process with the engines, on one event loop."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        start = Start(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
+        start = StartHttp(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
         self.shared = Counted()
         self.seen: list[Any] = []
         self.here = Wire(self._take_here, lambda: None)
