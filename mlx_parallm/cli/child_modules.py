@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.peers.life import ignore_signals
+from mlx_parallm.peers.launch import ignore_signals
 from mlx_parallm.process_setup.descriptors import keep_descriptor_limit
 
 #: ``SWITCH_INTERVAL_S``: with Python's default of 5 ms the engine would wait as long for the GIL

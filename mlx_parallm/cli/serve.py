@@ -35,8 +35,7 @@ from mlx_parallm.cli.ranks import wait_for_launcher
 from mlx_parallm.cli.watchdog import LONG_STEP_S, end_at_once, watching
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.life import END_TIMEOUT_S
-from mlx_parallm.peers.launch import HTTP, module_command
-from mlx_parallm.peers.life import ignore_signals
+from mlx_parallm.peers.launch import HTTP, ignore_signals, module_command
 from mlx_parallm.peers.messages import StartHttp
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.serving.async_engine import AsyncEngine

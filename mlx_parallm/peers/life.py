@@ -7,12 +7,8 @@ import contextlib
 import gc
 import logging
 import math
-import os
 import queue
-import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
@@ -31,6 +27,7 @@ from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
 from mlx_parallm.peers.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.peers.messages import (
     Beat,
@@ -42,7 +39,7 @@ from mlx_parallm.peers.messages import (
     StartEngines,
     find_remote_code,
 )
-from mlx_parallm.peers.silence import CHECKS, Silence, watched
+from mlx_parallm.peers.silence import CHECKS, Pulse, watched
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, EngineSilentError
 
@@ -50,14 +47,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: ``IGNORED_SIGNALS``: a signal to the whole process group is meant for the server, which drains
-#: before it stops its engines. SIGHUP comes from a terminal that is gone, or an ssh connection.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# DEATH_TIMEOUT_S: grace period before SIGKILL after a crash.
-DEATH_TIMEOUT_S = 1.0
 # SILENCE_TIMEOUT_S: a process that says nothing for this long, not even that it runs, is killed.
 SILENCE_TIMEOUT_S = 60.0
-# START_TIMEOUT_S: likewise while it starts and may not be able to beat; see ``_Pulse``.
+# START_TIMEOUT_S: likewise while it starts and may not be able to beat; see ``Pulse``.
 START_TIMEOUT_S = 600.0
 
 
@@ -208,11 +200,11 @@ class RemoteLife(EngineLife):
             with self._lock:
                 self._loading = None
 
-    def _new_pulse(self) -> _Pulse:
+    def _new_pulse(self) -> Pulse:
         ranks = self._config.ranks
         timeout_s = START_TIMEOUT_S + (ranks.join_timeout_s if ranks.size > 1 else 0.0)
         start_checks = max(CHECKS, math.ceil(CHECKS * timeout_s / self._silence_timeout_s))
-        return _Pulse(start_checks, Ready if ranks.size > 1 else Beat)
+        return Pulse(start_checks, Ready if ranks.size > 1 else Beat)
 
     @contextlib.contextmanager
     def _guarded(self, process: subprocess.Popen[bytes], channel: Channel) -> Generator[_Deadline]:
@@ -262,52 +254,6 @@ class RemoteLife(EngineLife):
             link.fail()
 
 
-class _Pulse:
-    """The signs of life of a process: its beats, and when nothing came.
-
-    Attributes:
-        silence: knows for how long nothing has come.
-        limit: the checks in a row for which nothing may come. It is larger while the process
-            starts: it cannot beat before it has imported its modules, and while ranks join each
-            other, MLX keeps the GIL.
-        step_s: for how long the step in flight has run by the latest beat, in seconds.
-    """
-
-    def __init__(self, start_checks: int, has_started: type[Beat | Ready]) -> None:
-        """Begin; ``start_checks`` is the ``limit`` up to the first message of ``has_started``."""
-        self._has_started = has_started
-        self.silence = Silence()
-        self.limit = start_checks
-        self.step_s = 0.0
-        self._is_reported = False
-
-    @property
-    def is_weak(self) -> bool:
-        """True if nothing came for half of the timeout."""
-        return self.silence.num_checks >= self.limit // 2
-
-    def report_silence(self, message: str) -> None:
-        """Log a message once until the process says something again."""
-        if not self._is_reported:
-            logger.warning("%s", message)
-        self._is_reported = True
-
-    def receive(self, channel: Channel) -> tuple[Any, int]:
-        """Return the next message that is no beat, and its number; see ``Channel.receive``."""
-        while True:
-            self.silence.begin()
-            try:
-                message, number = channel.receive()
-            finally:
-                self.silence.end()
-            self._is_reported = False
-            if isinstance(message, self._has_started):
-                self.limit = CHECKS
-            if not isinstance(message, Beat):
-                return message, number
-            self.step_s = message.step_s
-
-
 class _Deadline:
     """Calls ``on_over`` on a thread of its own once a timeout is over, unless it is cancelled.
 
@@ -343,9 +289,7 @@ def _spawned(
     command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
     """Start a process, and yield it and the channel to it; it has ended when the block has."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = start_process(command, [theirs], environment)
+    process, (ours,) = launch(command, environment=environment)
     channel = Channel(ours)
     patience_s = DEATH_TIMEOUT_S
     try:
@@ -353,54 +297,7 @@ def _spawned(
         patience_s = END_TIMEOUT_S
     finally:
         channel.close()
-        _end(process, patience_s)
-
-
-def start_process(
-    command: Sequence[str],
-    ends: Sequence[socket.socket],
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[bytes]:
-    """Start a process of this server, which ignores signals to the process group.
-
-    Args:
-        command: the arguments before the descriptors.
-        ends: sockets whose descriptors it gets.
-        environment: variables besides those of this process.
-    """
-    # Modules are found where this process finds them, and nowhere else first.
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    descriptors = [end.fileno() for end in ends]
-    # The signals are blocked until the process ignores them; it inherits the mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        return subprocess.Popen(
-            [*command, *map(str, descriptors)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-            env={**os.environ, **environment, "PYTHONPATH": path},
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_signals() -> None:
-    """Ignore signals to the process group, in a process from ``start_process``."""
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-
-
-def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for the end of a process that has hung up; kill it after ``patience_s``."""
-    try:
-        process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        try:
-            process.wait(DEATH_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the engine's process %d does not end", process.pid)
+        end(process, patience_s)
 
 
 def _last_words(process: subprocess.Popen[bytes]) -> str:
@@ -420,7 +317,7 @@ def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> Non
             channel.hang_up()
 
 
-def _receive(channel: Channel, link: Link, pulse: _Pulse, deliver: Deliver) -> None:
+def _receive(channel: Channel, link: Link, pulse: Pulse, deliver: Deliver) -> None:
     """Pass on what the engines send, until they are gone (EOFError) or send why they died."""
     while True:
         try:

@@ -6,9 +6,16 @@ beats while it runs, and the other end counts what comes.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from typing import Any
+
+from mlx_parallm.peers.channel import Channel
+from mlx_parallm.peers.messages import Beat, Ready
+
+logger = logging.getLogger(__name__)
 
 # CHECKS, BEATS: how often within a timeout it is asked whether something came, and beats are sent.
 CHECKS, BEATS = 4, 8
@@ -44,6 +51,52 @@ class Silence:
         self._num_known = self._num_heard
         self.num_checks = self.num_checks + 1 if is_silent else 0
         return self.num_checks
+
+
+class Pulse:
+    """The signs of life of a process: its beats, and when nothing came.
+
+    Attributes:
+        silence: knows for how long nothing has come.
+        limit: the checks in a row for which nothing may come. It is larger while the process
+            starts: it cannot beat before it has imported its modules, and while ranks join each
+            other, MLX keeps the GIL.
+        step_s: for how long the step in flight has run by the latest beat, in seconds.
+    """
+
+    def __init__(self, start_checks: int, has_started: type[Beat | Ready]) -> None:
+        """Begin; ``start_checks`` is the ``limit`` up to the first message of ``has_started``."""
+        self._has_started = has_started
+        self.silence = Silence()
+        self.limit = start_checks
+        self.step_s = 0.0
+        self._is_reported = False
+
+    @property
+    def is_weak(self) -> bool:
+        """True if nothing came for half of the timeout."""
+        return self.silence.num_checks >= self.limit // 2
+
+    def report_silence(self, message: str) -> None:
+        """Log a message once until the process says something again."""
+        if not self._is_reported:
+            logger.warning("%s", message)
+        self._is_reported = True
+
+    def receive(self, channel: Channel) -> tuple[Any, int]:
+        """Return the next message that is no beat, and its number; see ``Channel.receive``."""
+        while True:
+            self.silence.begin()
+            try:
+                message, number = channel.receive()
+            finally:
+                self.silence.end()
+            self._is_reported = False
+            if isinstance(message, self._has_started):
+                self.limit = CHECKS
+            if not isinstance(message, Beat):
+                return message, number
+            self.step_s = message.step_s
 
 
 @contextmanager

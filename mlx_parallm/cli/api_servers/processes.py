@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.engine.commands import Stop
 from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.parallel.member import delay_after
 from mlx_parallm.peers.connections import ConnectionPipe, Handover
-from mlx_parallm.peers.life import start_process
+from mlx_parallm.peers.launch import launch
 from mlx_parallm.peers.messages import Closed, Counted, Ready, StartHttp
 from mlx_parallm.peers.requests import EngineHost, Shared
 from mlx_parallm.peers.wire import Wire
@@ -28,8 +29,6 @@ SETTLE_TIMEOUT_S = 10.0
 # PING_INTERVAL_S, PING_TIMEOUT_S: a process that hangs keeps the connections that it was given, so
 # each is asked from time to time whether it still takes messages, and killed if it does not.
 PING_INTERVAL_S, PING_TIMEOUT_S = 10.0, 30.0
-# MAX_RESTART_DELAY_S: most seconds until a process that dies again and again is started anew.
-MAX_RESTART_DELAY_S = 60.0
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -86,7 +85,7 @@ class HttpProcesses:
             count: takes what the processes have answered.
             restart_delay_s: returns the seconds to wait after so many earlier deaths in a row.
         """
-        self._restart_delay_s = restart_delay_s or _restart_delay_s
+        self._restart_delay_s = restart_delay_s or delay_after
         self._core = core
         self._start = start
         self._command = command
@@ -193,13 +192,7 @@ class HttpProcesses:
         return was_ready
 
     async def _spawn(self) -> _Process:
-        wire_end, their_wire = socket.socketpair()
-        pipe_end, their_pipe = socket.socketpair()
-        with their_wire, their_pipe, contextlib.ExitStack() as ours:
-            ours.callback(wire_end.close)
-            ours.callback(pipe_end.close)
-            child = await asyncio.to_thread(start_process, self._command, [their_wire, their_pipe])
-            ours.pop_all()
+        child, (wire_end, pipe_end) = await asyncio.to_thread(launch, self._command, 2)
         box: list[_Process] = []
 
         def take(message: Any, number: int) -> None:
@@ -242,10 +235,6 @@ class HttpProcesses:
         await process.host.leave()
         process.child.kill()
         await asyncio.to_thread(process.child.wait)
-
-
-def _restart_delay_s(num_deaths: int) -> float:
-    return min(2.0**num_deaths - 1, MAX_RESTART_DELAY_S)
 
 
 class SettledMiddleware:
