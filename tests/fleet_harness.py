@@ -32,7 +32,12 @@ from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.engine.requests import Event, Request
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ControlError, InvalidRequestError, ParallmError
+from mlx_parallm.types.errors import (
+    ControlError,
+    EngineDeadError,
+    InvalidRequestError,
+    ParallmError,
+)
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import MAX_RANK, FakeStore
@@ -141,10 +146,16 @@ class FakeLife:
         # Set while it carries out commands.
         self.goes_on = threading.Event()
         self.goes_on.set()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, command: Any) -> None:
+        self.inbox.put(command)
+
+    def clear(self) -> None:
+        self.inbox = queue.SimpleQueue()
 
     def run(
         self,
-        inbox: queue.SimpleQueue[Any],
         deliver: Callable[[Sequence[Event]], None],
         on_loaded: Callable[[Sequence[StartedModel]], None],
     ) -> None:
@@ -167,7 +178,7 @@ class FakeLife:
             ),
         )
         on_loaded([StartedModel(ModelConfig(), cast(Any, FakeModel()), True)])
-        while not isinstance(command := inbox.get(), Stop):
+        while not isinstance(command := self.inbox.get(), Stop):
             self._apply(command, deliver)
 
     def _apply(self, command: Any, deliver: Callable[[Sequence[Event]], None]) -> None:
@@ -212,6 +223,9 @@ class FakeLife:
         if request.adapter is not None:
             self.live.policies.weights_of(request.adapter)
         self.requests[request.request_id] = request
+
+    def ask(self, question: Any, key: Any = None) -> Any:
+        raise EngineDeadError("It has no state.")
 
     def readiness(self) -> Sequence[Readiness]:
         return [Readiness.SILENT if self.is_silent else Readiness.READY]
@@ -315,7 +329,7 @@ class FakeFleet:
 
     def order(self, rank: int, order: Any) -> None:
         """Give an engine an order, and wait until all have done what came before."""
-        self.fleet._members[rank].inbox.put(order)
+        self.fleet._members[rank].life.put(order)
         if not isinstance(order, Die):
             self.settle()
 

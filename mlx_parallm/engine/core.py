@@ -1,7 +1,7 @@
 """The bridge between an event loop and the engine thread.
 
 One thread loads, steps and frees every model, because MLX's state is per thread. Requests and
-control go in through one inbox; a step's events come back in one ``call_soon_threadsafe``.
+control go in by one method; a step's events come back in one ``call_soon_threadsafe``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EngineCore:
         self.config = config
         self._life = life
         self._registry = CollectorRegistry()
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(life.put)
         self._streams = OpenStreams()
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()
@@ -427,7 +427,7 @@ class EngineCore:
     def _live(self) -> bool:
         """Run one life of the engines, from load to stop or death; True if another follows."""
         try:
-            self._life.run(self.mailbox.inbox, self._deliver, self._on_loaded)
+            self._life.run(self._deliver, self._on_loaded)
         except BaseException as cause:  # noqa: BLE001 - every caller must be notified
             if self._on_death(cause):
                 return True
@@ -450,7 +450,7 @@ class EngineCore:
         logger.critical("the engine thread died", exc_info=cause)
         self._loaded.clear()
         self.died.set()
-        self.mailbox.clear()
+        self._life.clear()
         self.mailbox.post(self._fail_everything)
         return self.config.restart_on_failure
 

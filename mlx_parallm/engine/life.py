@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -27,12 +26,15 @@ OnLoaded = Callable[[Sequence[StartedModel]], None]
 class EngineLife(Protocol):
     """Where the engines live: on a thread of this process, or in another."""
 
-    def run(
-        self,
-        inbox: queue.SimpleQueue[Command],
-        deliver: Deliver,
-        on_loaded: OnLoaded,
-    ) -> None:
+    def put(self, command: Command) -> None:
+        """Take a command, after those that it was given before; any thread may call it."""
+        ...
+
+    def clear(self) -> None:
+        """Drop the commands that a life which has ended has not carried out."""
+        ...
+
+    def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
         """Load, and carry out commands until ``Stop``; one life after the other, on one thread.
 
         Raises:

@@ -66,26 +66,25 @@ class LocalLife(EngineLife):
         self._families = MetricFamilies()
         self._clock = StepClock()
         self._state: EngineState | None = None
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     @override
-    def run(
-        self,
-        inbox: queue.SimpleQueue[Command],
-        deliver: Deliver,
-        on_loaded: OnLoaded,
-    ) -> None:
+    def put(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    @override
+    def clear(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()
+
+    @override
+    def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
         gc.unfreeze()
         compute_in_batches()
         with self._open_worker(self._config, self._families) as worker:
-            self._serve(worker, inbox, deliver, on_loaded)
+            self._serve(worker, deliver, on_loaded)
 
-    def _serve(
-        self,
-        worker: Worker,
-        inbox: queue.SimpleQueue[Command],
-        deliver: Deliver,
-        on_loaded: OnLoaded,
-    ) -> None:
+    def _serve(self, worker: Worker, deliver: Deliver, on_loaded: OnLoaded) -> None:
         built = self._build(self._config, self._families, worker, self._on_progress)
         spare_garbage_collection()
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
@@ -96,7 +95,7 @@ class LocalLife(EngineLife):
         stall_ms = self._config.scheduler.max_decode_stall_ms
         EngineLoop(
             engines,
-            inbox,
+            self._inbox,
             deliver,
             families=self._families,
             worker=worker,

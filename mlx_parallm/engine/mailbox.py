@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,22 +19,15 @@ MAX_WAIT_S = 1.0
 
 
 class Mailbox:
-    """The messages between the event loop and the engine thread.
+    """The messages between the event loop and the engines."""
 
-    Attributes:
-        inbox: the commands, which the thread reads.
-    """
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    def __init__(self, send: Callable[[Command], None]) -> None:
+        """Begin; ``send`` gives the engines a command without waiting for a reply."""
+        self.send = send
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: set[asyncio.Future[Any]] = set()
         self._room = threading.Semaphore(MAX_BEHIND)
         self._is_paced = True
-
-    def send(self, command: Command) -> None:
-        """Send the thread a command without waiting for a reply."""
-        self.inbox.put(command)
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """Return the thread's reply to a command; EngineDeadError if it dies before replying."""
@@ -50,7 +42,7 @@ class Mailbox:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_settle, answer, result)
 
-        self.inbox.put(command(reply))
+        self.send(command(reply))
         # If the thread dies, ``fail`` settles the futures in this set.
         self._answers.add(answer)
         try:
@@ -82,11 +74,6 @@ class Mailbox:
         """Stop pacing deliveries: the thread is to end, whether the loop turns or waits for it."""
         self._is_paced = False
         self._room.release()
-
-    def clear(self) -> None:
-        """From the thread: drop the commands that it will not carry out."""
-        while not self.inbox.empty():
-            self.inbox.get()
 
     def fail(self, error: ParallmError) -> None:
         """Give every waiting caller this error."""

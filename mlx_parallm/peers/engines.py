@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from mlx_parallm.engine.commands import Abort, Command, Stop
+from mlx_parallm.engine.commands import Abort, Stop
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.local_life import Build, LocalLife, OpenWorker, nothing_beside, own_worker
 from mlx_parallm.engine.models import MakeBeside
@@ -63,7 +62,6 @@ class _Host:
     ) -> None:
         self._channel = channel
         self._silence_timeout_s = start.silence_timeout_s
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(
             start.config,
             lambda text, share: channel.send(LoadProgress(text, share)),
@@ -78,7 +76,7 @@ class _Host:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         self._begin_beats()
         try:
-            self._life.run(self._inbox, self._deliver, self._on_loaded)
+            self._life.run(self._deliver, self._on_loaded)
         except ParallmError as refusal:
             self._channel.send(Failed(refusal))
             return 1
@@ -138,9 +136,9 @@ class _Host:
                 if future is not None:
                     future.cancel()
             case Abort() | Stop():
-                self._inbox.put(message)
+                self._life.put(message)
             case command:
-                self._inbox.put(replace(command, reply=partial(self._reply, number)))
+                self._life.put(replace(command, reply=partial(self._reply, number)))
 
     def _answer(self, number: int, ask: Callable[[], Any]) -> None:
         try:

@@ -12,14 +12,16 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Command
+from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.kind import StartedModel, TellProgress
 from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask
@@ -28,20 +30,27 @@ from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.peers.channel import Channel, UnreadableError
 from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
-from mlx_parallm.peers.link import Link, PendingQuery, WithdrawnQuery
 from mlx_parallm.peers.messages import (
     Beat,
     Events,
     Failed,
     LoadProgress,
+    Query,
     Ready,
     Reply,
     StartEngines,
+    Withdraw,
     find_remote_code,
 )
 from mlx_parallm.peers.silence import CHECKS, Pulse, watched
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
-from mlx_parallm.types.errors import ConfigError, EngineDeadError, EngineSilentError
+from mlx_parallm.types.errors import (
+    ConfigError,
+    ControlError,
+    EngineDeadError,
+    EngineSilentError,
+    ParallmError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +98,9 @@ class RemoteLife(EngineLife):
         self._ask_for_models: Ask = ask or self.ask
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        # The commands that wait for the thread that sends them; None while there is no such thread.
-        self._outbox: queue.SimpleQueue[Any] | None = None
+        # Commands and queries, which a thread sends while a process serves; None ends that.
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_serving = False
         # The channel to a process that loads.
         self._loading: Channel | None = None
         self._rank = rank
@@ -103,12 +113,16 @@ class RemoteLife(EngineLife):
         find_remote_code(config)
 
     @override
-    def run(
-        self,
-        inbox: queue.SimpleQueue[Command],
-        deliver: Deliver,
-        on_loaded: OnLoaded,
-    ) -> None:
+    def put(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    @override
+    def clear(self) -> None:
+        while not self._outbox.empty():
+            self._outbox.get()
+
+    @override
+    def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
         gc.unfreeze()
         with (
             _spawned(self._command, self._environment) as (process, channel),
@@ -119,7 +133,7 @@ class RemoteLife(EngineLife):
                 loaded = self._load(channel)
                 has_loaded = True
                 spare_garbage_collection()
-                with self._sending(inbox, link, channel):
+                with self._sending(link, channel):
                     on_loaded(loaded)
                     _receive(channel, link, self._pulse, deliver)
             except (EOFError, OSError):
@@ -139,7 +153,7 @@ class RemoteLife(EngineLife):
     @override
     def readiness(self) -> Sequence[Readiness]:
         with self._lock:
-            if self._outbox is None:
+            if not self._is_serving:
                 return [Readiness.STARTING]
         return [Readiness.SILENT if self._pulse.is_weak else Readiness.READY]
 
@@ -165,7 +179,7 @@ class RemoteLife(EngineLife):
         del key
         query = PendingQuery(question)
         with self._lock:
-            if self._outbox is None:
+            if not self._is_serving:
                 raise EngineDeadError("No engine is loaded.")
             self._outbox.put(query)
         query.answer.add_done_callback(lambda done: done.cancelled() and self._withdraw(query))
@@ -173,7 +187,7 @@ class RemoteLife(EngineLife):
 
     def _withdraw(self, query: PendingQuery) -> None:
         with self._lock:
-            if self._outbox is not None:
+            if self._is_serving:
                 self._outbox.put(WithdrawnQuery(query))
 
     def _load(self, channel: Channel) -> Sequence[StartedModel]:
@@ -233,23 +247,21 @@ class RemoteLife(EngineLife):
             deadline.cancel()
 
     @contextlib.contextmanager
-    def _sending(
-        self, inbox: queue.SimpleQueue[Any], link: Link, channel: Channel
-    ) -> Generator[None]:
-        """Send what is put into the inbox while the block runs."""
+    def _sending(self, link: Link, channel: Channel) -> Generator[None]:
+        """Send what is put into the outbox while the block runs."""
         sender = threading.Thread(
-            target=_forward, args=(inbox, link, channel), name="commands", daemon=True
+            target=_forward, args=(self._outbox, link, channel), name="commands", daemon=True
         )
         sender.start()
         with self._lock:
-            self._outbox = inbox
+            self._is_serving = True
         try:
             yield
         finally:
             channel.hang_up()
             with self._lock:
-                self._outbox = None
-                inbox.put(None)
+                self._is_serving = False
+                self._outbox.put(None)
             sender.join()
             link.fail()
 
@@ -307,9 +319,9 @@ def _last_words(process: subprocess.Popen[bytes]) -> str:
         return "The engine's process hung up."
 
 
-def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> None:
-    """Send the commands that come in, up to the first None."""
-    while (message := inbox.get()) is not None:
+def _forward(outbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> None:
+    """Send what is put into the outbox, up to the first None."""
+    while (message := outbox.get()) is not None:
         try:
             link.send(message)
         except OSError:
@@ -335,3 +347,88 @@ def _receive(channel: Channel, link: Link, pulse: Pulse, deliver: Deliver) -> No
                 raise error
             case other:
                 raise AssertionError(other)
+
+
+class PendingQuery:
+    """A query of the engines' state, and the future of its answer."""
+
+    def __init__(self, ask: Callable[[EngineState], Any]) -> None:
+        self.ask = ask
+        self.answer: Future[Any] = Future()
+        self.number = 0
+
+
+class WithdrawnQuery:
+    """A query whose caller was cancelled."""
+
+    def __init__(self, query: PendingQuery) -> None:
+        self.query = query
+
+
+class Link:
+    """The channel to one process, for as long as it lives.
+
+    One thread sends, and the one that receives settles.
+
+    Attributes:
+        is_ending: True if the process was told to stop.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = count(1)
+        self._replies: dict[int, Callable[[Any], None]] = {}
+        self._queries: dict[int, Future[Any]] = {}
+        self.is_ending = False
+
+    def send(self, message: Command | PendingQuery | WithdrawnQuery) -> None:
+        """Send a command or a query; raise OSError if the process is gone."""
+        if isinstance(message, PendingQuery):
+            number = message.number = next(self._numbers)
+            self._queries[number] = message.answer
+            self._send(Query(message.ask), number)
+        elif isinstance(message, WithdrawnQuery):
+            self._queries.pop(message.query.number, None)
+            self._channel.send(Withdraw(), message.query.number)
+        elif isinstance(message, Abort | Stop):
+            self.is_ending = self.is_ending or isinstance(message, Stop)
+            self._channel.send(message)
+        else:
+            number = next(self._numbers)
+            self._replies[number] = message.reply
+            self._send(replace(message, reply=_ignore), number)
+
+    def settle(self, number: int, value: Any) -> None:
+        """Give the result of the command or query of this number to its caller."""
+        query = self._queries.pop(number, None)
+        if query is not None:
+            _settle(query, value)
+        elif (reply := self._replies.pop(number, None)) is not None:
+            reply(value)
+
+    def fail(self) -> None:
+        """Fail the queries, because the process is gone. Commands are failed by the mailbox."""
+        while self._queries:
+            _, query = self._queries.popitem()
+            _settle(query, EngineDeadError("The engine's process has ended."))
+
+    def _send(self, message: Any, number: int) -> None:
+        try:
+            self._channel.send(message, number)
+        except ControlError as refusal:
+            logger.exception("a command cannot be sent")
+            self.settle(number, refusal)
+
+
+def _settle(future: Future[Any], value: Any) -> None:
+    try:
+        if isinstance(value, ParallmError):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+    except InvalidStateError:
+        logger.debug("an answer came after its caller was cancelled")
+
+
+def _ignore(_: Any) -> None:
+    """In place of a reply, which cannot be sent."""

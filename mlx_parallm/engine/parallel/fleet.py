@@ -43,7 +43,11 @@ SEED_BITS = 31
 
 
 class Fleet:
-    """Engines that serve the same models. Its methods may be called on any thread."""
+    """Engines that serve the same models. Its methods may be called on any thread.
+
+    Attributes:
+        is_started: True once all have loaded.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class Fleet:
         """
         self._restart_delay_s = restart_delay_s or delay_after
         self._read_free_bytes = read_free_bytes
-        self._members = [Member(life, queue.SimpleQueue()) for life in lives]
+        self._members = [Member(life) for life in lives]
         self._router = router
         self._deliver = deliver
         self._on_end = on_end
@@ -94,7 +98,7 @@ class Fleet:
         self._entering: dict[str, Submit] = {}
         self._leaving: set[str] = set()
         self._models: Sequence[StartedModel] = ()
-        self._is_started = False
+        self.is_started = False
         self._cause: BaseException | None = None
         self._is_stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -124,7 +128,7 @@ class Fleet:
             self._starts.get()
             self.check()
         self._router.set_cache(sum(started.model.cache_tokens for started in self._models))
-        self._is_started = True
+        self.is_started = True
         weights = sum(started.model.memory.weights for started in self._models)
         count = len(self._members)
         logger.info(
@@ -168,7 +172,7 @@ class Fleet:
         self._is_stopping.set()
         for member in self._members:
             member.life.stop_within(END_TIMEOUT_S)
-            member.inbox.put(Stop())
+            member.life.put(Stop())
         for thread in self._threads:
             thread.join()
 
@@ -245,7 +249,7 @@ class Fleet:
         self._gatherings.append(gathering)
         for rank in ranks:
             reply = partial(self._replied, gathering, rank)
-            self._members[rank].inbox.put(Call(action=command.action, reply=reply))
+            self._members[rank].life.put(Call(action=command.action, reply=reply))
 
     def _decided(self, command: Call, action: NeedsDecision, decision: Any) -> None:
         """Carry out what was decided, before any command that came meanwhile."""
@@ -261,9 +265,7 @@ class Fleet:
         cause: BaseException = EngineDeadError(f"Engine {rank} has ended.")
         while True:
             try:
-                member.life.run(
-                    member.inbox, partial(self._take, rank), partial(self._loaded, rank)
-                )
+                member.life.run(partial(self._take, rank), partial(self._loaded, rank))
             except BaseException as death:  # noqa: BLE001 - of whatever kind, the engine is dead
                 cause = death
             if not self._goes_on_after(rank, cause):
@@ -272,7 +274,7 @@ class Fleet:
 
     def _loaded(self, rank: int, models: Sequence[StartedModel]) -> None:
         with self._lock:
-            if not self._is_started:
+            if not self.is_started:
                 self._models = smallest(self._models or models, models)
             self._members[rank].has_loaded = True
             self._join_if_settled()
@@ -291,7 +293,7 @@ class Fleet:
                 member.num_missed = len(missed)
                 for action in missed:
                     reply = partial(self._caught_up, rank, action)
-                    member.inbox.put(Call(action=action, reply=reply))
+                    member.life.put(Call(action=action, reply=reply))
                 member.is_serving = True
                 self._router.on_start(rank)
                 logger.info("engine %d is ready", rank)
@@ -316,7 +318,7 @@ class Fleet:
         if not member.is_serving:
             return
         logger.error("engine %d has failed: %s: %s", rank, type(action).__name__, error)
-        member.inbox.put(Stop())
+        member.life.put(Stop())
         if any(other.is_serving for other in self._members if other is not member):
             member.is_serving = member.has_loaded = False
             self._hand_over(rank)
@@ -326,10 +328,10 @@ class Fleet:
         with self._lock:
             member = self._members[rank]
             was_serving, member.is_serving, member.has_loaded = member.is_serving, False, False
-            member.inbox = queue.SimpleQueue()
+            member.life.clear()
             if self._is_stopping.is_set():
                 return False
-            if not self._is_started or not any(other.is_serving for other in self._members):
+            if not self.is_started or not any(other.is_serving for other in self._members):
                 self._cause = self._cause or cause
                 self._starts.put(None)
                 self._on_end()
@@ -385,14 +387,14 @@ class Fleet:
         part.num_sent += 1
         part.is_answered = False
         reply = partial(self._admitted, part_id, part.num_sent)
-        self._members[rank].inbox.put(replace(part.command, reply=reply))
+        self._members[rank].life.put(replace(part.command, reply=reply))
         if part.whole.is_cancelled:
             # The engine that was told to cancel it has it no more.
             self._abort_part(part_id, is_notified=True)
 
     def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:
         rank = self._router.placements[part_id].rank
-        self._members[rank].inbox.put(Abort(request_id=part_id, is_notified=is_notified))
+        self._members[rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
 
     def _admitted(self, part_id: str, number: int, refusal: ParallmError | None) -> None:
         """Give the caller its reply, or the reader an error if the caller has had a reply."""
@@ -479,7 +481,7 @@ class Fleet:
         """Let an engine that has nothing to do begin what waits at another."""
         self._note_silence()
         while (move := self._router.next_move()) is not None:
-            self._members[move.source].inbox.put(Abort(request_id=move.request_id))
+            self._members[move.source].life.put(Abort(request_id=move.request_id))
             self._router.move(move)
             self._send(move.request_id, move.target)
 

@@ -7,21 +7,21 @@ the router chooses; a command that changes state goes to all of them, in the ord
 from __future__ import annotations
 
 import asyncio
-import queue
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import EngineState, StateQuery
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.errors import EngineDeadError, ParallmError
 
 T = TypeVar("T")
 
@@ -59,35 +59,42 @@ class ParallelLife(EngineLife):
         self._ask.engines = [life.ask for life in lives]
         # The engines while they live.
         self._fleet: Fleet | None = None
+        # Set once they are to end, or the last of them has died.
+        self._has_ended = threading.Event()
 
     @override
-    def run(
-        self,
-        inbox: queue.SimpleQueue[Command],
-        deliver: Deliver,
-        on_loaded: OnLoaded,
-    ) -> None:
-        router, seed = self._make_router(), self._seed
-        fleet = Fleet(
+    def put(self, command: Command) -> None:
+        fleet = self._fleet
+        if isinstance(command, Stop):
+            self._has_ended.set()
+        elif fleet is None or not fleet.is_started:
+            if not isinstance(command, Abort):
+                command.reply(EngineDeadError("No engine is loaded."))
+        elif isinstance(command, Submit):
+            fleet.submit(command)
+        elif isinstance(command, Abort):
+            fleet.abort(command)
+        else:
+            fleet.call(command)
+
+    @override
+    def clear(self) -> None:
+        self._has_ended.clear()
+
+    @override
+    def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
+        fleet = self._fleet = Fleet(
             self._lives,
-            router,
+            self._make_router(),
             deliver,
-            lambda: inbox.put(Stop()),
-            seed=seed,
+            self._has_ended.set,
+            seed=self._seed,
             read_free_bytes=self._read_free_bytes,
         )
         fleet.start()
-        self._fleet = fleet
         try:
             on_loaded(fleet.wait_until_loaded())
-            while not isinstance(command := inbox.get(), Stop):
-                match command:
-                    case Submit():
-                        fleet.submit(command)
-                    case Abort():
-                        fleet.abort(command)
-                    case Call():
-                        fleet.call(command)
+            self._has_ended.wait()
         finally:
             self._fleet = None
             fleet.stop()

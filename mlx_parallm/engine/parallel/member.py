@@ -1,12 +1,10 @@
-"""One engine of several: its life, and what it is given."""
+"""One engine of several: its life, and what it has carried out."""
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.engine.status import Readiness
@@ -21,7 +19,6 @@ class Member:
 
     Attributes:
         life: its life, or the next one while it is dead.
-        inbox: the commands that it is given.
         is_serving: True if it has loaded, and has had every command that the others had.
         has_loaded: True if it has loaded, and waits for those commands.
         num_missed: how many of those commands it has yet to carry out.
@@ -29,7 +26,6 @@ class Member:
     """
 
     life: EngineLife
-    inbox: queue.SimpleQueue[Command]
     is_serving: bool = False
     has_loaded: bool = False
     num_missed: int = 0

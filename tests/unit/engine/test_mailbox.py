@@ -23,7 +23,7 @@ async def known_to(mailbox: Mailbox) -> None:
 
 
 async def test_a_thread_waits_for_a_loop_that_is_behind() -> None:
-    mailbox, seen, delivered = Mailbox(), [], []
+    mailbox, seen, delivered = Mailbox(lambda command: None), [], []
     await known_to(mailbox)
 
     def deliver() -> None:
@@ -46,7 +46,7 @@ async def test_a_loop_that_waits_for_the_thread_keeps_it_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mailboxes, "MAX_WAIT_S", 1e6)
-    mailbox, seen = Mailbox(), []
+    mailbox, seen = Mailbox(lambda command: None), []
     await known_to(mailbox)
     begun = threading.Event()
 
@@ -63,7 +63,7 @@ async def test_a_loop_that_waits_for_the_thread_keeps_it_no_longer(
 
 
 def test_nothing_is_delivered_to_a_loop_that_is_gone() -> None:
-    mailbox, seen = Mailbox(), []
+    mailbox, seen = Mailbox(lambda command: None), []
     mailbox.deliver(seen.append, 0)
     asyncio.run(known_to(mailbox))
     for number in range(2 * MAX_BEHIND):
@@ -74,7 +74,7 @@ def test_nothing_is_delivered_to_a_loop_that_is_gone() -> None:
 
 def test_another_loop_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailboxes, "MAX_WAIT_S", 1e6)
-    mailbox, seen = Mailbox(), []
+    mailbox, seen = Mailbox(lambda command: None), []
 
     async def deliver() -> None:
         await known_to(mailbox)

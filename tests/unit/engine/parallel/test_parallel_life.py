@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
 from functools import partial
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -17,6 +20,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from mlx_parallm.engine.commands import Abort, Call, Stop
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.kind import BuiltModel
 from mlx_parallm.engine.local_life import Build, LocalLife
@@ -32,7 +36,9 @@ from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedErr
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.worker.device.gpus import visible_devices
+from tests.engine_action import Do
 from tests.fakes import FakeRunner, make_info, spell
+from tests.fleet_harness import FakeLife
 from tests.scripted_engine import make_request
 from tests.scripted_process import builder
 
@@ -64,6 +70,37 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
     handle = await engine.submit(request)
     return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
+
+
+def test_a_command_has_reached_all_engines_when_it_was_put() -> None:
+    lives = [FakeLife() for _ in range(2)]
+    life = ParallelLife(cast(Any, lives), partial(Router, 2, max_num_seqs=1))
+    loaded: Future[object] = Future()
+    thread = threading.Thread(target=life.run, args=(lambda events: None, loaded.set_result))
+    thread.start()
+    loaded.result()
+    begun = threading.Barrier(3)
+    gate = threading.Event()
+    for action in (begun.wait, gate.wait):
+        life.put(Call(action=Do(lambda host, action=action: action()), reply=lambda _: None))
+    begun.wait()
+    # Both engines wait now, and what comes meanwhile waits in the order in which it was put.
+    order: list[int] = []
+    for number in range(3):
+        life.put(Call(action=Do(lambda host: None), reply=lambda _, n=number: order.append(n)))
+    assert min(each.inbox.qsize() for each in lives) >= 3
+    gate.set()
+    life.put(Stop())
+    thread.join()
+    assert order == [0, 1, 2]
+
+
+def test_a_command_is_refused_while_no_engine_is_loaded() -> None:
+    life = ParallelLife([], partial(Router, 0, max_num_seqs=1))
+    refusals: list[object] = []
+    life.put(Call(action=Do(lambda host: None), reply=refusals.append))
+    life.put(Abort(request_id="unknown"))
+    assert [type(refusal) for refusal in refusals] == [EngineDeadError]
 
 
 async def test_every_engine_answers(engine: AsyncEngine) -> None:
