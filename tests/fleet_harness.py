@@ -30,7 +30,6 @@ from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedModel
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload, Policies
-from mlx_parallm.engine.requests import Event, Request
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import (
     ControlError,
@@ -40,6 +39,7 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.work import Event, Request
 from tests.version_harness import MAX_RANK, FakeStore
 
 #: Adapters that an engine keeps.

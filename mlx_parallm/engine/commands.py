@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.work import EventReader, Request
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.live_weights import WeightsHistory
     from mlx_parallm.engine.loop import EngineLoop
     from mlx_parallm.engine.policies import AdapterUpload
-    from mlx_parallm.engine.requests import EventReader, Request
 
 
 R_co = TypeVar("R_co", covariant=True)

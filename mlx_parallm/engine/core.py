@@ -31,19 +31,11 @@ from mlx_parallm.engine.kind import Kind, ModelLoad, StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
 from mlx_parallm.engine.mailbox import Mailbox
-from mlx_parallm.engine.models import ModelMemory, QueueLoad
+from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
-from mlx_parallm.engine.requests import Event, EventReader, Request
 from mlx_parallm.engine.residency import Residency
-from mlx_parallm.engine.state import (
-    CheckRoom,
-    EngineState,
-    ReadCacheBytes,
-    ReadLoads,
-    ReadMetrics,
-    StateQuery,
-)
+from mlx_parallm.engine.state import CheckRoom, ReadCacheBytes, ReadLoads, ReadMetrics, StateQuery
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.types.errors import (
     EngineDeadError,
@@ -53,6 +45,7 @@ from mlx_parallm.types.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
+from mlx_parallm.types.work import Event, EventReader, Request
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.kind import PendingModel
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import ServedEngine, WorkBeside
-from mlx_parallm.engine.requests import Event, EventReader
 from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.engine.turns import Turns
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
+from mlx_parallm.types.work import Event, EventReader
 
 if TYPE_CHECKING:
     from mlx_parallm.worker.worker import Worker

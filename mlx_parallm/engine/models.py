@@ -8,30 +8,14 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from mlx_parallm.engine.answer_reader import AnswerReader
-from mlx_parallm.engine.requests import Event, EventReader
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnTaker
+from mlx_parallm.types.work import Event, EventReader
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.live_weights import LiveWeights
-    from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import NamedAdapter, Policies
-    from mlx_parallm.engine.state import EngineState
     from mlx_parallm.worker.worker import Worker
-
-
-class Ask(Protocol):
-    """Asks the engines' state something from any thread; see ``EngineLife.query``."""
-
-    def __call__(
-        self, question: Callable[[EngineState], Any], /, key: Hashable = None
-    ) -> Future[Any]:
-        """Return the answer.
-
-        Args:
-            question: can be pickled.
-            key: equal for questions that the same engine answers best.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +150,35 @@ class WorkBeside(TurnTaker, Protocol):
 
 
 #: Makes the work beside the models, once they are loaded.
-MakeBeside = Callable[["Worker", "MetricFamilies"], Sequence[WorkBeside]]
+MakeBeside = Callable[["Worker", MetricFamilies], Sequence[WorkBeside]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The engines of a process, as queries see them on any thread.
+
+    Attributes:
+        families: of metrics.
+        engines: those that are loaded, by their models' first names; they come and go.
+    """
+
+    families: MetricFamilies
+    engines: Mapping[str, ServedEngine]
+
+
+class Ask(Protocol):
+    """Asks the engines' state something from any thread; see ``EngineLife.query``."""
+
+    def __call__(
+        self, question: Callable[[EngineState], Any], /, key: Hashable = None
+    ) -> Future[Any]:
+        """Return the answer.
+
+        Args:
+            question: can be pickled.
+            key: equal for questions that the same engine answers best.
+        """
+        ...
 
 
 class PackedModel(Protocol):

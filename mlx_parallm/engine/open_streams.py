@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.requests import Event, EventReader, Request
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError, RequestAbortedError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.work import Event, EventReader, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from typing_extensions import override
 
-from mlx_parallm.engine.metrics import MetricFamilies, labelled_by_engine
-from mlx_parallm.engine.models import QueueLoad, ServedEngine
+from mlx_parallm.engine.metrics import labelled_by_engine
+from mlx_parallm.engine.models import EngineState, QueueLoad
 from mlx_parallm.types.errors import ParallmError
 
 T = TypeVar("T")
@@ -34,19 +34,6 @@ class StateQuery(Protocol[T]):
     def together(self, answers: Sequence[T | ParallmError]) -> T:
         """Return one answer for those of several engines that serve the same models."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """The engines of a process, as queries see them on any thread.
-
-    Attributes:
-        families: of metrics.
-        engines: those that are loaded, by their models' first names; they come and go.
-    """
-
-    families: MetricFamilies
-    engines: Mapping[str, ServedEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +65,7 @@ class ReadLoads(StateQuery[Sequence[QueueLoad | None]]):
 
     @override
     def __call__(self, state: EngineState) -> Sequence[QueueLoad]:
-        """The load of this engine."""
+        """Return the load of this engine."""
         return [sum((engine.load for engine in dict(state.engines).values()), QueueLoad())]
 
     @override

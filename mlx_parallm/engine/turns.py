@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from mlx_parallm.engine.requests import Event
+from mlx_parallm.types.work import Event
 
 #: Share of a bound on the time between two tokens that a step is planned to take: predictions err.
 TARGET_SHARE = 0.9

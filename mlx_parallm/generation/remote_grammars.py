@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
-from mlx_parallm.engine.models import Ask
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.grammar.compiler import MAX_CACHED, MAX_CACHED_CHARS, BoundedCache
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary

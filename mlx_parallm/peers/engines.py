@@ -15,7 +15,6 @@ from mlx_parallm.engine.commands import Abort, Stop
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.local_life import Build, LocalLife, OpenWorker, nothing_beside, own_worker
 from mlx_parallm.engine.models import MakeBeside
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.peers.channel import Channel, UnreadableError
 from mlx_parallm.peers.messages import (
     Beat,
@@ -31,6 +30,7 @@ from mlx_parallm.peers.messages import (
 )
 from mlx_parallm.peers.silence import beat
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
+from mlx_parallm.types.work import Event
 
 logger = logging.getLogger(__name__)
 

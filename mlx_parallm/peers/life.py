@@ -24,8 +24,8 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.kind import StartedModel, TellProgress
 from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
-from mlx_parallm.engine.models import Ask
-from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.models import Ask, EngineState
+from mlx_parallm.engine.state import StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.peers.channel import Channel, UnreadableError

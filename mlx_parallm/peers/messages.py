@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
-from mlx_parallm.engine.models import PackedModel
+from mlx_parallm.engine.models import EngineState, PackedModel
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.requests import Event, Request
-from mlx_parallm.engine.state import EngineState
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.work import Event, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.models import PackedModel, ServedModel
-from mlx_parallm.engine.requests import Event
-from mlx_parallm.engine.state import CheckRoom, EngineState
+from mlx_parallm.engine.models import EngineState, PackedModel, ServedModel
+from mlx_parallm.engine.state import CheckRoom
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
@@ -26,7 +25,7 @@ from mlx_parallm.peers.messages import (
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.work import Ends
+from mlx_parallm.types.work import Ends, Event
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import AdapterNames, with_adapter
 from mlx_parallm.engine.commands import Abort
-from mlx_parallm.engine.models import ServedModel
+from mlx_parallm.engine.models import EngineState, ServedModel
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.state import CheckRoom, EngineState
+from mlx_parallm.engine.state import CheckRoom
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.generation.model import RequestHandle

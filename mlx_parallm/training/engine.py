@@ -12,13 +12,13 @@ from typing import Any, TypeGuard
 from typing_extensions import override
 
 from mlx_parallm.engine.models import WorkBeside
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.training.requests import TrainingEvent, TrainingRequest
 from mlx_parallm.types.errors import ParallmError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.training import PairResult
+from mlx_parallm.types.work import Event
 from mlx_parallm.worker.ops import CloseTraining, ForgetTraining, Op, Pending
 from mlx_parallm.worker.worker import Worker
 

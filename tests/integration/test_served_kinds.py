@@ -21,7 +21,6 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.models import KindTraits
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.status import ModelState
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.model import POOLING_TRAITS
@@ -36,6 +35,7 @@ from mlx_parallm.types.errors import (
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.work import Event
 from tests import sum_kind
 from tests.sum_kind import SumKind, SumRequest, write_sum_model
 

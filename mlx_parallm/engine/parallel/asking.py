@@ -9,8 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mlx_parallm.engine.models import Ask
-from mlx_parallm.engine.state import EngineState
+from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.types.errors import EngineDeadError
 
 

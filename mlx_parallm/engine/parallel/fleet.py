@@ -30,11 +30,10 @@ from mlx_parallm.engine.parallel.member import Member, delay_after, smallest
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.work import Ends
+from mlx_parallm.types.work import Ends, Event
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
+from mlx_parallm.engine.models import EngineState
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.state import EngineState, StateQuery
+from mlx_parallm.engine.state import StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 

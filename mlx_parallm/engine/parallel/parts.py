@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 from mlx_parallm.engine.commands import Submit
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.types.events import TokenEvent
-from mlx_parallm.types.work import Ends
+from mlx_parallm.types.work import Ends, Event
 
 
 @runtime_checkable

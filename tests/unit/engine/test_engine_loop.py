@@ -13,13 +13,13 @@ import pytest
 from mlx_parallm.engine.commands import Command, Stop, Submit
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import TurnClass, Turns, TurnTaker
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.engine import BatchCost
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.pooling import PoolingInput
+from mlx_parallm.types.work import Event
 from mlx_parallm.worker.worker import Worker
 from tests.sum_encoder import FakeClock, SumEncoder, SumJob, engine_of, request_of, seconds_of
 

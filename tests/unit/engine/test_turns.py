@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.engine.turns import GAPS, TurnClass, Turns, TurnTaker
+from mlx_parallm.types.work import Event
 
 CLASSES = (TurnClass.FORWARD, TurnClass.BATCHES, TurnClass.TRAINING)
 #: SHARES: turns that a class has at least of ``OF_TURNS`` that it wants.

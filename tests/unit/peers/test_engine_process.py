@@ -24,7 +24,8 @@ import pytest
 from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.state import EngineState, ReadMetrics
+from mlx_parallm.engine.models import EngineState
+from mlx_parallm.engine.state import ReadMetrics
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.peers import life as remote_life_module

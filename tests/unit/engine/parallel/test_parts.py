@@ -19,13 +19,13 @@ from mlx_parallm.engine.parallel.division import Candidate, divide
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.parts import OpenRequest
 from mlx_parallm.engine.parallel.router import Move, Router
-from mlx_parallm.engine.requests import Event
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import EngineDeadError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.model_input import InputKind, ModelInput, Span
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.types.work import Event
 from tests.fakes import FakeRunner
 from tests.fleet_harness import Answer, FakeFleet
 from tests.scripted_engine import make_request
