@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mlx_parallm.engine.commands import HostCommand, LeavesNothing
+from mlx_parallm.engine.commands import EngineCommand, LeavesNothing
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Do(LeavesNothing, HostCommand[T]):
+class Do(LeavesNothing, EngineCommand[T]):
     """Returns what ``action`` gives. It can be pickled as its action can."""
 
     action: Callable[[Any], T]
 
-    def __call__(self, host: Any) -> T:
-        return self.action(host)
+    def __call__(self, loop: Any) -> T:
+        return self.action(loop)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
+from mlx_parallm.engine.engine_commands import (
     BeginAdapter,
     CommitAdapter,
     CommitUpdate,
@@ -207,7 +207,7 @@ class FakeLife:
             case _:
                 raise AssertionError(command)
 
-    def _carry_out(self, action: HostCommand[Any]) -> Any:
+    def _carry_out(self, action: EngineCommand[Any]) -> Any:
         assert self.goes_on.wait(PATIENCE_S)
         if self.fails is not None and isinstance(action, self.fails):
             self.fails = None
@@ -283,7 +283,7 @@ class FakeFleet:
         self.fleet.wait_until_loaded()
         self._numbers = iter(range(1 << 30))
 
-    def call(self, action: HostCommand[Any]) -> Any:
+    def call(self, action: EngineCommand[Any]) -> Any:
         """Return the result of a command, or the refusal."""
         future: Future[Any] = Future()
         self.fleet.call(Call(action=action, reply=future.set_result))

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.commands import LoopState
 from mlx_parallm.engine.kind import BuiltModel
 from mlx_parallm.engine.local_life import Build
-from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
@@ -44,12 +44,12 @@ def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Sche
     return build
 
 
-def pid_of(host: EngineLoop) -> int:
+def pid_of(loop: LoopState) -> int:
     """Return the id of the engine's process."""
     return os.getpid()
 
 
-def something_local(host: EngineLoop) -> Callable[[], None]:
+def something_local(loop: LoopState) -> Callable[[], None]:
     """Return something that cannot be pickled."""
     return lambda: None
 
@@ -60,21 +60,21 @@ class Unreadable:
     def __reduce__(self) -> tuple[object, ...]:
         return __import__, ("no_such_module",)
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         raise AssertionError
 
 
-def something_unreadable(host: EngineLoop) -> Unreadable:
+def something_unreadable(loop: LoopState) -> Unreadable:
     """Return something that the server cannot unpickle."""
     return Unreadable()
 
 
-def die(host: EngineLoop) -> None:
+def die(loop: LoopState) -> None:
     """End the engine."""
     raise Death
 
 
-def never_return(host: EngineLoop) -> None:
+def never_return(loop: LoopState) -> None:
     """Hang, as a device may."""
     threading.Event().wait()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.adapter_names import AdapterNames
+from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.engine_commands import (
     BeginAdapter,
     CommitAdapter,
     DropStagedAdapter,
@@ -31,9 +31,6 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.weights import WeightsVersion
 
-if TYPE_CHECKING:
-    from mlx_parallm.engine.core import EngineCore
-
 
 class AdapterControl:
     """Loads and finds adapters. Lives on the event loop.
@@ -44,12 +41,12 @@ class AdapterControl:
         sleep_level: of the latest ``sleep``; 0 while awake.
     """
 
-    def __init__(self, thread: EngineCore, config: AdapterConfig, metrics: ControlMetrics) -> None:
-        self._thread = thread
+    def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
+        self._door = door
         self._metrics = metrics
         self._folders = AdapterFolders(config)
         self.sleep_level = 0
-        self.names = AdapterNames(thread, self._folders)
+        self.names = AdapterNames(door, self._folders)
         self.versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
@@ -67,7 +64,7 @@ class AdapterControl:
 
     async def refresh(self) -> None:
         """Ask the engine thread which adapters and versions it has."""
-        self._note_loaded(await self._thread.call(ListVersions()))
+        self._note_loaded(await self._door.call(ListVersions()))
 
     def _note_loaded(self, loaded: LoadedVersions) -> None:
         infos, self.versions = loaded
@@ -143,7 +140,7 @@ class AdapterControl:
         info = self.names.find(name)
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
-        gone = await self._thread.call(UnloadAdapter(info.name, info.model))
+        gone = await self._door.call(UnloadAdapter(info.name, info.model))
         await self.refresh()
         return gone
 
@@ -151,15 +148,15 @@ class AdapterControl:
         """Upload an adapter into a slot in parts, between steps, and then let requests use it."""
         number = next(self._numbers)
         begin = BeginAdapter(number, upload, base, takes_slot=not self.sleep_level)
-        async with self._thread.hold(base):
+        async with self._door.hold(base):
             try:
-                has_more = await self._thread.call(begin)
+                has_more = await self._door.call(begin)
                 while has_more:
-                    has_more = await self._thread.call(StageAdapterPart(number))
-                info, versions = await self._thread.call(CommitAdapter(number))
+                    has_more = await self._door.call(StageAdapterPart(number))
+                info, versions = await self._door.call(CommitAdapter(number))
             except ParallmError:
                 # With several engines, some may have prepared the adapter.
-                await self._thread.call(DropStagedAdapter(number))
+                await self._door.call(DropStagedAdapter(number))
                 raise
         self._note_loaded(versions)
         return self.names.known.get(info.name, info)
@@ -167,8 +164,8 @@ class AdapterControl:
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
         self._check_name(name, base)
         upload = await self.read_named(name)
-        async with self._thread.hold(base):
-            info = await self._thread.call(EnsureAdapter(upload, base))
+        async with self._door.hold(base):
+            info = await self._door.call(EnsureAdapter(upload, base))
         await self.refresh()
         return info
 

@@ -1,24 +1,31 @@
-"""The commands of the engine thread. They are applied between steps, in order.
+"""The commands of the engine thread, and where they enter on the event loop.
 
-Replies may be called on any thread: on the engine's, or on one that speaks to its process.
+They are applied between steps, in order. Replies may be called on any thread: on the engine's, or
+on one that speaks to its process.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.kind import PendingModel
+from mlx_parallm.engine.live_weights import WeightsHistory
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.models import ServedEngine, WorkBeside
+from mlx_parallm.engine.policies import AdapterUpload, Policies
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
-from mlx_parallm.types.work import EventReader, Request
+from mlx_parallm.types.work import Event, EventReader, Request
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.live_weights import WeightsHistory
-    from mlx_parallm.engine.loop import EngineLoop
-    from mlx_parallm.engine.policies import AdapterUpload
+    from mlx_parallm.worker.worker import Worker
 
-
+T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -53,13 +60,43 @@ class Abort:
     is_notified: bool = False
 
 
-class HostCommand(Protocol[R_co]):
-    """A command that the engine thread carries out between two steps; see ``host_commands``.
+class LoopState(Protocol):
+    """The engines of a process, and what is being made for them, as commands see and change it.
+
+    Attributes:
+        engines: the loaded models' engines by their first names; they come and go.
+        policies: each model's policies, likewise; they stay when a model is evicted.
+        families: metrics of all kinds of models.
+        worker: the door to the device.
+        pending: models that are being loaded, by their commands' number.
+        stagings: adapters that are being uploaded into a slot, likewise.
+        beside: work beside the models.
+    """
+
+    engines: MutableMapping[str, ServedEngine]
+    policies: dict[str, Policies]
+    families: MetricFamilies
+    worker: Worker
+    pending: dict[int, PendingModel]
+    stagings: dict[int, AdapterStaging]
+    beside: Sequence[WorkBeside]
+
+    def takers(self) -> Sequence[ServedEngine | WorkBeside]:
+        """Return all that takes turns."""
+        ...
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Send events to their readers: on this thread, or on the event loop."""
+        ...
+
+
+class EngineCommand(Protocol[R_co]):
+    """A command that the engine thread carries out between two steps; see ``engine_commands``.
 
     It and its result can be pickled, because the engines may be in another process.
     """
 
-    def __call__(self, host: EngineLoop, /) -> R_co:
+    def __call__(self, loop: LoopState, /) -> R_co:
         """Carry it out and return its result."""
         ...
 
@@ -75,7 +112,7 @@ class LeavesNothing:
     __slots__ = ()
 
     def noted(self, journal: StateJournal, result: Any, /) -> None:
-        """See ``HostCommand``."""
+        """See ``EngineCommand``."""
 
 
 @dataclass(slots=True)
@@ -95,12 +132,12 @@ class StateJournal:
         pending: what began a change that is being prepared, because its commit may come any time.
     """
 
-    models: dict[str, Sequence[HostCommand[Any]]] = field(
-        default_factory=dict[str, "Sequence[HostCommand[Any]]"]
+    models: dict[str, Sequence[EngineCommand[Any]]] = field(
+        default_factory=dict[str, "Sequence[EngineCommand[Any]]"]
     )
     weights: dict[str, WeightsHistory] = field(default_factory=dict[str, "WeightsHistory"])
-    adapters: dict[tuple[str, str], HostCommand[Any]] = field(
-        default_factory=dict[tuple[str, str], "HostCommand[Any]"]
+    adapters: dict[tuple[str, str], EngineCommand[Any]] = field(
+        default_factory=dict[tuple[str, str], "EngineCommand[Any]"]
     )
     is_paused: bool = False
     asleep: Sequence[str] = ()
@@ -139,11 +176,11 @@ class NeedsDecision(Protocol):
     Several engines answer its inquiry first, and all carry out what is decided from the answers.
     """
 
-    def inquiry(self) -> HostCommand[Any]:
+    def inquiry(self) -> EngineCommand[Any]:
         """Return what to ask the engines; its ``together`` decides, or raises the refusal."""
         ...
 
-    def decided(self, decision: Any, /) -> HostCommand[Any]:
+    def decided(self, decision: Any, /) -> EngineCommand[Any]:
         """Return the command that carries out the decision."""
         ...
 
@@ -152,7 +189,7 @@ class NeedsDecision(Protocol):
 class Call:
     """Carry out a command between two steps; ``reply`` is called with its result or its error."""
 
-    action: HostCommand[Any]
+    action: EngineCommand[Any]
     reply: Callable[[Any], None]
 
 
@@ -162,3 +199,31 @@ class Stop:
 
 
 Command = Submit | Abort | Call | Stop
+
+
+class EngineDoor(Protocol):
+    """Where commands enter, on the event loop."""
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return all models that requests may name, and those that are being loaded."""
+        ...
+
+    async def call(self, action: EngineCommand[T]) -> T:
+        """Carry out a command between two steps; return its result, or raise its error."""
+        ...
+
+    def send(self, action: EngineCommand[Any]) -> None:
+        """Have a command carried out without waiting for it."""
+        ...
+
+    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Have a model in memory while the block runs; see ``ModelDirectory``."""
+        ...
+
+    async def cancel_all(self) -> int:
+        """End every request with the tokens that it has; return how many there were."""
+        ...
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is open."""
+        ...

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.commands import EngineDoor
 from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     DropUpdate,
     Pause,
@@ -28,9 +29,6 @@ from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.status import EngineReport
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
 from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
-
-if TYPE_CHECKING:
-    from mlx_parallm.engine.core import EngineCore
 
 # SLEEP_LEVELS: see ``EngineControl.sleep``.
 SLEEP_LEVELS = (0, 1, 2)
@@ -78,8 +76,8 @@ class EngineControl(AdapterControl):
         watchers: are notified of what changes.
     """
 
-    def __init__(self, thread: EngineCore, config: AdapterConfig, metrics: ControlMetrics) -> None:
-        super().__init__(thread, config, metrics)
+    def __init__(self, door: EngineDoor, config: AdapterConfig, metrics: ControlMetrics) -> None:
+        super().__init__(door, config, metrics)
         self.watchers: list[Watcher] = []
         self._pause: PauseMode | None = None
         # True if it was paused before it slept.
@@ -96,7 +94,7 @@ class EngineControl(AdapterControl):
         """Bring the metrics up to date; ``memory`` is by model."""
         self._metrics.on_memory(memory)
         self._metrics.on_engines(engines)
-        names = [status.names[0] for status in self._thread.statuses() if status.can_change]
+        names = [status.names[0] for status in self._door.statuses() if status.can_change]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level)
 
@@ -105,7 +103,7 @@ class EngineControl(AdapterControl):
 
         No model begins a step meanwhile.
         """
-        return await self._thread.call(ReadChecksums(self._base(model)))
+        return await self._door.call(ReadChecksums(self._base(model)))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """Return the version of a model's weights; default: the first model."""
@@ -129,14 +127,14 @@ class EngineControl(AdapterControl):
         count = 0
         if mode is PauseMode.WAIT and not self.sleep_level:
             # Requests that an earlier pause kept must end too.
-            await self._thread.call(Resume())
-            await self._thread.wait_until_idle()
+            await self._door.call(Resume())
+            await self._door.wait_until_idle()
         elif mode is PauseMode.ABORT:
-            count = await self._thread.cancel_all()
+            count = await self._door.cancel_all()
         if not self.is_paused:
             # It was resumed while this waited.
             return count
-        kept = await self._thread.call(Pause())
+        kept = await self._door.call(Pause())
         if clear_cache:
             await self.reset_prefix_cache()
         return count or kept
@@ -146,11 +144,11 @@ class EngineControl(AdapterControl):
         if self.sleep_level:
             raise InvalidRequestError("The server is asleep; wake it up first.")
         self._pause = None
-        await self._thread.call(Resume())
+        await self._door.call(Resume())
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """Forget cached results and KV; ``reset_running`` also recomputes running requests."""
-        await self._thread.call(ResetCaches(reset_running))
+        await self._door.call(ResetCaches(reset_running))
 
     async def update_weights(
         self, update: WeightsUpdate, *, model: str | None = None
@@ -173,11 +171,11 @@ class EngineControl(AdapterControl):
     async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
         async with self._replacing:
             try:
-                await self._thread.call(PrepareUpdate(model, update))
-                return await self._thread.call(CommitUpdate(model))
+                await self._door.call(PrepareUpdate(model, update))
+                return await self._door.call(CommitUpdate(model))
             except BaseException:
                 # With several engines, some may have prepared the update.
-                await self._thread.call(DropUpdate(model))
+                await self._door.call(DropUpdate(model))
                 raise
 
     async def update_weights_from_folder(
@@ -202,7 +200,7 @@ class EngineControl(AdapterControl):
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """Give the version of a model's weights another label, from the next token on."""
-        version = await self._thread.call(RelabelWeights(self._base(model), label))
+        version = await self._door.call(RelabelWeights(self._base(model), label))
         await self.refresh()
         return version
 
@@ -222,7 +220,7 @@ class EngineControl(AdapterControl):
             self.sleep_level = level
             for watcher in self.watchers:
                 watcher.on_sleep()
-            await self._thread.call(SleepModels(level))
+            await self._door.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """Allocate memory again; return the tags that are still asleep. If none is, resume.
@@ -237,7 +235,7 @@ class EngineControl(AdapterControl):
             raise InvalidRequestError(
                 f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
-        asleep: Sequence[str] = await self._thread.call(WakeModels(wanted))
+        asleep: Sequence[str] = await self._door.call(WakeModels(wanted))
         if not asleep:
             self._note_awake()
             stays_paused, self._stays_paused = self._stays_paused, False
@@ -258,7 +256,7 @@ class EngineControl(AdapterControl):
 
     def _base(self, model: str | None) -> str:
         """Return the first name of a model whose weights can change; None means the first one."""
-        statuses = self._thread.statuses()
+        statuses = self._door.statuses()
         if model is None:
             changeable = [status for status in statuses if status.can_change]
             if not changeable:

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Abort, Call, HostCommand, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, EngineCommand, Stop, Submit
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.directory import ModelDirectory
@@ -289,13 +289,17 @@ class EngineCore:
         """Bring the names of adapters up to date."""
         await self.control.refresh()
 
-    async def call(self, action: HostCommand[T]) -> T:
+    async def call(self, action: EngineCommand[T]) -> T:
         """Carry out a command between two steps; return its result, or raise its error."""
         self.check_health()
         result: Any = await self.mailbox.ask(lambda reply: Call(action=action, reply=reply))
         if isinstance(result, ParallmError):
             raise result
         return result
+
+    def send(self, action: EngineCommand[Any]) -> None:
+        """Have a command carried out between two steps, without waiting for it."""
+        self.mailbox.send(Call(action=action, reply=lambda _: None))
 
     async def cancel_all(self) -> int:
         """End every request with the tokens that it has; return how many there were."""

@@ -6,30 +6,26 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.commands import (
-    Call,
     Change,
-    HostCommand,
+    EngineCommand,
+    EngineDoor,
     JoinsResults,
     LeavesNothing,
+    LoopState,
     StateJournal,
 )
 from mlx_parallm.engine.kind import Kind, OpenModel
-from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.engine.models import KindTraits, ServedModel
 from mlx_parallm.engine.sources import MODEL
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.models.checkpoints.weight_files import weight_files
 from mlx_parallm.types.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from mlx_parallm.engine.core import EngineCore
 
 # CHUNK_BYTES: bytes of a file that are read ahead at once.
 CHUNK_BYTES = 1 << 24
@@ -44,8 +40,8 @@ class ModelLoader:
     Streams wait only for the engine thread, which makes the arrays.
     """
 
-    def __init__(self, thread: EngineCore, config: EngineConfig, kinds: Sequence[Kind]) -> None:
-        self._thread = thread
+    def __init__(self, door: EngineDoor, config: EngineConfig, kinds: Sequence[Kind]) -> None:
+        self._door = door
         self._config = config
         self._kinds = kinds
         self._numbers = count()
@@ -62,29 +58,29 @@ class ModelLoader:
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be loaded.
         """
-        thread, number = self._thread, next(self._numbers)
+        door, number = self._door, next(self._numbers)
         named = replace(config, served_names=names)
         kind, open_model = await asyncio.to_thread(
             _read, named, self._config, self._kinds, lambda share: on_progress(share / 2)
         )
         try:
-            await make_room(await thread.call(BeginLoad(number, open_model)), kind.traits)
+            await make_room(await door.call(BeginLoad(number, open_model)), kind.traits)
             # Models are loaded in parts, between the steps of others.
-            while (share := await thread.call(AdvanceLoad(number))) < 1:
+            while (share := await door.call(AdvanceLoad(number))) < 1:
                 on_progress((1 + share) / 2)
-            return await thread.call(CommitLoad(number))
+            return await door.call(CommitLoad(number))
         except BaseException:
             # Its arrays are freed on the thread that made them.
-            thread.mailbox.send(Call(action=DropLoad(number), reply=lambda _: None))
+            door.send(DropLoad(number))
             raise
 
     async def drop(self, name: str) -> None:
         """Free the memory of an idle model, by its first name; its adapters stay for its return."""
-        await self._thread.call(UnloadModel(name))
+        await self._door.call(UnloadModel(name))
 
     async def forget(self, name: str) -> None:
         """Forget the adapters of a model that was dropped and does not come back."""
-        await self._thread.call(ForgetAdapters(name))
+        await self._door.call(ForgetAdapters(name))
 
 
 def _read(
@@ -123,7 +119,7 @@ def _read(
 
 
 @dataclass(frozen=True, slots=True)
-class BeginLoad(HostCommand[int]):
+class BeginLoad(EngineCommand[int]):
     """Open a model's weights; return how many bytes they will take.
 
     Attributes:
@@ -134,9 +130,9 @@ class BeginLoad(HostCommand[int]):
     number: int
     open_model: OpenModel
 
-    def __call__(self, host: EngineLoop) -> int:
+    def __call__(self, loop: LoopState) -> int:
         """Apply the command."""
-        pending = host.pending[self.number] = self.open_model(host.families, host.worker)
+        pending = loop.pending[self.number] = self.open_model(loop.families, loop.worker)
         return pending.num_bytes
 
     @override
@@ -145,42 +141,42 @@ class BeginLoad(HostCommand[int]):
 
 
 @dataclass(frozen=True, slots=True)
-class AdvanceLoad(LeavesNothing, HostCommand[float], JoinsResults):
+class AdvanceLoad(LeavesNothing, EngineCommand[float], JoinsResults):
     """Load the next part of a model; see ``PendingModel.advance``."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> float:
+    def __call__(self, loop: LoopState) -> float:
         """Apply the command."""
-        return host.pending[self.number].advance()
+        return loop.pending[self.number].advance()
 
     @override
     def together(self, results: Sequence[float]) -> float:
-        """All engines must have the model."""
+        """Return the least share: all engines must have the model."""
         return min(results)
 
 
 @dataclass(frozen=True, slots=True)
-class FinishLoad(LeavesNothing, HostCommand[None]):
+class FinishLoad(LeavesNothing, EngineCommand[None]):
     """Load the rest of a model at once, for an engine that serves no request yet."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        while AdvanceLoad(self.number)(host) < 1:
+        while AdvanceLoad(self.number)(loop) < 1:
             pass
 
 
 @dataclass(frozen=True, slots=True)
-class DropLoad(HostCommand[None]):
+class DropLoad(EngineCommand[None]):
     """Free a model that will not be finished, if it is there."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        pending = host.pending.pop(self.number, None)
+        pending = loop.pending.pop(self.number, None)
         if pending is not None:
             pending.close()
 
@@ -190,22 +186,22 @@ class DropLoad(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitLoad(Change, HostCommand[ServedModel]):
+class CommitLoad(Change, EngineCommand[ServedModel]):
     """Finish a load: requests may run on the model from now on."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> ServedModel:
+    def __call__(self, loop: LoopState) -> ServedModel:
         """Apply the command."""
-        pending = host.pending.pop(self.number)
+        pending = loop.pending.pop(self.number)
         name = pending.name
-        built = pending.finish(host.policies.get(name))
+        built = pending.finish(loop.policies.get(name))
         pending.close()
         assert built.engine is not None
         # The server may be paused now; then the new engine is too.
-        built.engine.is_paused = any(engine.is_paused for engine in host.engines.values())
-        host.engines[name] = built.engine
-        host.policies[name] = built.engine.policies
+        built.engine.is_paused = any(engine.is_paused for engine in loop.engines.values())
+        loop.engines[name] = built.engine
+        loop.policies[name] = built.engine.policies
         return built.model
 
     @override
@@ -215,14 +211,14 @@ class CommitLoad(Change, HostCommand[ServedModel]):
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetAdapters(Change, HostCommand[None]):
+class ForgetAdapters(Change, EngineCommand[None]):
     """Drop the adapters of a model."""
 
     name: str
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        host.policies.pop(self.name, None)
+        loop.policies.pop(self.name, None)
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
@@ -231,14 +227,14 @@ class ForgetAdapters(Change, HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadModel(Change, HostCommand[None]):
+class UnloadModel(Change, EngineCommand[None]):
     """Free the memory of an idle model, if it is there."""
 
     name: str
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        engine = host.engines.pop(self.name, None)
+        engine = loop.engines.pop(self.name, None)
         if engine is not None:
             engine.release()
 

@@ -7,9 +7,9 @@ import queue
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
-from mlx_parallm.engine.kind import PendingModel
+from typing_extensions import override
+
+from mlx_parallm.engine.commands import Abort, Call, Command, LoopState, Stop, Submit
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import ServedEngine, WorkBeside
 from mlx_parallm.engine.step_clock import StepClock
@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class EngineLoop:
-    """Owns every engine of the process; runs until it is told to stop.
-
-    Attributes:
-        engines: the loaded models' engines by their first names; they come and go.
-        policies: each model's policies, likewise; they stay when a model is evicted.
-        families: metrics of all kinds of models.
-        worker: the door to the device.
-        pending: models that are being loaded, by their commands' number.
-        stagings: adapters that are being uploaded into a slot, likewise.
-        beside: work beside the models.
-    """
+class EngineLoop(LoopState):
+    """Owns every engine of the process; runs until ``Stop``."""
 
     def __init__(
         self,
@@ -51,12 +41,12 @@ class EngineLoop:
         """Prepare.
 
         Args:
-            engines: see the class.
+            engines: see ``LoopState``, as for the arguments that are not named here.
             inbox: where commands come from.
             deliver: sends events to the event loop.
-            families: see the class.
-            worker: see the class.
-            beside: see the class.
+            families: of metrics.
+            worker: of this process.
+            beside: work beside the models.
             max_stall_s: how long a decode step and a batch may take together, in seconds, if that
                 is bounded.
             clock: is kept at how long the step in flight has run; None makes one.
@@ -65,8 +55,8 @@ class EngineLoop:
         self.policies = {name: engine.policies for name, engine in engines.items()}
         self.families = families
         self.worker = worker
-        self.pending: dict[int, PendingModel] = {}
-        self.stagings: dict[int, AdapterStaging] = {}
+        self.pending = {}
+        self.stagings = {}
         self.beside = beside
         self._deliver = deliver
         self._readers: dict[str, EventReader] = {}
@@ -85,12 +75,12 @@ class EngineLoop:
         finally:
             self._clock.end()
 
+    @override
     def takers(self) -> Sequence[ServedEngine | WorkBeside]:
-        """Return all that takes turns."""
         return [*self.engines.values(), *self.beside]
 
+    @override
     def deliver(self, events: Sequence[Event]) -> None:
-        """Send events to their readers: on this thread, or on the event loop."""
         if self._readers:
             events = [event for event in events if not self._read_here(event)]
         if events:

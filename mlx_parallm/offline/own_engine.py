@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.host_commands import live_weights
+from mlx_parallm.engine.engine_commands import live_weights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.engine import GenerationEngine

@@ -18,8 +18,8 @@ from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
+from mlx_parallm.engine.commands import LoopState
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -40,9 +40,9 @@ KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
 RANK = 4
 
 
-def policies_of(host: EngineLoop) -> Policies:
+def policies_of(loop: LoopState) -> Policies:
     """Return what knows the embedded model's adapters."""
-    engine = host.engines[DEMO_NAME]
+    engine = loop.engines[DEMO_NAME]
     assert isinstance(engine, GenerationEngine)
     return engine.policies
 
@@ -274,7 +274,7 @@ async def test_an_adapter_that_had_to_go_comes_with_its_request(
     """Unload between an adapter's load and its request, while others believe it is there."""
     save(named / "gone", shapes, 5)
     first = await generate(engine, "gone", "first")
-    await engine.call(Do(lambda host: policies_of(host).unload("gone")))
+    await engine.call(Do(lambda loop: policies_of(loop).unload("gone")))
     assert is_same(await generate(engine, "gone", "second"), first)
     assert [info.name for info in engine.control.adapters()] == ["gone"]
 
@@ -285,7 +285,7 @@ async def test_a_load_by_name_replaces_no_upload(
     save(named / "both", shapes, 5)
     upload = AdapterUpload(name="both", weights=adapter(tmp_path, shapes, 6), version="mine")
     # The request looked for a folder before it learned of the upload.
-    await engine.call(Do(lambda host: policies_of(host).load(upload)))
+    await engine.call(Do(lambda loop: policies_of(loop).load(upload)))
     assert set((await generate(engine, "both", "r")).versions) == {"mine"}
     assert [info.version for info in engine.control.adapters()] == ["mine"]
 

@@ -157,13 +157,13 @@ async def test_memory_is_given_back_in_sleep(engine: AsyncEngine, level: int) ->
     info = engine.get_model(NAME).info
     alone = await generate(engine, NAME, "alone", 40)
     kept = await begin(engine, NAME, "kept", 40)
-    awake = await engine.call(Do(lambda host: mx.get_active_memory()))
+    awake = await engine.call(Do(lambda _: mx.get_active_memory()))
     await control.sleep(level, PauseMode.KEEP)
     assert control.sleep_level == level
     assert control.is_paused
     with pytest.raises(InvalidRequestError, match="asleep"):
         await control.resume()
-    asleep = await engine.call(Do(lambda host: mx.get_active_memory()))
+    asleep = await engine.call(Do(lambda _: mx.get_active_memory()))
     promised = info.kv_bytes + (info.weight_bytes if level == 2 else 0)
     assert awake - asleep >= 0.9 * promised
     assert await control.wake_up(["weights"]) == ["kv_cache"]
@@ -216,7 +216,7 @@ async def test_who_depends_on_weights_and_memory_is_notified(
 ) -> None:
     control, watcher, forgotten = engine.control, Noted(), list[str]()
     control.watchers.append(watcher)
-    (work,) = await engine.call(Do(lambda host: host.beside))
+    (work,) = await engine.call(Do(lambda loop: loop.beside))
     monkeypatch.setattr(work, "forget", forgotten.append)
     await control.sleep(0, PauseMode.KEEP)
     await control.wake_up()

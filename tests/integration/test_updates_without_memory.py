@@ -195,7 +195,7 @@ CASES = [
 async def used(engine: AsyncEngine) -> int:
     """Return the bytes of all arrays."""
 
-    def measure(_host: object) -> int:
+    def measure(_loop: object) -> int:
         gc.collect()
         return mx.get_active_memory()
 

@@ -15,13 +15,13 @@ from typing import Any
 from mlx_parallm.engine.commands import (
     Abort,
     Call,
-    HostCommand,
+    EngineCommand,
     NeedsDecision,
     StateJournal,
     Stop,
     Submit,
 )
-from mlx_parallm.engine.host_commands import EnsureAdapter
+from mlx_parallm.engine.engine_commands import EnsureAdapter
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.gathering import Gathering
@@ -300,7 +300,7 @@ class Fleet:
         for command in held:
             self.call(command)
 
-    def _caught_up(self, rank: int, action: HostCommand[Any], result: Any) -> None:
+    def _caught_up(self, rank: int, action: EngineCommand[Any], result: Any) -> None:
         with self._lock:
             self._members[rank].num_missed -= 1
         if isinstance(result, ParallmError):
@@ -308,7 +308,7 @@ class Fleet:
                 self._depose(rank, action, result)
             self._flush()
 
-    def _depose(self, rank: int, action: HostCommand[Any], error: ParallmError) -> None:
+    def _depose(self, rank: int, action: EngineCommand[Any], error: ParallmError) -> None:
         """Let an engine end that would answer with other weights than the others do.
 
         It is started anew. What it still answers is not read.

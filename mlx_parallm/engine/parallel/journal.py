@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from mlx_parallm.engine.commands import HostCommand, StateJournal
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.commands import EngineCommand, StateJournal
+from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     Pause,
     PrepareUpdate,
@@ -18,7 +18,7 @@ from mlx_parallm.engine.live_weights import WeightsHistory
 from mlx_parallm.types.weights import SLEEP_TAGS
 
 
-def catch_up(journal: StateJournal) -> Sequence[HostCommand[Any]]:
+def catch_up(journal: StateJournal) -> Sequence[EngineCommand[Any]]:
     """Return what brings an engine that has just loaded to the state of the journal, in order."""
     commands = [command for load in journal.models.values() for command in load]
     for model, history in journal.weights.items():
@@ -32,7 +32,7 @@ def catch_up(journal: StateJournal) -> Sequence[HostCommand[Any]]:
     return [*commands, *journal.pending.values()]
 
 
-def _updates(model: str, history: WeightsHistory) -> Generator[HostCommand[Any]]:
+def _updates(model: str, history: WeightsHistory) -> Generator[EngineCommand[Any]]:
     for update in filter(None, (history.folder, history.tensors)):
         yield PrepareUpdate(model, update)
         yield CommitUpdate(model)

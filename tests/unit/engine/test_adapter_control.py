@@ -1,21 +1,21 @@
-"""Names of adapters of several models, over a scripted engine thread."""
+"""Names of adapters of several models, over scripted engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.commands import EngineCommand, EngineDoor, LoopState
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.device import DeviceAdapters
-from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.engine.status import ModelStatus
@@ -23,9 +23,11 @@ from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.version_harness import SlotRecord, adapter
 
+T = TypeVar("T")
 
-class TwoEncoders:
-    """An engine thread that has the encoders "m" and "n" and answers a turn later."""
+
+class TwoEncoders(EngineDoor):
+    """The door to engines that have the encoders "m" and "n" and answer a turn later."""
 
     def __init__(self) -> None:
         self.names = [("m",), ("n",)]
@@ -34,8 +36,8 @@ class TwoEncoders:
             for name in "mn"
         }
         policies = {name: adapters.policies for name, adapters in self.sets.items()}
-        host = SimpleNamespace(engines={}, policies=policies, stagings={})
-        self._host = cast(EngineLoop, host)
+        state = SimpleNamespace(engines={}, policies=policies, stagings={})
+        self._state = cast(LoopState, state)
 
     def statuses(self) -> list[ModelStatus]:
         return [ModelEntry(ModelConfig(), names).status() for names in self.names]
@@ -45,11 +47,20 @@ class TwoEncoders:
         assert model in self.sets
         yield
 
-    async def call(self, action: Callable[[EngineLoop], Any]) -> Any:
+    async def call(self, action: EngineCommand[T]) -> T:
         await asyncio.sleep(0)
-        result = action(self._host)
+        result = action(self._state)
         await asyncio.sleep(0)
         return result
+
+    def send(self, action: EngineCommand[Any]) -> None:
+        raise AssertionError
+
+    async def cancel_all(self) -> int:
+        raise AssertionError
+
+    async def wait_until_idle(self) -> None:
+        raise AssertionError
 
 
 class FoundAdapters(AdapterControl):
@@ -61,60 +72,60 @@ class FoundAdapters(AdapterControl):
 
 
 @pytest.fixture
-def thread() -> TwoEncoders:
+def door() -> TwoEncoders:
     return TwoEncoders()
 
 
 @pytest.fixture
-def control(thread: TwoEncoders) -> AdapterControl:
-    return FoundAdapters(cast(Any, thread), AdapterConfig(), ControlMetrics(CollectorRegistry()))
+def control(door: TwoEncoders) -> AdapterControl:
+    return FoundAdapters(door, AdapterConfig(), ControlMetrics(CollectorRegistry()))
 
 
-def owners(thread: TwoEncoders) -> list[str]:
-    return [info.model for adapters in thread.sets.values() for info in adapters.policies.infos()]
+def owners(door: TwoEncoders) -> list[str]:
+    return [info.model for adapters in door.sets.values() for info in adapters.policies.infos()]
 
 
-def check_one_owner(thread: TwoEncoders, results: list[Any]) -> None:
+def check_one_owner(door: TwoEncoders, results: list[Any]) -> None:
     """One of two loads was refused, and left no slot in use."""
     (refusal,) = (result for result in results if isinstance(result, BaseException))
     assert isinstance(refusal, InvalidRequestError)
     assert refusal.param == "name"
     assert "unload it first" in str(refusal)
-    assert len(owners(thread)) == 1
-    assert [adapters.adapters.num_used for adapters in thread.sets.values()] == [0, 0]
+    assert len(owners(door)) == 1
+    assert [adapters.adapters.num_used for adapters in door.sets.values()] == [0, 0]
 
 
 async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(
-    thread: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: AdapterControl
 ) -> None:
     upload = adapter("a", "digest-1", None)
     loads = (control.load_adapter(upload, model=name) for name in "mn")
-    check_one_owner(thread, await asyncio.gather(*loads, return_exceptions=True))
+    check_one_owner(door, await asyncio.gather(*loads, return_exceptions=True))
     (info,) = control.adapters()
-    assert [info.model] == owners(thread)
+    assert [info.model] == owners(door)
 
 
 async def test_a_name_that_is_found_for_two_models_at_once_is_one_models(
-    thread: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: AdapterControl
 ) -> None:
     loads = (control.ensure_loaded("a", name) for name in "mn")
-    check_one_owner(thread, await asyncio.gather(*loads, return_exceptions=True))
+    check_one_owner(door, await asyncio.gather(*loads, return_exceptions=True))
 
 
 async def test_a_loaded_name_is_not_another_models(
-    thread: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: AdapterControl
 ) -> None:
     await control.ensure_loaded("a", "m")
     await control.ensure_loaded("a", "m")
     with pytest.raises(InvalidRequestError, match="adapter of 'm'"):
         await control.ensure_loaded("a", "n")
-    assert owners(thread) == ["m"]
+    assert owners(door) == ["m"]
 
 
 async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
-    thread: TwoEncoders, control: AdapterControl
+    door: TwoEncoders, control: AdapterControl
 ) -> None:
     await control.ensure_loaded("a", "m")
     await control.ensure_loaded("b", "n")
-    thread.names.remove(("m",))
+    door.names.remove(("m",))
     assert [info.name for info in control.adapters()] == ["b"]

@@ -192,7 +192,7 @@ async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
     engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     gate = threading.Event()
-    first = asyncio.ensure_future(engine.call(Do(lambda host: wait_for(gate))))
+    first = asyncio.ensure_future(engine.call(Do(lambda _: wait_for(gate))))
     others = [asyncio.ensure_future(engine.call(Do(die))) for _ in range(2)]
     # All three are in the inbox before the first is done.
     await asyncio.sleep(0)
@@ -207,7 +207,7 @@ async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
 
 async def test_a_command_that_fails_is_an_error_of_its_own(engine: AsyncEngine) -> None:
     with pytest.raises(ControlError, match="ZeroDivisionError"):
-        await engine.call(Do(lambda host: 1 // 0))
+        await engine.call(Do(lambda _: 1 // 0))
     assert await text_of(engine, make_request()) == "hello"
 
 

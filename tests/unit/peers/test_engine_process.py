@@ -109,7 +109,7 @@ async def test_a_command_or_reply_that_cannot_be_sent_is_an_error_of_its_own(
     engine: AsyncEngine,
 ) -> None:
     with pytest.raises(ControlError, match="pickle"):
-        await engine.call(Do(lambda host: None))
+        await engine.call(Do(lambda _: None))
     with pytest.raises(ControlError, match="pickle"):
         await engine.call(Do(something_local))
     for action in (Unreadable(), something_unreadable):

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.engine.commands import Abort
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.engine_commands import (
     CommitAdapter,
     CommitUpdate,
     EnsureAdapter,

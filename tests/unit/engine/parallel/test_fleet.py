@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.engine.host_commands import (
+from mlx_parallm.engine.engine_commands import (
     CommitUpdate,
     EnsureAdapter,
     RelabelWeights,

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import pytest
 
 import mlx_parallm.engine
-from mlx_parallm.engine.commands import Change, HostCommand, LeavesNothing
-from mlx_parallm.engine.host_commands import ResetCaches
+from mlx_parallm.engine.commands import Change, EngineCommand, LeavesNothing
+from mlx_parallm.engine.engine_commands import ResetCaches
 
 
-def commands(base: type = HostCommand) -> Iterator[type]:
+def commands(base: type = EngineCommand) -> Iterator[type]:
     """Yield all classes of commands."""
     for module in pkgutil.walk_packages(mlx_parallm.engine.__path__, "mlx_parallm.engine."):
         importlib.import_module(module.name)
@@ -41,8 +41,8 @@ def test_a_change_leaves_something() -> None:
 
 
 def test_a_command_that_does_not_say_cannot_be_made() -> None:
-    class Forgotten(Change, HostCommand[None]):
-        def __call__(self, host: Any) -> None: ...
+    class Forgotten(Change, EngineCommand[None]):
+        def __call__(self, loop: Any) -> None: ...
 
     with pytest.raises(TypeError, match="noted"):
         Forgotten()  # type: ignore[abstract]

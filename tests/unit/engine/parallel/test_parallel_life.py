@@ -82,12 +82,12 @@ def test_a_command_has_reached_all_engines_when_it_was_put() -> None:
     begun = threading.Barrier(3)
     gate = threading.Event()
     for action in (begun.wait, gate.wait):
-        life.put(Call(action=Do(lambda host, action=action: action()), reply=lambda _: None))
+        life.put(Call(action=Do(lambda _, action=action: action()), reply=lambda _: None))
     begun.wait()
     # Both engines wait now, and what comes meanwhile waits in the order in which it was put.
     order: list[int] = []
     for number in range(3):
-        life.put(Call(action=Do(lambda host: None), reply=lambda _, n=number: order.append(n)))
+        life.put(Call(action=Do(lambda _: None), reply=lambda _, n=number: order.append(n)))
     assert min(each.inbox.qsize() for each in lives) >= 3
     gate.set()
     life.put(Stop())
@@ -98,7 +98,7 @@ def test_a_command_has_reached_all_engines_when_it_was_put() -> None:
 def test_a_command_is_refused_while_no_engine_is_loaded() -> None:
     life = ParallelLife([], partial(Router, 0, max_num_seqs=1))
     refusals: list[object] = []
-    life.put(Call(action=Do(lambda host: None), reply=refusals.append))
+    life.put(Call(action=Do(lambda _: None), reply=refusals.append))
     life.put(Abort(request_id="unknown"))
     assert [type(refusal) for refusal in refusals] == [EngineDeadError]
 

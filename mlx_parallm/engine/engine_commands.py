@@ -15,14 +15,14 @@ from typing_extensions import override
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import (
     Change,
-    HostCommand,
+    EngineCommand,
     JoinsResults,
     LeavesNothing,
+    LoopState,
     NeedsDecision,
     StateJournal,
 )
 from mlx_parallm.engine.live_weights import LiveWeights, WeightsHistory, WeightsUpdate
-from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
@@ -33,13 +33,13 @@ LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
 
 
 @dataclass(frozen=True, slots=True)
-class ListVersions(HostCommand[LoadedVersions]):
+class ListVersions(EngineCommand[LoadedVersions]):
     """Return what requests are computed with; versions are of models whose weights can change."""
 
-    def __call__(self, host: EngineLoop) -> LoadedVersions:
+    def __call__(self, loop: LoopState) -> LoadedVersions:
         """Apply the command."""
-        infos = [info for policies in host.policies.values() for info in policies.infos()]
-        engines = host.engines.items()
+        infos = [info for policies in loop.policies.values() for info in policies.infos()]
+        engines = loop.engines.items()
         changeable = {name: engine for name, engine in engines if engine.live is not None}
         return infos, {name: engine.policies.base.version for name, engine in changeable.items()}
 
@@ -52,7 +52,7 @@ class ListVersions(HostCommand[LoadedVersions]):
 
 
 @dataclass(frozen=True, slots=True)
-class BeginAdapter(HostCommand[bool], JoinsResults):
+class BeginAdapter(EngineCommand[bool], JoinsResults):
     """Check an adapter and upload its first part into a slot; return True if there is more.
 
     Raises:
@@ -72,17 +72,17 @@ class BeginAdapter(HostCommand[bool], JoinsResults):
     model: str
     takes_slot: bool
 
-    def __call__(self, host: EngineLoop) -> bool:
+    def __call__(self, loop: LoopState) -> bool:
         """Apply the command."""
-        check_owner(host, self.upload.name, self.model)
-        policies = policies_of(host, self.model)
+        check_owner(loop, self.upload.name, self.model)
+        policies = policies_of(loop, self.model)
         staging = AdapterStaging(self.upload, policies, takes_slot=self.takes_slot)
-        host.stagings[self.number] = staging
+        loop.stagings[self.number] = staging
         return staging.advance()
 
     @override
     def together(self, results: Sequence[bool]) -> bool:
-        """An engine without a free slot has no parts to put."""
+        """Return True if any has more: an engine without a free slot has no parts to put."""
         return any(results)
 
     @override
@@ -91,14 +91,14 @@ class BeginAdapter(HostCommand[bool], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
-class StageAdapterPart(LeavesNothing, HostCommand[bool], JoinsResults):
+class StageAdapterPart(LeavesNothing, EngineCommand[bool], JoinsResults):
     """Upload the next part of an adapter; see ``BeginAdapter``."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> bool:
+    def __call__(self, loop: LoopState) -> bool:
         """Apply the command."""
-        return host.stagings[self.number].advance()
+        return loop.stagings[self.number].advance()
 
     @override
     def together(self, results: Sequence[bool]) -> bool:
@@ -126,15 +126,15 @@ def _choose_evicted(results: Sequence[Evictable]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoom(LeavesNothing, HostCommand[Evictable], JoinsResults):
+class FindRoom(LeavesNothing, EngineCommand[Evictable], JoinsResults):
     """Return what can be evicted for an adapter of a model; raise as ``Policies.load`` does."""
 
     name: str
     model: str
 
-    def __call__(self, host: EngineLoop) -> Evictable:
+    def __call__(self, loop: LoopState) -> Evictable:
         """Apply the command."""
-        return policies_of(host, self.model).evictable_for(self.name)
+        return policies_of(loop, self.model).evictable_for(self.name)
 
     @override
     def together(self, results: Sequence[Evictable]) -> str | None:
@@ -142,14 +142,14 @@ class FindRoom(LeavesNothing, HostCommand[Evictable], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoomForStaged(LeavesNothing, HostCommand[Evictable], JoinsResults):
+class FindRoomForStaged(LeavesNothing, EngineCommand[Evictable], JoinsResults):
     """Return what can be evicted for a prepared adapter; raise as ``Policies.load`` does."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> Evictable:
+    def __call__(self, loop: LoopState) -> Evictable:
         """Apply the command."""
-        staging = host.stagings[self.number]
+        staging = loop.stagings[self.number]
         return staging.policies.evictable_for(staging.upload.name)
 
     @override
@@ -158,7 +158,7 @@ class FindRoomForStaged(LeavesNothing, HostCommand[Evictable], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]], NeedsDecision):
+class CommitAdapter(Change, EngineCommand[tuple[AdapterInfo, LoadedVersions]], NeedsDecision):
     """Let requests use a prepared adapter; return it, and all that is loaded.
 
     Raises as ``Policies.load`` does.
@@ -179,13 +179,13 @@ class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]], Nee
     def decided(self, decision: str | None) -> CommitAdapter:
         return replace(self, evicted=decision)
 
-    def __call__(self, host: EngineLoop) -> tuple[AdapterInfo, LoadedVersions]:
+    def __call__(self, loop: LoopState) -> tuple[AdapterInfo, LoadedVersions]:
         """Apply the command."""
-        staging = host.stagings[self.number]
-        check_owner(host, staging.upload.name, staging.policies.model)
+        staging = loop.stagings[self.number]
+        check_owner(loop, staging.upload.name, staging.policies.model)
         info = staging.commit(self.evicted)
-        DropStagedAdapter(self.number)(host)
-        return info, ListVersions()(host)
+        DropStagedAdapter(self.number)(loop)
+        return info, ListVersions()(loop)
 
     @override
     def noted(self, journal: StateJournal, result: tuple[AdapterInfo, LoadedVersions]) -> None:
@@ -197,14 +197,14 @@ class CommitAdapter(Change, HostCommand[tuple[AdapterInfo, LoadedVersions]], Nee
 
 
 @dataclass(frozen=True, slots=True)
-class DropStagedAdapter(HostCommand[None]):
+class DropStagedAdapter(EngineCommand[None]):
     """Forget an adapter that was prepared, if it is there."""
 
     number: int
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        staging = host.stagings.pop(self.number, None)
+        staging = loop.stagings.pop(self.number, None)
         if staging is not None:
             staging.drop()
 
@@ -214,7 +214,7 @@ class DropStagedAdapter(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class EnsureAdapter(Change, HostCommand[AdapterInfo], NeedsDecision):
+class EnsureAdapter(Change, EngineCommand[AdapterInfo], NeedsDecision):
     """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``.
 
     Attributes:
@@ -235,10 +235,10 @@ class EnsureAdapter(Change, HostCommand[AdapterInfo], NeedsDecision):
     def decided(self, decision: str | None) -> EnsureAdapter:
         return replace(self, evicted=decision)
 
-    def __call__(self, host: EngineLoop) -> AdapterInfo:
+    def __call__(self, loop: LoopState) -> AdapterInfo:
         """Apply the command."""
-        check_owner(host, self.upload.name, self.model)
-        return policies_of(host, self.model).ensure(self.upload, self.evicted)
+        check_owner(loop, self.upload.name, self.model)
+        return policies_of(loop, self.model).ensure(self.upload, self.evicted)
 
     @override
     def noted(self, journal: StateJournal, result: AdapterInfo) -> None:
@@ -249,15 +249,15 @@ class EnsureAdapter(Change, HostCommand[AdapterInfo], NeedsDecision):
 
 
 @dataclass(frozen=True, slots=True)
-class UnloadAdapter(Change, HostCommand[AdapterInfo]):
+class UnloadAdapter(Change, EngineCommand[AdapterInfo]):
     """Admit no more requests of an adapter of a model; see ``Policies.unload``."""
 
     name: str
     model: str
 
-    def __call__(self, host: EngineLoop) -> AdapterInfo:
+    def __call__(self, loop: LoopState) -> AdapterInfo:
         """Apply the command."""
-        return policies_of(host, self.model).unload(self.name)
+        return policies_of(loop, self.model).unload(self.name)
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
@@ -265,16 +265,16 @@ class UnloadAdapter(Change, HostCommand[AdapterInfo]):
 
 
 @dataclass(frozen=True, slots=True)
-class Pause(Change, HostCommand[int], JoinsResults):
+class Pause(Change, EngineCommand[int], JoinsResults):
     """Begin no more steps; return how many requests are kept."""
 
-    def __call__(self, host: EngineLoop) -> int:
+    def __call__(self, loop: LoopState) -> int:
         """Apply the command."""
-        for engine in host.takers():
+        for engine in loop.takers():
             engine.is_paused = True
             # No token may come after the answer.
-            host.deliver(engine.settle())
-        return sum(engine.num_requests for engine in host.takers())
+            loop.deliver(engine.settle())
+        return sum(engine.num_requests for engine in loop.takers())
 
     @override
     def together(self, results: Sequence[int]) -> int:
@@ -287,12 +287,12 @@ class Pause(Change, HostCommand[int], JoinsResults):
 
 
 @dataclass(frozen=True, slots=True)
-class Resume(Change, HostCommand[None]):
+class Resume(Change, EngineCommand[None]):
     """Begin steps again."""
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        for engine in host.takers():
+        for engine in loop.takers():
             engine.is_paused = False
 
     @override
@@ -301,28 +301,28 @@ class Resume(Change, HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class ResetCaches(Change, LeavesNothing, HostCommand[None]):
+class ResetCaches(Change, LeavesNothing, EngineCommand[None]):
     """Forget what every model computed before; see ``ServedEngine.reset_cache``."""
 
     reset_running: bool
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        for engine in host.engines.values():
-            host.deliver(engine.settle())
+        for engine in loop.engines.values():
+            loop.deliver(engine.settle())
             engine.reset_cache(reset_running=self.reset_running)
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareUpdate(HostCommand[None]):
+class PrepareUpdate(EngineCommand[None]):
     """Have new weights of a model ready; raise as ``LiveWeights.prepare`` does."""
 
     model: str
     update: WeightsUpdate
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        live_weights(host.engines[self.model]).prepare(self.update)
+        live_weights(loop.engines[self.model]).prepare(self.update)
 
     @override
     def noted(self, journal: StateJournal, result: object) -> None:
@@ -330,18 +330,18 @@ class PrepareUpdate(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitUpdate(Change, HostCommand[WeightsVersion]):
+class CommitUpdate(Change, EngineCommand[WeightsVersion]):
     """Compute with the weights that were prepared; see ``LiveWeights.commit``."""
 
     model: str
 
-    def __call__(self, host: EngineLoop) -> WeightsVersion:
+    def __call__(self, loop: LoopState) -> WeightsVersion:
         """Apply the command."""
-        engine = host.engines[self.model]
+        engine = loop.engines[self.model]
         # The tokens of the step in flight are those of the old weights.
-        host.deliver(engine.settle())
+        loop.deliver(engine.settle())
         version = live_weights(engine).commit()
-        _forget_beside(host, self.model)
+        _forget_beside(loop, self.model)
         return version
 
     @override
@@ -352,14 +352,14 @@ class CommitUpdate(Change, HostCommand[WeightsVersion]):
 
 
 @dataclass(frozen=True, slots=True)
-class DropUpdate(HostCommand[None]):
+class DropUpdate(EngineCommand[None]):
     """Forget the weights that were prepared for a model, if there are any."""
 
     model: str
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        engine = host.engines.get(self.model)
+        engine = loop.engines.get(self.model)
         if engine is not None and engine.live is not None:
             engine.live.drop_prepared()
 
@@ -369,26 +369,26 @@ class DropUpdate(HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class ReadChecksums(LeavesNothing, HostCommand[Mapping[str, str]]):
+class ReadChecksums(LeavesNothing, EngineCommand[Mapping[str, str]]):
     """Return the SHA-256 of each weight of a model; see ``LiveWeights.checksums``."""
 
     model: str
 
-    def __call__(self, host: EngineLoop) -> Mapping[str, str]:
+    def __call__(self, loop: LoopState) -> Mapping[str, str]:
         """Apply the command."""
-        return live_weights(host.engines[self.model]).checksums()
+        return live_weights(loop.engines[self.model]).checksums()
 
 
 @dataclass(frozen=True, slots=True)
-class RelabelWeights(Change, HostCommand[WeightsVersion]):
+class RelabelWeights(Change, EngineCommand[WeightsVersion]):
     """Give the version of a model's weights another label; see ``LiveWeights.relabel``."""
 
     model: str
     label: str
 
-    def __call__(self, host: EngineLoop) -> WeightsVersion:
+    def __call__(self, loop: LoopState) -> WeightsVersion:
         """Apply the command."""
-        return live_weights(host.engines[self.model]).relabel(self.label)
+        return live_weights(loop.engines[self.model]).relabel(self.label)
 
     @override
     def noted(self, journal: StateJournal, result: WeightsVersion) -> None:
@@ -397,29 +397,29 @@ class RelabelWeights(Change, HostCommand[WeightsVersion]):
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreVersion(LeavesNothing, HostCommand[None]):
+class RestoreVersion(LeavesNothing, EngineCommand[None]):
     """Give weights that are like those of other engines the same version."""
 
     model: str
     version: WeightsVersion
     num_updates: int
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        live_weights(host.engines[self.model]).restore(self.version, self.num_updates)
+        live_weights(loop.engines[self.model]).restore(self.version, self.num_updates)
 
 
 @dataclass(frozen=True, slots=True)
-class SleepModels(Change, HostCommand[None]):
+class SleepModels(Change, EngineCommand[None]):
     """Free memory of every model whose weights can change; see ``LiveWeights.sleep``."""
 
     level: int
 
-    def __call__(self, host: EngineLoop) -> None:
+    def __call__(self, loop: LoopState) -> None:
         """Apply the command."""
-        for model in host.engines:
-            _forget_beside(host, model)
-        for live in _changeable(host):
+        for model in loop.engines:
+            _forget_beside(loop, model)
+        for live in _changeable(loop):
             live.sleep(self.level)
 
     @override
@@ -432,14 +432,14 @@ class SleepModels(Change, HostCommand[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class WakeModels(Change, HostCommand[list[str]], JoinsResults):
+class WakeModels(Change, EngineCommand[list[str]], JoinsResults):
     """Allocate memory again; return which of ``SLEEP_TAGS`` are still asleep."""
 
     tags: Sequence[str]
 
-    def __call__(self, host: EngineLoop) -> list[str]:
+    def __call__(self, loop: LoopState) -> list[str]:
         """Apply the command."""
-        changeable = _changeable(host)
+        changeable = _changeable(loop)
         for live in changeable:
             live.wake(self.tags)
         return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
@@ -457,16 +457,16 @@ class WakeModels(Change, HostCommand[list[str]], JoinsResults):
         journal.asleep = result
 
 
-def policies_of(host: EngineLoop, model: str) -> Policies:
+def policies_of(loop: LoopState, model: str) -> Policies:
     """Return what requests of a model are computed with; raise ModelNotFoundError."""
-    if model not in host.policies:
+    if model not in loop.policies:
         raise ModelNotFoundError(model)
-    return host.policies[model]
+    return loop.policies[model]
 
 
-def check_owner(host: EngineLoop, name: str, model: str) -> None:
+def check_owner(loop: LoopState, name: str, model: str) -> None:
     """Raise InvalidRequestError if another model than this one has an adapter of this name."""
-    infos, _ = ListVersions()(host)
+    infos, _ = ListVersions()(loop)
     owners = (info for info in infos if info.name == name and info.model != model)
     if (info := next(owners, None)) is not None:
         raise taken(info)
@@ -486,11 +486,11 @@ def live_weights(engine: ServedEngine) -> LiveWeights:
     return engine.live
 
 
-def _forget_beside(host: EngineLoop, model: str) -> None:
+def _forget_beside(loop: LoopState, model: str) -> None:
     """Free what the work beside the models keeps of one."""
-    for work in host.beside:
+    for work in loop.beside:
         work.forget(model)
 
 
-def _changeable(host: EngineLoop) -> list[LiveWeights]:
-    return [engine.live for engine in host.engines.values() if engine.live is not None]
+def _changeable(loop: LoopState) -> list[LiveWeights]:
+    return [engine.live for engine in loop.engines.values() if engine.live is not None]
