@@ -14,7 +14,7 @@ from scripts.run_notebook import CellError, run
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOK = ROOT / "docs" / "notebooks" / "encoders.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebooks" / "pooling.ipynb"
 
 
 def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
