@@ -17,6 +17,7 @@ from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
 from tests.fake_mac.mac import FakeMac, pretend
+from tests.forking_parent import shared_parent
 from tests.scoring_server import write_models
 from tests.server_process import ServerProcess, serving
 
@@ -43,6 +44,12 @@ def pytest_configure() -> None:
     # Processes inherit what nohup, or a shell that runs tests in the background, ignores.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    """End what forks servers."""
+    if shared_parent.cache_info().currsize and (parent := shared_parent()) is not None:
+        parent.close()
 
 
 def pytest_collection_finish() -> None:

@@ -18,6 +18,7 @@ import httpx2
 from mlx_parallm.api.http.listener import bind
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.serving.local_ranks import ring_ranks
+from tests.forking_parent import ForkedProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 #: 24,000 tokens of the embedded model; the default size takes 1 to 3 s of CPU time to fill.
@@ -60,6 +61,7 @@ class ServerProcess:
         num_ranks: int | None = None,
         descriptors: tuple[int, int] | None = None,
         program: Sequence[str] = ("mlx_parallm",),
+        is_forked: bool = True,
     ) -> None:
         """Start it.
 
@@ -70,7 +72,9 @@ class ServerProcess:
                 ``RANKS`` says, or 1.
             descriptors: the soft and the hard limit that it begins with; None for this process's.
             program: the module that has the command ``serve``, with its arguments.
+            is_forked: False for a process that imports its modules itself, as a user's does.
         """
+        start = ForkedProcess if is_forked else ChildProcess
         self.flags = flags
         size = num_ranks or int(os.environ.get(RANKS, "1"))
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
@@ -85,7 +89,7 @@ class ServerProcess:
             launched = ring_ranks(size, Path(self._data.name)) if size > 1 else [{}]
             #: All ranks; the first serves.
             self.ranks = [
-                ChildProcess(
+                start(
                     [*program, "serve", "--fd", str(fd), *flags],
                     stdout=self._log,
                     stderr=subprocess.STDOUT,

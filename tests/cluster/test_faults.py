@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.distributed.leading import LOST
 from tests.cluster.faulty_ranks import CUT, NUM_TRIES, Task
-from tests.cluster.forked_worlds import ForkServer, World
+from tests.cluster.forked_worlds import World, Worlds
 from tests.cluster.sharded_models import DENSE, write_model
 from tests.decoder_folders import write_words
 
@@ -38,17 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("worlds"))
-    yield server
-    server.close()
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    worlds = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield worlds
+    worlds.close()
 
 
 @pytest.fixture(scope="module")
-def alone(server: ForkServer, model: Path) -> dict[str, list[int]]:
+def alone(worlds: Worlds, model: Path) -> dict[str, list[int]]:
     """Return the tokens of one process: the first, and those of the phase ``decode``."""
-    with server.world(Task(str(model), phase="decode")) as world:
-        assert world.wait_for_end() == {0: 0}, (world.said, server.log)
+    with worlds.world(Task(str(model), phase="decode")) as world:
+        assert world.wait_for_end() == {0: 0}, (world.said, worlds.log)
         return {"first": world.wait_for("tokens"), "decode": world.all_said("token")}
 
 
@@ -67,10 +67,10 @@ def assert_tokens_right(world: World, alone: dict[str, list[int]]) -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode", "idle", "update"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_all_end_with_a_killed_rank(
-    server: ForkServer, model: Path, alone: dict[str, list[int]], victim: int, phase: str
+    worlds: Worlds, model: Path, alone: dict[str, list[int]], victim: int, phase: str
 ) -> None:
     task = Task(str(model), phase=phase)
-    with server.world(task, task) as world:
+    with worlds.world(task, task) as world:
         begin(world, alone, phase)
         world.kill(victim)
         codes = world.wait_for_end(GONE_S)
@@ -80,10 +80,10 @@ def test_all_end_with_a_killed_rank(
 
 @pytest.mark.parametrize("phase", ["decode", "idle"])
 def test_all_end_with_a_stopped_follower(
-    server: ForkServer, model: Path, alone: dict[str, list[int]], phase: str
+    worlds: Worlds, model: Path, alone: dict[str, list[int]], phase: str
 ) -> None:
     task = Task(str(model), phase=phase, timeout_s=SILENT_S)
-    with server.world(task, task) as world:
+    with worlds.world(task, task) as world:
         begin(world, alone, phase)
         world.kill(1, signal.SIGSTOP)
         assert world.wait_for_end(GONE_S + SILENT_S, 0) == {0: LOST}
@@ -94,24 +94,24 @@ def test_all_end_with_a_stopped_follower(
 
 @pytest.mark.parametrize(("rank", "fault"), [(0, "no memory"), (1, "exception")])
 def test_all_end_with_a_step_that_fails_on_one_rank(
-    server: ForkServer, model: Path, alone: dict[str, list[int]], rank: int, fault: str
+    worlds: Worlds, model: Path, alone: dict[str, list[int]], rank: int, fault: str
 ) -> None:
     good = Task(str(model), phase="decode")
     tasks = [replace(good, fault=fault) if each == rank else good for each in (0, 1)]
-    with server.world(*tasks) as world:
+    with worlds.world(*tasks) as world:
         begin(world, alone, "decode")
         assert world.wait_for_end() == {0: LOST, 1: LOST}
         assert_tokens_right(world, alone)
         cause = "RuntimeError: a step fails" if fault == "exception" else "Unable to allocate"
-        assert cause in server.log
+        assert cause in worlds.log
 
 
 def test_updates_that_one_rank_refuses_change_nothing(
-    server: ForkServer, model: Path, tmp_path: Path, alone: dict[str, list[int]]
+    worlds: Worlds, model: Path, tmp_path: Path, alone: dict[str, list[int]]
 ) -> None:
     good = Task(str(model), phase="refused", bad_folder=changed(model, tmp_path / "not finite"))
     tasks = [good, replace(good, fault="no memory to prepare")]
-    with server.world(*tasks) as world:
+    with worlds.world(*tasks) as world:
         assert world.wait_for_end() == {0: 0, 1: 0}, world.said
     digests, others = world.all_said("digests")
     assert digests == others
@@ -132,10 +132,10 @@ def test_updates_that_one_rank_refuses_change_nothing(
 
 
 def test_a_slow_rank_is_waited_for(
-    server: ForkServer, model: Path, alone: dict[str, list[int]]
+    worlds: Worlds, model: Path, alone: dict[str, list[int]]
 ) -> None:
     tasks = [Task(str(model), phase="slow", fault=fault) for fault in ("", "slow")]
-    with server.world(*tasks) as world:
+    with worlds.world(*tasks) as world:
         assert world.wait_for_end() == {0: 0, 1: 0}, world.said
     assert world.all_said("tokens") == [alone["first"]]
     assert all(tokens == alone["first"] for tokens in world.all_said("slow_tokens"))
@@ -151,12 +151,12 @@ def test_a_slow_rank_is_waited_for(
     ],
 )
 def test_a_rank_that_differs_is_refused(
-    server: ForkServer, model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+    worlds: Worlds, model: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     if "folder" in changes:
         changes = {"folder": changed(model, tmp_path / changes["folder"])}
     task = Task(str(model))
-    with server.world(task, replace(task, **changes)) as world:
+    with worlds.world(task, replace(task, **changes)) as world:
         assert world.wait_for_end() == {0: 1, 1: 1}
     for rank in (0, 1):
         (refusal,) = world.all_said("refusal", rank)
@@ -181,15 +181,15 @@ def changed(model: Path, folder: Path) -> str:
     return str(folder)
 
 
-def test_a_missing_rank_is_named(server: ForkServer, model: Path) -> None:
-    with server.world(Task(str(model), join_s=1.0), None) as world:
+def test_a_missing_rank_is_named(worlds: Worlds, model: Path) -> None:
+    with worlds.world(Task(str(model), join_s=1.0), None) as world:
         assert world.wait_for_end() == {0: -signal.SIGKILL}
-    assert "error: Rank 1 (127.0.0.1:" in server.log
+    assert "error: Rank 1 (127.0.0.1:" in worlds.log
 
 
-def test_a_port_that_is_taken_is_named(server: ForkServer, model: Path) -> None:
+def test_a_port_that_is_taken_is_named(worlds: Worlds, model: Path) -> None:
     task = Task(str(model), join_s=3.0)
-    with server.world(task, task, taken=1) as world:
+    with worlds.world(task, task, taken=1) as world:
         assert world.wait_for_end() == {0: 1, 1: 1}
     (refusal,) = world.all_said("refusal", rank=1)
     assert "The ranks cannot be joined by ring: [ring] Couldn't bind" in refusal

@@ -39,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model: Path) -> ServerProcess:
-    server = ServerProcess("--model", str(model), "--served-model-name", NAME, num_ranks=2)
+    server = ServerProcess(
+        "--model", str(model), "--served-model-name", NAME, num_ranks=2, is_forked=False
+    )
     server.wait_until_ready()
     return server
 

@@ -45,6 +45,7 @@ def main(words: list[str]) -> int:
         server = ServerProcess(
             *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker), str(embedder), SEEING),
             *("--served-model-name", *names),
+            is_forked=False,
         )
         try:
             server.wait_until_ready()

@@ -28,7 +28,8 @@ RAW = {"content-type": "application/octet-stream"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess("--api-server-count", "2", "--model", MODEL, "--model", "demo:embed")
+    flags = ("--api-server-count", "2", "--model", MODEL, "--model", "demo:embed")
+    process = ServerProcess(*flags, is_forked=False)
     process.wait_until_ready()
     yield process
     process.stop()

@@ -51,6 +51,7 @@ def test_a_server_names_openblas_in_each_process(name: str, tmp_path: Path) -> N
         *("--model", str(DEMO_FOLDER), *flags),
         env={"LD_PRELOAD": "", "XDG_CACHE_HOME": str(tmp_path)},
         num_ranks=num_ranks,
+        is_forked=False,
     )
     server.wait_until_ready()
     paths = LINE.findall(server.log)

@@ -31,7 +31,7 @@ def broken_by(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(broken_by: Path) -> Iterator[ServerProcess]:
     require_compiler()
     program = ("tests.fake_mac", "--broken-by", str(broken_by))
-    server = ServerProcess(*FLAGS, program=program)
+    server = ServerProcess(*FLAGS, program=program, is_forked=False)
     server.wait_until_ready()
     assert "kernels are not used" not in server.log
     yield server

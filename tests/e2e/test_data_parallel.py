@@ -31,7 +31,7 @@ RAW = {"content-type": "application/octet-stream"}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    process = ServerProcess(*FLAGS, "--model", MODEL, "--model", "demo:embed")
+    process = ServerProcess(*FLAGS, "--model", MODEL, "--model", "demo:embed", is_forked=False)
     process.wait_until_ready()
     yield process
     process.stop()

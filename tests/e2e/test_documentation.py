@@ -37,7 +37,7 @@ def pages_with_code() -> list[str]:
 @pytest.fixture(scope="module")
 def demo_server() -> Iterator[ServerProcess]:
     """Yield a server of all embedded models, which the pages take for the one at port 8000."""
-    server = ServerProcess("--model", *MODELS)
+    server = ServerProcess("--model", *MODELS, is_forked=False)
     server.wait_until_ready()
     yield server
     server.stop()

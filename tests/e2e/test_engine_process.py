@@ -111,7 +111,7 @@ def test_a_dropped_stream_frees_its_blocks(server: ServerProcess) -> None:
 
 
 def test_a_signal_to_both_lets_a_running_request_finish() -> None:
-    server = ServerProcess(*FLAGS, "--shutdown-timeout", "60")
+    server = ServerProcess(*FLAGS, "--shutdown-timeout", "60", is_forked=False)
     server.wait_until_ready()
     engine = engine_of(server)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -132,7 +132,7 @@ def test_a_signal_to_both_lets_a_running_request_finish() -> None:
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signals_end_a_server_whose_engine_hangs(flags: tuple[str, ...], num_signals: int) -> None:
     timeout = "0" if num_signals == 1 else "3600"
-    server = ServerProcess(*flags, "--shutdown-timeout", timeout)
+    server = ServerProcess(*flags, "--shutdown-timeout", timeout, is_forked=False)
     server.wait_until_ready()
     engines = engines_of(server.process.pid)
     for engine in engines:
@@ -153,7 +153,7 @@ def test_signals_end_a_server_whose_engine_hangs(flags: tuple[str, ...], num_sig
 
 
 def test_the_server_ends_with_its_engine() -> None:
-    server = ServerProcess(*FLAGS)
+    server = ServerProcess(*FLAGS, is_forked=False)
     server.wait_until_ready()
     body = {"model": MODEL, "prompt": "go", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with (

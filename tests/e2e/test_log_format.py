@@ -34,7 +34,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=[[], ["--engine-process"]])
 def served(request: pytest.FixtureRequest) -> Served:
-    server = ServerProcess(*MODELS, "--log-format", "json", *request.param)
+    server = ServerProcess(*MODELS, "--log-format", "json", *request.param, is_forked=False)
     server.wait_until_ready()
     assert httpx2.get(f"{server.url}/v1/models").status_code == 200
     body = {"query": "a", "documents": ["b", "a"]}

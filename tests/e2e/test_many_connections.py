@@ -80,7 +80,7 @@ def idle_connections(server: ServerProcess, count: int) -> Iterator[None]:
 def test_ten_thousand_idle_connections_are_held(flags: tuple[str, ...]) -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < NUM_CONNECTIONS + 500:
         pytest.skip("this process may not have so many descriptors")
-    server = ServerProcess(*flags, descriptors=(1024, HARD))
+    server = ServerProcess(*flags, descriptors=(1024, HARD), is_forked=False)
     server.wait_until_ready()
     limits = {resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in processes_of(server)}
     assert limits == {(HARD, HARD)}
@@ -100,7 +100,7 @@ def test_ten_thousand_idle_connections_are_held(flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("flags", FORMS)
 @pytest.mark.usefixtures("own_limit")
 def test_a_server_without_descriptors_goes_on_once_it_has_some(flags: tuple[str, ...]) -> None:
-    server = ServerProcess(*flags, descriptors=(1024, 1024))
+    server = ServerProcess(*flags, descriptors=(1024, 1024), is_forked=False)
     server.wait_until_ready()
     expected = answer(server)
     # Each process has as many as it may have, and some are refused or wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.server_process import ROOT
 
 TESTS = """
 from tests.server_process import ServerProcess
-server = ServerProcess("--engine-process")
+server = ServerProcess("--engine-process", is_forked={})
 server.wait_until_ready()
 print(server.process.pid, flush=True)
 server.process.wait()
@@ -31,6 +32,8 @@ server = ManagedServer([], log=pathlib.Path(sys.argv[1]))
 print(process.pid, flush=True)
 process.wait()
 """
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks servers")
 
 
 def processes_below(root: int) -> set[int]:
@@ -55,14 +58,22 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("script", "num_processes"),
-    [(TESTS, 2), (BENCHMARKS, 1), (ART, 1)],
-    ids=["tests", "benchmarks", "art"],
+    [
+        (TESTS.format(False), 2),
+        # Each that is forked has a process that forks its own.
+        pytest.param(TESTS.format(True), 4, marks=on_linux),
+        (BENCHMARKS, 1),
+        (ART, 1),
+    ],
+    ids=["tests", "forked", "benchmarks", "art"],
 )
 def test_a_server_ends_with_a_killed_parent(
     script: str, num_processes: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", script, str(tmp_path / "log")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
+    # With more threads nothing is forked.
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         servers = processes_below(int(parent.stdout.readline()))
         assert len(servers) == num_processes

@@ -168,7 +168,7 @@ def test_overflow_is_a_400_that_clients_recognise(client: openai.OpenAI) -> None
 
 
 def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
-    server = ServerProcess("--max-model-len", "512", "--shutdown-timeout", "60")
+    server = ServerProcess("--max-model-len", "512", "--shutdown-timeout", "60", is_forked=False)
     server.wait_until_ready()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
@@ -190,7 +190,7 @@ def test_sigterm_lets_a_running_request_finish_and_exits_zero() -> None:
     "flags", [(), pytest.param(("--api-server-count", "2"), marks=pytest.mark.engines)]
 )
 def test_a_second_signal_ends_running_requests_without_a_traceback(flags: tuple[str, ...]) -> None:
-    server = ServerProcess(*flags)
+    server = ServerProcess(*flags, is_forked=False)
     server.wait_until_ready()
     body = {"prompt": "1,", "max_tokens": 7000, "ignore_eos": True}
     with ThreadPoolExecutor(2) as pool:

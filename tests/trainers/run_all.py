@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
         adapters.mkdir()
         write_model_folder(folder)
         server = ServerProcess(
-            *FLAGS, "--adapter-dir", str(adapters), "--allowed-adapter-roots", made
+            *FLAGS, "--adapter-dir", str(adapters), "--allowed-adapter-roots", made, is_forked=False
         )
         facts = {"URL": server.url, "MODEL": MODEL, "FOLDER": folder, "ADAPTERS": adapters}
         try:
