@@ -1,4 +1,4 @@
-"""Offline use: the server's engine on the caller's thread, or several in processes."""
+"""Offline use: the server's engine without a server."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation
 from mlx_parallm.offline.completions import RequestOutput
-from mlx_parallm.offline.engines import OfflineEngines
+from mlx_parallm.offline.engine import OfflineEngine, open_engine
 from mlx_parallm.offline.generation import (
     Message,
     OfflineRequests,
@@ -30,10 +31,11 @@ from mlx_parallm.offline.generation import (
     PromptMapping,
     chat_prompt,
     compiled,
+    hub_tokenizer,
+    part,
     plain_prompt,
     run,
 )
-from mlx_parallm.offline.opening import open_engines, part
 from mlx_parallm.offline.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -61,10 +63,9 @@ class LLM:
         >>> llm = LLM()  # the embedded demonstration model
         >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
 
-    MLX's state belongs to a thread, so an LLM works only on the thread that made it.
-
-    With ``data_parallel_size`` above 1, so many engine processes load the model, and the prompts of
-    each call are shared out among them. Then an LLM works on any thread. The processes end with
+    The model computes on a thread of its own, so an LLM may be used on any thread, and beside a
+    running event loop. With ``data_parallel_size`` above 1, so many engine processes load the
+    model, and the prompts of each call are shared out among them. Thread and processes end with
     ``close``, with a ``with`` block, or with the object.
     """
 
@@ -132,9 +133,8 @@ class LLM:
             # No stream would wait for the first step of a shape.
             warm_up=False,
         )
-        self._engines = open_engines(config, data_parallel_size, data_parallel_devices)
+        self._engine = open_engine(config, data_parallel_size, data_parallel_devices)
         self._max_rank = config.adapters.max_rank
-        self._is_closed = False
         self._requests = OfflineRequests()
         self._offline: OfflinePooling | None = None
         (self._config,) = config.models
@@ -143,10 +143,11 @@ class LLM:
         self._asleep: tuple[str, ...] = ()
 
     def close(self) -> None:
-        """Free the model, and end the processes; nothing else may be called afterwards."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._engines.close()
+        """Free the model, and end the processes; nothing else may be called afterwards.
+
+        Calls on other threads end with a RequestAbortedError.
+        """
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,22 +161,15 @@ class LLM:
         self.close()
 
     @property
-    def _open(self) -> OfflineEngines:
-        """The engines; raise InvalidRequestError if they are closed."""
-        if self._is_closed:
-            raise InvalidRequestError("This LLM is closed.")
-        return self._engines
-
-    @property
-    def _awake(self) -> OfflineEngines:
-        """The engines; raise InvalidRequestError if they are closed or asleep."""
+    def _awake(self) -> OfflineEngine:
+        """The engine; raise InvalidRequestError if it is asleep."""
         if self._asleep:
             raise InvalidRequestError("This LLM is asleep; call wake_up first.")
-        return self._open
+        return self._engine
 
     def _check_generates(self) -> None:
         """Raise InvalidRequestError for a pooling model."""
-        model = self._open.model
+        model = self._engine.model
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(
                 f"{model.names[0]} is an encoder; only models that generate can sleep.",
@@ -185,7 +179,7 @@ class LLM:
     @property
     def _model(self) -> GenerationModel:
         """The model, if it generates; raise InvalidRequestError if it does not."""
-        model = self._open.model
+        model = self._engine.model
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(
                 f"{model.names[0]} is an encoder and cannot generate.", param="model"
@@ -195,7 +189,7 @@ class LLM:
     @property
     def _pooling(self) -> OfflinePooling:
         """The model, if it is a pooling model; raise InvalidRequestError if it is none."""
-        model = self._open.model
+        model = self._engine.model
         if self._offline is not None:
             return self._offline
         if isinstance(model, GenerationModel):
@@ -203,7 +197,7 @@ class LLM:
                 f"{model.names[0]} is a model that generates, not an encoder.", param="model"
             )
         # The paths of routes import FastAPI, which a model that generates does not need.
-        offline: OfflinePooling = part("pooling").OfflinePooling(model, self._engines)
+        offline: OfflinePooling = part("pooling").OfflinePooling(model, self._engine)
         self._offline = offline
         return offline
 
@@ -231,7 +225,7 @@ class LLM:
         """
         tokenizer = self._hub_tokenizer
         if tokenizer is None:
-            tokenizer = self._hub_tokenizer = part("hub_tokenizer").hub_tokenizer(self._config)
+            tokenizer = self._hub_tokenizer = hub_tokenizer(self._config)
         return tokenizer
 
     def sleep(self, level: int = 1) -> None:
@@ -247,7 +241,7 @@ class LLM:
         if level not in (1, 2):
             raise InvalidRequestError("level must be 1 or 2.", param="level")
         self._check_generates()
-        self._engines.sleep(level)
+        self._engine.call(lambda client: client.control.sleep(level, PauseMode.ABORT))
         self._asleep = SLEEP_TAGS
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -267,7 +261,7 @@ class LLM:
                 f"tags must be among {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
         if self._asleep:
-            self._asleep = tuple(self._open.wake_up(wanted))
+            self._asleep = tuple(self._engine.call(lambda client: client.control.wake_up(wanted)))
 
     def load_adapter(
         self, name: str, folder: str | Path, *, version: str | None = None
@@ -283,10 +277,10 @@ class LLM:
             InvalidRequestError: the folder has no adapter, or none that fits the model.
             ModelLoadError: there is no such folder, and no such adapter on the hub.
         """
-        engines = self._awake
+        engine = self._awake
         weights = read_adapter_folder(resolve_adapter(folder, log_download), param="folder")
         upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
-        return engines.load_adapter(upload)
+        return engine.call(lambda client: client.control.load_adapter(upload))
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter.
@@ -294,7 +288,7 @@ class LLM:
         Raises:
             NotFoundError: no adapter has this name.
         """
-        self._awake.unload_adapter(name)
+        self._awake.call(lambda client: client.control.unload_adapter(name))
 
     def generate(
         self,

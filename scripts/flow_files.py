@@ -33,8 +33,11 @@ from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.cli.api_servers.connections import UvicornServer, uvicorn_config
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.build import LoadedGenerator, build_model
+from mlx_parallm.serving.build import build_engines
+from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.worker.worker import Worker
 
 PACKAGE = str(Path(mlx_parallm.__file__).parent)
 NUM_ROWS, PROMPT_TOKENS, NUM_TOKENS, EARLIER_STEPS = 3, 20, 16, 8
@@ -104,15 +107,16 @@ def main() -> None:
 
 def decode_step() -> Flow:
     """Return one step of an engine on this thread, in which all rows decode."""
-    loaded = cast("LoadedGenerator", build_model(CONFIG, MetricFamilies()))
+    (built,) = build_engines(CONFIG, MetricFamilies(), Worker(), ignore_progress)
+    engine = cast("GenerationEngine", built.engine)
     prompts = [[10 + row] * PROMPT_TOKENS for row in range(NUM_ROWS)]
-    load = DecodeLoad(loaded.engine, prompts)
+    load = DecodeLoad(engine, prompts)
     load.prefill()
     load.decode(EARLIER_STEPS)
     flow = Flow(is_on=True)
     sys.setprofile(flow.note)
     try:
-        loaded.engine.step()
+        engine.step()
     finally:
         sys.setprofile(None)
     return flow

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
 
 from mlx_parallm.bench.arguments import not_negative_number, output_file, positive
 from mlx_parallm.bench.decode_load import DecodeLoad
@@ -14,12 +14,12 @@ from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.process_setup.device_process import prepare_device_process
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
+from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mlx_parallm.serving.build import LoadedGenerator
 
 # PREFILL_TOKENS: least prompt tokens of a prefill step, which bounds the tokens that the first
 # request decodes before the last one is prefilled.
@@ -62,23 +62,23 @@ def run(args: argparse.Namespace) -> int:
         StepError: a step failed.
     """
     recorder = TraceRecorder()
-    loaded = _build(args, recorder)
+    name, engine = _build(args, recorder)
     # A server does so once it has loaded: a full collection takes 100 to 300 ms.
     spare_garbage_collection()
-    info = loaded.engine.info
+    info = engine.info
     draw = random.Random(args.seed)
     prompts = [
         [draw.randrange(info.vocab_size) for _ in range(args.prompt_tokens)]
         for _ in range(args.batch_size)
     ]
-    load = DecodeLoad(loaded.engine, prompts, temperature=args.temperature)
+    load = DecodeLoad(engine, prompts, temperature=args.temperature)
     prefill_s = sum(load.prefill()) / 1e3
     load.decode(WARMUP_STEPS)
     load.decode(args.steps)
     summary = summarise_steps(recorder.spans, args.steps)
     load.end()
     print(
-        f"{loaded.model.names[0]}, {info.path} path, {info.attention_backend} attention,"
+        f"{name}, {info.path} path, {info.attention_backend} attention,"
         f" steps {'run' if info.runs_ahead else 'do not run'} ahead\n"
         f"prefill of {args.batch_size} x {args.prompt_tokens} tokens: {prefill_s:.2f} s\n"
     )
@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator:
+def _build(args: argparse.Namespace, recorder: TraceRecorder) -> tuple[str, GenerationEngine]:
+    """Load the model on this thread; return its name and its engine."""
     prefill_steps = -(-args.batch_size * args.prompt_tokens // PREFILL_TOKENS)
     length = args.prompt_tokens + prefill_steps + WARMUP_STEPS + args.steps + WARMUP_STEPS
     config = EngineConfig(
@@ -97,11 +98,15 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
     )
     prepare_device_process()
     # MLX takes long to import, and ``bench serve`` does not need it.
-    kinds = importlib.import_module("mlx_parallm.serving.build")
-    loaded = kinds.build_model(config, MetricFamilies(), tracer=recorder)
-    if not isinstance(loaded, kinds.LoadedGenerator):
-        raise ConfigError(f"{loaded.model.names[0]} is an encoder: it generates nothing.")
-    return loaded
+    build = importlib.import_module("mlx_parallm.serving.build")
+    worker = build.Worker(recorder)
+    (built,) = build.build_engines(
+        config, MetricFamilies(), worker, ignore_progress, tracer=recorder
+    )
+    name = built.model.names[0]
+    if not isinstance(built.model, GenerationModel):
+        raise ConfigError(f"{name} is an encoder: it generates nothing.")
+    return name, cast("GenerationEngine", built.engine)
 
 
 def _write(recorder: TraceRecorder, path: Path) -> None:

@@ -127,10 +127,10 @@ class EngineCore:
         """See ``EngineLife.stop_within``; ``stop`` must be called too."""
         self._life.stop_within(timeout_s)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, why: str = "The server is shutting down.") -> None:
         """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
         self._draining = True
-        error = RequestAbortedError("The server is shutting down.")
+        error = RequestAbortedError(why)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._finish()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import queue
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +69,8 @@ class LocalLife(EngineLife):
         self._clock = StepClock()
         self._state: EngineState | None = None
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        # The thread that loads, by its number.
+        self._loading: int | None = None
 
     @override
     def put(self, command: Command) -> None:
@@ -85,7 +89,11 @@ class LocalLife(EngineLife):
             self._serve(worker, deliver, on_loaded)
 
     def _serve(self, worker: Worker, deliver: Deliver, on_loaded: OnLoaded) -> None:
-        built = self._build(self._config, self._families, worker, self._on_progress)
+        self._loading = threading.get_ident()
+        try:
+            built = self._build(self._config, self._families, worker, self._on_progress)
+        finally:
+            self._loading = None
         spare_garbage_collection()
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
         self._state = EngineState(self._families, engines)
@@ -103,6 +111,8 @@ class LocalLife(EngineLife):
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
             clock=self._clock,
         ).run()
+        # The models' memory is free once this returns.
+        self._state = None
 
     @override
     async def query(self, ask: StateQuery[T]) -> T:
@@ -134,7 +144,11 @@ class LocalLife(EngineLife):
 
     @override
     def stop_within(self, timeout_s: float) -> None:
-        """Nothing interrupts this thread."""
+        """Interrupt a load, as Ctrl-C does on the main thread; a step is not interrupted."""
+        del timeout_s
+        if (thread := self._loading) is not None:
+            interrupt = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), interrupt)
 
     @override
     def end(self) -> None:

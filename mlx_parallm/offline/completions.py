@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
+from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
@@ -56,31 +58,64 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-def empty_output(text: str | None, request: GenerateRequest) -> RequestOutput:
-    """Return the output of a request before its first event."""
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=text,
-        prompt_token_ids=request.prompt_ids,
-        outputs=[CompletionOutput(index=i) for i in range(request.params.n)],
-    )
+#: ``Ended``: the output of a request, or what it failed with.
+Ended = RequestOutput | ParallmError
 
 
-def apply(event: GenerateEvent, output: RequestOutput) -> bool:
-    """Fold an event into its output; return True if that completed the output."""
-    match event:
-        case PromptEvent():
-            output.num_cached_tokens = event.num_cached_tokens
-            output.prompt_logprobs = event.prompt_logprobs
-            return False
-        case ErrorEvent():
-            raise event.error
-        case TokenEvent():
-            sample = output.outputs[event.index]
-            sample.text += event.text
-            sample.token_ids += event.token_ids
-            sample.logprobs += event.logprobs
-            if event.finish_reason is not None:
-                sample.finish_reason = str(event.finish_reason)
-                sample.stop_reason = event.stop_reason
-            return all(choice.finish_reason is not None for choice in output.outputs)
+class OutputReader:
+    """Makes an output of a request's events. Implements ``EventReader``.
+
+    Attributes:
+        request: whose events these are.
+        num_samples: see ``EventReader``.
+        is_complete: see ``EventReader``.
+        is_overfull: False, since events are not kept.
+    """
+
+    is_overfull = False
+
+    def __init__(
+        self, text: str | None, request: GenerateRequest, ended: SimpleQueue[Ended]
+    ) -> None:
+        """``text`` is the prompt, if it came as one; ``ended`` gets the output, or the error."""
+        self.request = request
+        self.num_samples = request.params.n
+        self.is_complete = False
+        self._ended = ended
+        self._num_open = self.num_samples
+        self._output = RequestOutput(
+            request_id=request.request_id,
+            prompt=text,
+            prompt_token_ids=request.prompt_ids,
+            outputs=[CompletionOutput(index=i) for i in range(request.params.n)],
+        )
+
+    def put(self, event: GenerateEvent) -> None:
+        """See ``EventReader``."""
+        if self.is_complete:
+            return
+        match event:
+            case PromptEvent():
+                self._output.num_cached_tokens = event.num_cached_tokens
+                self._output.prompt_logprobs = event.prompt_logprobs
+            case ErrorEvent():
+                self._end(event.error)
+            case TokenEvent():
+                sample = self._output.outputs[event.index]
+                sample.text += event.text
+                sample.token_ids += event.token_ids
+                sample.logprobs += event.logprobs
+                if event.finish_reason is not None:
+                    sample.finish_reason = str(event.finish_reason)
+                    sample.stop_reason = event.stop_reason
+                    self._num_open -= 1
+                if not self._num_open:
+                    self._end(self._output)
+
+    def fail(self, error: ParallmError) -> None:
+        """See ``EventReader``."""
+        self.put(ErrorEvent(request_id=self.request.request_id, error=error))
+
+    def _end(self, result: Ended) -> None:
+        self.is_complete = True
+        self._ended.put(result)

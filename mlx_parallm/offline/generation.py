@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from queue import SimpleQueue
 from typing import Any
 
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.model_files import model_folder
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
 from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.offline.arguments import per_prompt
-from mlx_parallm.offline.completions import RequestOutput, apply, empty_output
-from mlx_parallm.offline.engines import OfflineEngines
-from mlx_parallm.offline.opening import part
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.offline.completions import Ended, OutputReader, RequestOutput
+from mlx_parallm.offline.engine import OfflineEngine
+from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.tokenizer.loaded import HubTokenizer
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 
 Prompt = str | Sequence[int]
 #: ``PromptMapping``: vLLM's form of a prompt, which may have images.
 PromptMapping = Mapping[str, Any]
 Message = Mapping[str, Any]
+
+
+def part(name: str) -> Any:
+    """Return a module of ``offline``, of which each caller needs few: they import much."""
+    return importlib.import_module(f"mlx_parallm.offline.{name}")
 
 
 def plain_prompt(
@@ -55,6 +68,18 @@ def compiled(spec: GrammarSpec, model: GenerationModel) -> Grammar:
     """Return a grammar for a model's tokens; raise InvalidRequestError if it cannot be enforced."""
     assert model.grammars is not None, "a loaded model has a compiler"
     return Grammar(text=model.grammars.compile(spec))
+
+
+def hub_tokenizer(model: ModelConfig) -> HubTokenizer:
+    """Return transformers' tokenizer; raise ModelLoadError if it cannot be loaded."""
+    # It brings transformers.
+    loading = importlib.import_module("mlx_parallm.tokenizer.loading")
+    tokenizer: HubTokenizer = loading.load_hub_tokenizer(
+        model_folder(model, ignore_progress),
+        chat_template=model.chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return tokenizer
 
 
 class OfflineRequests:
@@ -121,14 +146,58 @@ def _with_grammar(params: SamplingParams, model: GenerationModel) -> SamplingPar
 
 def run(
     requests: Sequence[tuple[str | None, GenerateRequest]],
-    engines: OfflineEngines,
+    engine: OfflineEngine,
     on_finish: Callable[[RequestOutput], None] | None,
 ) -> list[RequestOutput]:
     """Return the output of each request, in order; ``on_finish`` is called with each as it ends."""
-    outputs = {request.request_id: empty_output(text, request) for text, request in requests}
-    with closing(engines.events([request for _, request in requests])) as events:
-        for event in events:
-            done = apply(event, outputs[event.request_id])
-            if done and on_finish is not None:
-                on_finish(outputs[event.request_id])
-    return list(outputs.values())
+    ended: SimpleQueue[Ended] = SimpleQueue()
+    readers = [OutputReader(text, request, ended) for text, request in requests]
+    outputs: dict[str, RequestOutput] = {}
+    try:
+        engine.call(lambda client: _admit(client, readers))
+        for _ in readers:
+            output = _next(ended)
+            outputs[output.request_id] = output
+            if on_finish is not None:
+                on_finish(output)
+    except BaseException:
+        # They must not meet those of the next call.
+        with suppress(ParallmError):
+            engine.call(lambda client: _abort(client, readers))
+        raise
+    return [outputs[request.request_id] for _, request in requests]
+
+
+def _next(ended: SimpleQueue[Ended]) -> RequestOutput:
+    """Wait for the next request to end; return its output, or raise what it failed with."""
+    output = ended.get()
+    if isinstance(output, ParallmError):
+        raise output
+    return output
+
+
+async def _admit(client: AsyncEngine, readers: Sequence[OutputReader]) -> None:
+    """Submit the requests of readers; raise the first refusal, and then none has begun."""
+    if len(readers) < 2:
+        for reader in readers:
+            await client.open_reader(reader.request, reader)
+        return
+    # All begin in one step: which sequences share a step, and so the last digits, do not vary.
+    await client.control.pause(PauseMode.KEEP)
+    try:
+        results = await asyncio.gather(
+            *(client.open_reader(reader.request, reader) for reader in readers),
+            return_exceptions=True,
+        )
+        for refusal in results:
+            if isinstance(refusal, BaseException):
+                await _abort(client, readers)
+                raise refusal
+    finally:
+        await client.control.resume()
+
+
+async def _abort(client: AsyncEngine, readers: Sequence[OutputReader]) -> None:
+    """End the requests of readers that have not ended."""
+    for reader in readers:
+        await client.abort(reader.request.request_id)

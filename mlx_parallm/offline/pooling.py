@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from mlx_parallm.api.pooling.scores.pairs import Pairs, score_pairs, scoring_mod
 from mlx_parallm.api.pooling.scores.rewards import reward_model, reward_of
 from mlx_parallm.api.pooling.vectors.arrays import activated, check_dimensions, finished
 from mlx_parallm.api.pooling.vectors.routes import POOLING_TASKS
-from mlx_parallm.offline.engines import OfflineEngines
+from mlx_parallm.offline.engine import OfflineEngine
 from mlx_parallm.offline.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -32,7 +34,7 @@ from mlx_parallm.offline.outputs import (
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput, Task
+from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest, Task
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -42,9 +44,9 @@ Make = Callable[[np.ndarray, PoolingModel], T]
 class OfflinePooling:
     """One pooling model, with the paths that the routes of the server take."""
 
-    def __init__(self, model: PoolingModel, engines: OfflineEngines) -> None:
+    def __init__(self, model: PoolingModel, engine: OfflineEngine) -> None:
         self._model = model
-        self._engines = engines
+        self._engine = engine
         self._ids = count()
 
     def embed(
@@ -135,7 +137,7 @@ class OfflinePooling:
             raise InvalidRequestError(f"top_k is {top_k}; it must be at least 1.", param="top_k")
 
         async def work(client: PoolingCalls) -> list[Any]:
-            call = self._call(client, client.get(adapter, "mlm"))
+            call = self._call(client, client.get(adapter or self._model.names[0], "mlm"))
             reading = Reading(param="prompts")
             answers, _ = await filled(call, prompts, reading, top_k=top_k, targets=targets)
             return answers
@@ -161,9 +163,10 @@ class OfflinePooling:
                 "prompts must be all texts, or all token ids.", param="prompts"
             )
         reading = Reading(truncate=truncate, param="prompts")
+        name = adapter or self._model.names[0]
 
         async def work(client: PoolingCalls) -> tuple[Sequence[PoolingInput], list[T]]:
-            model = client.get(adapter, task) if choose is None else choose(client)
+            model = client.get(name, task) if choose is None else choose(client)
             inputs = await single_inputs(prompts, model, task, reading, role=role)
             call = self._call(client, model)
             outputs, _ = await call.written(inputs, lambda _, result: make(result, model))
@@ -178,10 +181,50 @@ class OfflinePooling:
         ]
 
     def _run(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
-        return self._engines.serve(work)
+        return self._engine.call(
+            lambda client: work(DividedPooling(client.pooling, len(client.readiness())))
+        )
 
     def _call(self, client: PoolingCalls, model: PoolingModel) -> ModelCall:
         return ModelCall(client=client, model=model, work_id=self._new_id())
 
     def _new_id(self) -> str:
         return f"offline-{next(self._ids)}"
+
+
+class DividedPooling:
+    """Computes parts of each request in all engines at once. Implements ``PoolingCalls``."""
+
+    def __init__(self, client: PoolingCalls, num_parts: int) -> None:
+        self._client = client
+        self._num_parts = num_parts
+
+    def models(self) -> Sequence[PoolingModel]:
+        """See ``PoolingCalls``."""
+        return self._client.models()
+
+    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
+        """See ``PoolingCalls``."""
+        return self._client.get(name, *tasks)
+
+    async def encode(self, request: PoolRequest) -> PoolingResults:
+        """See ``PoolingCalls``; the router spreads the parts, which have as many inputs."""
+        count = min(self._num_parts, len(request.inputs))
+        parts = [
+            asyncio.ensure_future(
+                self._client.encode(replace(request, inputs=request.inputs[first::count]))
+            )
+            for first in range(count)
+        ]
+        try:
+            results = await asyncio.gather(*parts)
+        except BaseException:
+            for part in parts:
+                part.cancel()
+            raise
+        # Part i has every count-th input, from i on.
+        places = [divmod(place, count) for place in range(len(request.inputs))]
+        return PoolingResults(
+            (results[part][row] for row, part in places),
+            (results[part].cache_hits[row] for row, part in places),
+        )

@@ -36,9 +36,10 @@ from mlx_parallm.api.mezo.schema import (
 from mlx_parallm.api.mezo.warm_start import warm_start
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.offline.engines import OfflineEngines
+from mlx_parallm.offline.engine import OfflineEngine
 from mlx_parallm.pooling.client import check_tasks
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.estimators import StepChanges
@@ -83,13 +84,13 @@ class OfflineSession:
     """
 
     def __init__(
-        self, engines: Callable[[], OfflineEngines], folder: Folder, cache_bytes: int
+        self, engine: Callable[[], OfflineEngine], folder: Folder, cache_bytes: int
     ) -> None:
         """Open the session of a folder; see ``OpenTraining`` for ``cache_bytes``.
 
-        ``engines`` returns the engines of the ``LLM``, or raises if it is closed.
+        ``engine`` returns the engine of the ``LLM``, or raises if it is closed.
         """
-        self._engines = engines
+        self._engine = engine
         self._folder = folder
         self._numbers = count()
         self._train: Train | None = None
@@ -193,12 +194,12 @@ class OfflineSession:
             version: a label; None counts from 1.
             step: as it was after so many steps; None: as it is.
         """
-        engines = self._engines()
-        if name in engines.model.names:
+        engine = self._engine()
+        if name in engine.model.names:
             raise InvalidRequestError(f"{name!r} is the name of the model.", param="name")
         weights = self._do(lambda: self._session.weights(step))
         upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
-        return engines.load_adapter(upload)
+        return engine.call(lambda client: client.control.load_adapter(upload))
 
     def save(self, folder: str | Path, *, format: Format = "peft", step: int | None = None) -> Path:  # noqa: A002 - the name in the route's query
         """Write the adapter as PEFT or mlx-lm reads it; return its folder."""
@@ -236,7 +237,7 @@ class OfflineSession:
     async def _examples(self, rows: Sequence[Row], param: str) -> list[Example]:
         objective = OBJECTIVES.validate_python(self._session.config.objective)
         assert not isinstance(objective, Caller | Reward), "these need a server"
-        model = model_for(self._engines(), objective)
+        model = model_for(self._engine(), objective)
         return await examples_of(rows, objective, model, param)
 
     async def _send(self, model: str, session: str, ops: tuple[TrainingOp, ...]) -> tuple[Any, ...]:
@@ -250,15 +251,15 @@ class OfflineSession:
         if self._is_closed:
             raise InvalidRequestError("This training session is closed.")
 
-        async def run(train: Train) -> T:
-            self._train = train
+        async def run(client: AsyncEngine) -> T:
+            self._train = client.train
             return await work()
 
-        return self._engines().train(run)
+        return self._engine().call(run)
 
 
 def open_session(
-    engines: Callable[[], OfflineEngines],
+    engine: Callable[[], OfflineEngine],
     path: str | Path | None,
     fields: Mapping[str, Any],
     *,
@@ -268,7 +269,7 @@ def open_session(
     """Return a new session, or the one that a folder has.
 
     Args:
-        engines: see ``OfflineSession``.
+        engine: see ``OfflineSession``.
         path: the folder; None makes a temporary one.
         fields: those of the route that makes sessions, but for the model; none for a session that
             the folder has.
@@ -283,7 +284,7 @@ def open_session(
     is_new = not (folder.path / CONFIG).is_file()
     if is_new:
         try:
-            _create(engines(), folder.path, fields, max_rank)
+            _create(engine(), folder.path, fields, max_rank)
         except BaseException:
             folder.release()
             raise
@@ -291,7 +292,7 @@ def open_session(
         raise InvalidRequestError(
             f"{path} has a session already; name the folder alone to go on with it.", param="path"
         )
-    session = OfflineSession(engines, folder, cache_bytes)
+    session = OfflineSession(engine, folder, cache_bytes)
     try:
         _ = session.info
     except BaseException:
@@ -302,14 +303,12 @@ def open_session(
     return session
 
 
-def _create(
-    engines: OfflineEngines, folder: Path, fields: Mapping[str, Any], max_rank: int
-) -> None:
+def _create(engine: OfflineEngine, folder: Path, fields: Mapping[str, Any], max_rank: int) -> None:
     """Write the settings and the data of a new session."""
     data = fields.get("data")
     if isinstance(data, str | Path):
         fields = {**fields, "data": _rows_of_file(Path(data))}
-    body = validated(CreateSession, {**fields, "model": engines.model.names[0]})
+    body = validated(CreateSession, {**fields, "model": engine.model.names[0]})
     assert not isinstance(body.data, str), "a file was read"
     rows, objective = body.data, body.objective
     if isinstance(objective, Caller | Reward):
@@ -318,19 +317,21 @@ def _create(
         )
     if rows is None:
         raise InvalidRequestError("data is missing.", param="data")
-    model = model_for(engines, objective)
+    model = model_for(engine, objective)
     check_template(objective, model)
-    settings, adapters = body, engines.adapters()
-    body, start = engines.train(lambda train: warm_start(settings, model.names[0], adapters, train))
+    settings, adapters = body, engine.client.control.adapters()
+    body, start = engine.call(
+        lambda client: warm_start(settings, model.names[0], adapters, client.train)
+    )
     check_size(body, len(rows), max_rank)
-    examples = engines.train(lambda _: examples_of(rows, objective, model))
+    examples = engine.call(lambda _: examples_of(rows, objective, model))
     config = config_maker(body, model.names[0], start)(IdMaker().make(ID_PREFIX), int(time.time()))
     SessionFiles.create(folder, config, SessionState(), encoded(examples), start).close()
 
 
-def model_for(engines: OfflineEngines, objective: Measured) -> PoolingModel | GenerationModel:
+def model_for(engine: OfflineEngine, objective: Measured) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise InvalidRequestError if it cannot do what is learnt."""
-    model = engines.model
+    model = engine.model
     if isinstance(objective, OfPrompts):
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(f"{model.names[0]} cannot generate.", param="objective")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_models, loading, sort_by_kind
@@ -16,16 +14,11 @@ from mlx_parallm.engine.local_life import LocalLife, own_worker
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import WorkBeside
 from mlx_parallm.generation.build import GenerationBuilder, kv_shares
-from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.budget import KVShare
-from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.build import PoolingBuilder
-from mlx_parallm.pooling.engine import PoolingEngine
-from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.training.engine import TrainingEngine
 from mlx_parallm.training.metrics import TrainingMetrics
-from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.host_scheduling import compute_in_batches
 from mlx_parallm.worker.worker import Worker
 
@@ -75,36 +68,6 @@ def _generator_folders(config: EngineConfig) -> dict[str, Path]:
 def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
     """Return engines on a thread of this process; nothing is loaded yet."""
     return LocalLife(config, on_progress, build_engines, training_beside)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedGenerator:
-    """A model that generates, ready to be stepped on the thread that loaded it."""
-
-    model: GenerationModel
-    engine: GenerationEngine
-    worker: Worker
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPooling:
-    """A pooling model, ready to be stepped on the thread that loaded it."""
-
-    model: PoolingModel
-    engine: PoolingEngine
-    worker: Worker
-
-
-def build_model(
-    config: EngineConfig, families: MetricFamilies, *, tracer: StepTracer | None = None
-) -> LoadedGenerator | LoadedPooling:
-    """Load the only model of a configuration; raise as ``build_engines`` does."""
-    worker = Worker(tracer)
-    (built,) = build_engines(config, families, worker, ignore_progress, tracer=tracer)
-    engine: Any = built.engine
-    if isinstance(built.model, GenerationModel):
-        return LoadedGenerator(built.model, engine, worker)
-    return LoadedPooling(cast("PoolingModel", built.model), engine, worker)
 
 
 def planned_kv(config: EngineConfig) -> list[KVShare]:

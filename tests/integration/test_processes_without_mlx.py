@@ -25,7 +25,7 @@ MODULES = (
     "mlx_parallm.engine.parallel.life",
     "mlx_parallm.peers.life",
     "mlx_parallm.llm",
-    "mlx_parallm.offline.engine_processes",
+    "mlx_parallm.offline.engine",
     "mlx_parallm.serving.async_engine",
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.offline.engine_processes import DividedPooling
+from mlx_parallm.offline.pooling import DividedPooling
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
 
