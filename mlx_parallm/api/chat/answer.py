@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from typing_extensions import override
 
 from mlx_parallm.api.chat.schema import ChatRequest
-from mlx_parallm.api.control.art.spans import PolicySpans
+from mlx_parallm.api.control.art.policies import PolicySpans
 from mlx_parallm.api.http.sse import TextEvents, data
 from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_logprobs

@@ -7,7 +7,7 @@ from fastapi import Response
 from mlx_parallm.api.chat.answer import ChatAnswer
 from mlx_parallm.api.chat.request import chat_turn
 from mlx_parallm.api.chat.schema import ChatRequest
-from mlx_parallm.api.control.art.spans import PolicySpans
+from mlx_parallm.api.control.art.policies import PolicySpans
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes

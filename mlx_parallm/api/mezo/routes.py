@@ -10,8 +10,8 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from mlx_parallm.adapters.writing import adapter_archive
-from mlx_parallm.api.control.adapters.request import card
-from mlx_parallm.api.control.adapters.schema import AdapterCard
+from mlx_parallm.api.control.weights.adapters import card
+from mlx_parallm.api.control.weights.schema import AdapterCard
 from mlx_parallm.api.http import sse
 from mlx_parallm.api.http.declared import INPUT, Access
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep

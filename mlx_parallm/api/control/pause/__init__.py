@@ -1,1 +1,1 @@
-"""Pausing, resuming and emptying caches."""
+"""Pausing, sleeping, and emptying caches."""

@@ -1,1 +1,1 @@
-"""Health, settings, and aborting requests."""
+"""The server itself: health, settings, models, load, and aborting requests."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from fastapi import Request
 
 from mlx_parallm import __version__
-from mlx_parallm.api.control.adapters.request import loaded_adapters
 from mlx_parallm.api.control.server.schema import EngineInfo, ModelInfo, ServerInfo
+from mlx_parallm.api.control.weights.adapters import loaded_adapters
 from mlx_parallm.api.http.auth import has_admin_key
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER

@@ -1,1 +1,1 @@
-"""Replacing a model's own weights while the server runs."""
+"""Replacing adapters and a model's own weights while the server runs."""

@@ -11,8 +11,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.control.art.policies import MAX_REMEMBERED, Policies
-from mlx_parallm.api.control.art.spans import PolicySpans
+from mlx_parallm.api.control.art.policies import MAX_REMEMBERED, Policies, PolicySpans
 from mlx_parallm.api.turns.samples import VersionSpans
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.api.control.models.answer import anthropic_page, model_card
+from mlx_parallm.api.control.server.models import anthropic_page, model_card
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel

@@ -1,1 +1,0 @@
-"""Loading, listing and unloading adapters while the server runs."""

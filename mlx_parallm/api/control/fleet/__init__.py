@@ -1,1 +1,0 @@
-"""Routes for routers and launchers of several servers."""

@@ -1,1 +1,0 @@
-"""Listing, loading and unloading models."""

@@ -1,1 +1,0 @@
-"""Releasing memory and allocating it again."""
