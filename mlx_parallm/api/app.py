@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from mlx_parallm import __version__
 from mlx_parallm.api.control.art.policies import Policies
 from mlx_parallm.api.control.server.load_log import LoadLog
-from mlx_parallm.api.files.batches.service import make_batch_service
+from mlx_parallm.api.files.service import make_batch_service
 from mlx_parallm.api.http import openapi
 from mlx_parallm.api.http.auth import KeyRing
 from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
@@ -61,10 +61,10 @@ SLICES = (
     "pooling.vectors.routes",
     "pooling.scores.rewards",
     "pooling.mlm.routes",
-    "tokenize.render.routes",
-    "rl.capabilities.routes",
-    "rl.logprobs.routes",
-    "rl.rollout.routes",
+    "tokenize.render",
+    "rl.capabilities",
+    "rl.logprobs",
+    "rl.routes",
     "control.server.models",
     "control.weights.adapters",
     "tokenize.routes",
@@ -85,7 +85,7 @@ SLICES = (
     "page.routes",
 )
 #: Those of applications with a data folder.
-STORING_SLICES = ("files.routes", "files.batches.routes")
+STORING_SLICES = ("files.routes", "files.batches")
 
 
 class Application(FastAPI):

@@ -16,7 +16,7 @@ from typing import IO, Any
 import httpx2
 from starlette.types import ASGIApp
 
-from mlx_parallm.api.files.batches.service import line_response
+from mlx_parallm.api.files.service import line_response
 from mlx_parallm.batch_jobs import answers
 from mlx_parallm.batch_jobs.lines import (
     BatchLine,

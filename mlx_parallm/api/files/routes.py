@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Query, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from mlx_parallm.api.files.answer import file_object, list_object
-from mlx_parallm.api.files.batches.service import BatchesDep
-from mlx_parallm.api.files.schema import MAX_EXPIRY_S, UploadFields
+from mlx_parallm.api.files.schema import MAX_EXPIRY_S, UploadFields, file_object, list_object
+from mlx_parallm.api.files.service import BatchesDep
 from mlx_parallm.api.http.declared import FILE
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.multipart import FormReader

@@ -1,10 +1,14 @@
-"""The fields of uploads."""
+"""Files and batches in OpenAI's form."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictInt
+
+from mlx_parallm.batch_jobs.files import FileRecord
+from mlx_parallm.batch_jobs.records import BatchRecord, State
 
 DAY_S = 24 * 3600
 MIN_EXPIRY_S = 3600
@@ -34,3 +38,61 @@ class UploadFields(BaseModel):
         le=MAX_EXPIRY_S,
         description="When the file expires; by default, a file for a batch expires after 30 days.",
     )
+
+
+def file_object(record: FileRecord) -> dict[str, Any]:
+    """Return the description of a file."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def batch_object(record: BatchRecord) -> dict[str, Any]:
+    """Return the description of a batch; output files appear once they are complete."""
+    has_ended = record.has_ended
+    errors = record.errors
+    return {
+        "id": record.id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "errors": {"object": "list", "data": errors} if errors is not None else None,
+        "input_file_id": record.input_file_id,
+        "completion_window": "24h",
+        "status": record.status,
+        "output_file_id": record.output_file_id if has_ended else None,
+        "error_file_id": record.error_file_id if has_ended else None,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        **{
+            f"{state}_at": getattr(record, f"{state}_at")
+            for state in State
+            if state is not State.VALIDATING
+        },
+        "request_counts": {
+            "total": record.total,
+            "completed": record.completed,
+            "failed": record.failed,
+        },
+        "usage": record.usage,
+        "metadata": record.metadata,
+    }
+
+
+def list_object(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """Return a page of a list."""
+    return {
+        "object": "list",
+        "data": list(objects),
+        "first_id": objects[0]["id"] if objects else None,
+        "last_id": objects[-1]["id"] if objects else None,
+        "has_more": has_more,
+    }

@@ -1,6 +1,6 @@
 """Rewards of what the perturbed copies of a session generate: rollouts of this server.
 
-A rollout is what a client would ask for (``api.rl.rollout``), so the samples are those of the
+A rollout is what a client would ask for (``api.rl.routes``), so the samples are those of the
 continuous batch, and verifiers and reward models are asked as they are for clients.
 """
 
@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from starlette.types import ASGIApp
 
-from mlx_parallm.api.files.batches.service import LineSender
+from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.mezo.prompts import encoded_prompt
 from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
-from mlx_parallm.api.rl.rollout.routes import routes as rollouts
-from mlx_parallm.api.rl.rollout.verifier import check_url
+from mlx_parallm.api.rl.judges import check_url
+from mlx_parallm.api.rl.routes import routes as rollouts
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient

@@ -19,7 +19,7 @@ from pydantic import (
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
-from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutRequest, Verifier
+from mlx_parallm.api.rl.schema import RewardModel, RolloutRequest, Verifier
 from mlx_parallm.training.batches import BatchOrder
 from mlx_parallm.training.estimators import Sides
 from mlx_parallm.training.objectives import Measure

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.page.headers import browser_headers
+from mlx_parallm.api.page.routes import browser_headers
 
 ASSETS = "/docs/assets"
 # FOLDED: groups of operations and the list of schemas are closed at first.

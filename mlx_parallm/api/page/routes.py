@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -14,8 +15,14 @@ from starlette.exceptions import HTTPException
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.page.headers import browser_headers
 
+# NOTHING: what no document of this server needs (CSP Level 3).
+NOTHING = {
+    "default-src": "'none'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+}
 INDEX = "index.html"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -34,6 +41,24 @@ POLICY = {
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
+
+
+def browser_headers(policy: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the headers of an answer.
+
+    Args:
+        policy: the directives of its Content-Security-Policy besides those of ``NOTHING``.
+    """
+    directives = NOTHING | dict(policy or {})
+    return {
+        "content-security-policy": "; ".join(
+            f"{name} {value}" for name, value in directives.items()
+        ),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        # The browser caches files but revalidates them, so that a new version shows at once.
+        "cache-control": "no-cache",
+    }
 
 
 @dataclass(frozen=True, slots=True)

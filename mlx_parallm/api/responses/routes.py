@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, Query, Request, Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.files.answer import list_object
+from mlx_parallm.api.files.schema import list_object
 from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.internal import INTERNAL_CALLER

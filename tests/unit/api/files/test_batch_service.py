@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.api.files.batches.service import LineSender
+from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.storage.disk import FolderLock
 from tests.api_app import make_app

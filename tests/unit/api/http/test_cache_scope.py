@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from mlx_parallm.api.files.batches.service import LineSender
+from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup

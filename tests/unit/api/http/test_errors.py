@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.api.files.batches.service import is_shutting_down
+from mlx_parallm.api.files.service import is_shutting_down
 from mlx_parallm.api.http.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types import errors

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.http.forms import INT64
-from mlx_parallm.api.rl.rollout.answer import seed_of
-from mlx_parallm.api.rl.rollout.groups import Verdict
-from mlx_parallm.api.rl.rollout.schema import RolloutRequest
-from mlx_parallm.api.rl.rollout.verifier import check_url, read_verdict
+from mlx_parallm.api.rl.answer import seed_of
+from mlx_parallm.api.rl.groups import Verdict
+from mlx_parallm.api.rl.judges import check_url, read_verdict
+from mlx_parallm.api.rl.schema import RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.tokenizer.rewrites import one_call_at_a_time
 from mlx_parallm.types.errors import InvalidRequestError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.api.http.forms import INT64
-from mlx_parallm.api.rl.rollout.groups import Group, Verdict
-from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
+from mlx_parallm.api.rl.groups import Group, Verdict
+from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage

@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/rl/rollout``."""
+"""The body of ``POST /v1/rl/rollout``, and the fields that bodies of trainers' routes share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import INT64, Ids, NullIsAbsent, Number
-from mlx_parallm.api.rl.fields import TrainerFields
-from mlx_parallm.api.turns.fields import ProcessorKwargs, SamplingFields, TemplateKwargs
+from mlx_parallm.api.turns.fields import (
+    ProcessorKwargs,
+    QueueFields,
+    SamplingFields,
+    TemplateKwargs,
+)
 from mlx_parallm.api.turns.images import ImageUrls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
@@ -17,6 +21,20 @@ from mlx_parallm.types.request import MAX_CHOICES
 MAX_PROMPTS = 65_536
 DEFAULT_VERIFIER_TIMEOUT_S = 30.0
 MAX_TIMEOUT_S = 86_400.0
+
+
+class TrainerFields(QueueFields):
+    """Which model or adapter is meant, and what the answer is called."""
+
+    model: StrictStr | None = Field(
+        None, description="A served model or adapter; default: the first model."
+    )
+    adapter: StrictStr | None = Field(
+        None, description="An adapter, of the model if that is given."
+    )
+    request_id: StrictStr | None = Field(
+        None, min_length=1, max_length=128, description="The answer's id; must be unique."
+    )
 
 
 class RolloutItem(NullIsAbsent):

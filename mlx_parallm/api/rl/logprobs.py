@@ -13,8 +13,8 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.forms import Ids
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.rl.fields import TrainerFields
-from mlx_parallm.api.rl.rollout.answer import token_scores
+from mlx_parallm.api.rl.answer import token_scores
+from mlx_parallm.api.rl.schema import TrainerFields
 from mlx_parallm.api.turns.fields import ProcessorKwargs
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.images import ImageUrls, named_sources, pixel_range_of

@@ -15,12 +15,11 @@ from mlx_parallm.api.http.errors import BUG, body_of, error_body
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
-from mlx_parallm.api.rl.rollout.answer import FIELDS, RolloutAnswer, seed_of
-from mlx_parallm.api.rl.rollout.groups import Groups, Judge
-from mlx_parallm.api.rl.rollout.request import encode_items
-from mlx_parallm.api.rl.rollout.reward_model import RewardScorer
-from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
-from mlx_parallm.api.rl.rollout.verifier import VerifierClient, check_url
+from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, seed_of
+from mlx_parallm.api.rl.groups import Groups, Judge
+from mlx_parallm.api.rl.judges import RewardScorer, VerifierClient, check_url
+from mlx_parallm.api.rl.request import encode_items
+from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.sampling import sampling_params

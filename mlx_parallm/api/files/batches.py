@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from pydantic import Field, StrictStr
 
-from mlx_parallm.api.files.answer import batch_object, list_object
-from mlx_parallm.api.files.batches.service import BatchesDep
-from mlx_parallm.api.files.schema import ExpiresAfter
+from mlx_parallm.api.files.schema import ExpiresAfter, batch_object, list_object
+from mlx_parallm.api.files.service import BatchesDep
 from mlx_parallm.api.http.dependencies import ClientDep
 from mlx_parallm.api.http.forms import Metadata, NullIsAbsent
 from mlx_parallm.api.http.openapi import FILES

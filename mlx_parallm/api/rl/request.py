@@ -12,7 +12,7 @@ from typing import Any
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
+from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import MarkedTokenizer, appended_ids
 from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.api.turns.history import template_messages

@@ -1,1 +1,0 @@
-"""Batches of requests, which are answered in the background."""

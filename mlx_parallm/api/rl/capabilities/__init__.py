@@ -1,1 +1,0 @@
-"""Facts that a trainer can rely on."""

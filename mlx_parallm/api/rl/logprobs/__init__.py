@@ -1,1 +1,0 @@
-"""Log-probabilities of completions that are known."""

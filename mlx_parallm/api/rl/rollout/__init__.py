@@ -1,1 +1,0 @@
-"""Groups of samples of many prompts, judged on the way."""

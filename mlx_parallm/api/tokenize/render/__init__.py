@@ -1,1 +1,0 @@
-"""Requests as the engine gets them, and conversations as templates render them."""
