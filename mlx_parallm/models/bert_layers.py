@@ -6,7 +6,7 @@ Arrays are ``[batch, length, dims]`` unless a docstring gives another shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -227,9 +227,9 @@ class Layer(nn.Module):
 class Encoder(nn.Module):
     """A stack of layers."""
 
-    def __init__(self, layers: list[Layer]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layer = layers
+        self.layer = list(layers)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
         """Return the last hidden states."""
@@ -269,9 +269,7 @@ class BertTrunk(nn.Module):
             eps=args.layer_norm_eps,
             padding_id=padding_id,
         )
-        self.encoder = Encoder(
-            [Layer(args, Attention(args)) for _ in range(args.num_hidden_layers)]
-        )
+        self.encoder = Encoder(Layer(args, Attention(args)) for _ in range(args.num_hidden_layers))
         if pooler:
             self.pooler = Pooler(args.hidden_size)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
     Activation,
@@ -21,19 +22,17 @@ from mlx_parallm.models.bert_layers import (
     check_heads,
     key_mask,
 )
-from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.checkpoint_names import Weights, without
 from mlx_parallm.models.disentangled_attention import (
     DisentangledSelfAttention,
     RelativePositions,
     relative_buckets,
 )
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.models.heads import Predictions, PreTrainingHeads
+from mlx_parallm.models.heads import BertHeads, Predictions, Transform
 
 HEAD = "cls.predictions."
 NEWER_HEAD = "lm_predictions.lm_head."
-DECODER = "cls.predictions.decoder"
-WORDS = "deberta.embeddings.word_embeddings.weight"
 KERNEL = "deberta.encoder.conv.conv.weight"
 
 
@@ -241,90 +240,60 @@ class Trunk(nn.Module):
         self.embeddings = Embeddings(args)
         self.encoder = Encoder(args)
 
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
+    ) -> mx.array:
+        """Return the last hidden states of right-padded ids."""
+        embedded = self.embeddings(input_ids, attention_mask, token_type_ids)
+        return self.encoder(embedded, attention_mask)
 
-class Transform(DenseActivation):
-    """The layers between the trunk and the decoder."""
+
+class Model(BertHeads):
+    """DeBERTa v2 or v3 with the head of its first architecture.
+
+    The pooler of a classifier stands beside the trunk. Heads of other tasks are dropped: the
+    released checkpoints have the generator's or the discriminator's head beside the trunk.
+    """
+
+    trunk_name = "deberta"
+    trunk_parts = ("embeddings", "encoder")
+    mlm_prefix = HEAD
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__(args.hidden_size, args.table_size, activation(args.hidden_act))
-        self.LayerNorm = nn.LayerNorm(args.table_size, eps=args.layer_norm_eps)
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        """Return ``[..., dims of the table]`` of ``[..., dims]``."""
-        return self.LayerNorm(super().__call__(hidden))
-
-
-class Model(nn.Module):
-    """DeBERTa v2 or v3 with the head of its first architecture."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.deberta = Trunk(args)
-        if args.head == "masked_lm":
-            self.cls = PreTrainingHeads(
-                Predictions(
-                    Transform(args),
-                    args.table_size,
-                    args.vocab_size,
-                    tied=args.tie_word_embeddings,
-                )
-            )
-        elif args.head is not None:
-            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+        super().__init__(args, Trunk(args), self._predictions)
         if args.head == "sequence":
             self.pooler = DenseActivation(
                 args.hidden_size, args.hidden_size, activation(args.pooler_hidden_act)
             )
 
-    def __call__(
-        self,
-        input_ids: mx.array,
-        attention_mask: mx.array | None = None,
-        token_type_ids: mx.array | None = None,
-    ) -> mx.array:
-        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+    def _predictions(self) -> Predictions:
+        args, dims = self.args, self.args.table_size
+        transform = Transform(
+            args.hidden_size, dims, activation(args.hidden_act), eps=args.layer_norm_eps
+        )
+        return Predictions(transform, dims, args.vocab_size, tied=args.tie_word_embeddings)
 
-        Args:
-            input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens; None: no padding.
-            token_type_ids: int32 ``[B, L]``; None: all are 0.
-        """
-        embedded = self.deberta.embeddings(input_ids, attention_mask, token_type_ids)
-        return self.deberta.encoder(embedded, attention_mask)
+    @property
+    @override
+    def has_pooler(self) -> bool:
+        return "pooler" in self
 
+    @override
     def pooled(self, hidden: mx.array) -> mx.array:
-        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
         return self.pooler(hidden[:, 0])
 
-    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
-        return self.cls.predictions(hidden, self.deberta.embeddings.word_embeddings, ids)
-
-    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
-        return self.classifier(self.pooled(hidden))
-
-    def token_logits(self, hidden: mx.array) -> mx.array:
-        """Return logits ``[..., labels]`` of ``[..., D]``."""
-        return self.classifier(hidden)
-
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under the names of this model's parameters.
-
-        Heads of other tasks are dropped: the released checkpoints have the generator's or the
-        discriminator's head beside the trunk.
-        """
-        weights = modern_names(weights, "deberta", ("embeddings", "encoder"))
+    @override
+    def renamed(self, weights: Weights) -> Weights:
+        weights = super().renamed(weights)
         weights = without(weights, "mask_predictions.", *self._unused(weights))
         weights = {self._older_name(name): array for name, array in weights.items()}
         if KERNEL in weights and weights[KERNEL].shape[1] != self.args.conv_kernel_size:
             # Torch stores [outputs, inputs, size]; MLX stores [outputs, size, inputs].
             weights[KERNEL] = weights[KERNEL].swapaxes(1, 2)
-        if self.args.head != "masked_lm":
-            return weights
-        table = WORDS if self.args.tie_word_embeddings else None
-        return with_decoder(weights, DECODER, f"{HEAD}bias", table=table)
+        return weights
 
     def _unused(self, weights: Weights) -> list[str]:
         """Return the prefixes of weights that this model does not use."""

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
     AttentionMask,
     Embeddings,
+    Encoder,
     activation,
     attend,
     check_heads,
     key_mask,
 )
-from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.models.heads import vocabulary_decoder, vocabulary_logits
+from mlx_parallm.models.heads import EncoderModel, vocabulary_decoder, vocabulary_logits
 
 #: ``EPS``: the epsilon of layer norms, which the config does not have.
 EPS = 1e-12
-WORDS = "distilbert.embeddings.word_embeddings.weight"
 
 
 @dataclass
@@ -98,20 +98,6 @@ class Layer(nn.Module):
         return self.output_layer_norm(self.ffn(hidden) + hidden)
 
 
-class Transformer(nn.Module):
-    """A stack of layers."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.layer = [Layer(args) for _ in range(args.n_layers)]
-
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the last hidden states."""
-        for layer in self.layer:
-            hidden = layer(hidden, mask)
-        return hidden
-
-
 class Trunk(nn.Module):
     """DistilBERT without its heads."""
 
@@ -124,22 +110,29 @@ class Trunk(nn.Module):
             token_types=0,
             eps=EPS,
         )
-        self.transformer = Transformer(args)
+        self.transformer = Encoder(Layer(args) for _ in range(args.n_layers))
 
-    def __call__(self, input_ids: mx.array, attention_mask: mx.array | None) -> mx.array:
-        """Return the last hidden states of right-padded ids."""
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
+    ) -> mx.array:
+        """Return the last hidden states of right-padded ids; there are no token types."""
         return self.transformer(self.embeddings(input_ids), key_mask(attention_mask))
 
 
-class Model(nn.Module):
+class Model(EncoderModel):
     """DistilBERT with the head of its first architecture; it has no pooler."""
 
-    has_pooler = False
+    trunk_name = "distilbert"
+    trunk_parts = ("embeddings", "transformer")
+    mlm_prefix = "vocab_"
+    decoder_name = "vocab_projector"
+    bias_name = "vocab_projector.bias"
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.distilbert = Trunk(args)
+        super().__init__(args, Trunk(args))
         if args.head == "masked_lm":
             self.vocab_transform = nn.Linear(args.dim, args.dim)
             self.vocab_layer_norm = nn.LayerNorm(args.dim, eps=EPS)
@@ -152,40 +145,11 @@ class Model(nn.Module):
             self.pre_classifier = nn.Linear(args.dim, args.dim)
         self.activation = activation(args.activation)
 
-    def __call__(
-        self,
-        input_ids: mx.array,
-        attention_mask: mx.array | None = None,
-        token_type_ids: mx.array | None = None,
-    ) -> mx.array:
-        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
-
-        Args:
-            input_ids: within the vocabulary, at most ``args.max_length`` a row.
-            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
-            token_type_ids: not used; DistilBERT has no token types.
-        """
-        return self.distilbert(input_ids, attention_mask)
-
+    @override
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         hidden = self.vocab_layer_norm(self.activation(self.vocab_transform(hidden)))
-        words = self.distilbert.embeddings.word_embeddings
-        return vocabulary_logits(self.vocab_projector, hidden, words, ids)
+        return vocabulary_logits(self.vocab_projector, hidden, self.words, ids)
 
+    @override
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(nn.relu(self.pre_classifier(hidden[:, 0])))
-
-    def token_logits(self, hidden: mx.array) -> mx.array:
-        """Return logits ``[..., labels]`` of ``[..., D]``."""
-        return self.classifier(hidden)
-
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under the names of this model's parameters."""
-        weights = modern_names(weights, "distilbert", ("embeddings", "transformer"))
-        if self.args.head != "masked_lm":
-            return without(weights, "vocab_")
-        table = WORDS if self.args.tie_word_embeddings else None
-        bias = "vocab_projector.bias"
-        return with_decoder(weights, "vocab_projector", bias, table=table)

@@ -1,47 +1,86 @@
-"""Heads that several families share: BERT's masked LM, and RoBERTa's heads.
+"""The model of every encoder, a trunk with the head of its first architecture, and shared heads.
 
-RoBERTa's heads (Liu et al., 2019, arXiv:1907.11692) take hidden states, never a pooler's output.
+BERT's classifier of sequences takes its pooler's output (Devlin et al., 2019, arXiv:1810.04805),
+RoBERTa's the hidden states (Liu et al., 2019, arXiv:1907.11692).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
-from mlx_parallm.models.bert_layers import BertArgs
+from mlx_parallm.models.bert_layers import Activation, BertArgs
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.numerics.gelu import gelu
 
 #: ``PLAIN_TABLES``: classes of decoders that give logits by their weight and bias alone.
 PLAIN_TABLES = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
-class LMHead(nn.Module):
-    """The head of a masked LM; its decoder is the table of word embeddings if tied."""
+class Transform(nn.Module):
+    """A linear layer, an activation and a layer norm: what a masked LM has before its decoder.
 
-    def __init__(self, args: BertArgs) -> None:
+    Args:
+        inputs: dimensions of hidden states.
+        outputs: dimensions of the table of word embeddings.
+        activation: between the two layers.
+        eps: epsilon of the norm.
+        norm: name of the norm in checkpoints.
+        bias: True if the linear layer has a bias.
+        norm_bias: True if the norm has one.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        activation: Activation,
+        *,
+        eps: float,
+        norm: str = "LayerNorm",
+        bias: bool = True,
+        norm_bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.dense = nn.Linear(args.hidden_size, args.hidden_size)
-        self.layer_norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
-        self.bias = mx.zeros((args.vocab_size,))
-        if not args.tie_word_embeddings:
-            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        self.dense = nn.Linear(inputs, outputs, bias=bias)
+        self[norm] = nn.LayerNorm(outputs, eps=eps, bias=norm_bias)
+        self.norm_name = norm
+        self.activation = activation
 
-    def __call__(
-        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
-    ) -> mx.array:
-        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
-        hidden = self.layer_norm(gelu(self.dense(hidden)))
-        return decoded(self, hidden, words, ids)
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Return ``[..., outputs]`` of ``[..., inputs]``."""
+        return self[self.norm_name](self.activation(self.dense(hidden)))
+
+
+class LMHead(Transform):
+    """RoBERTa's head of a masked LM; its decoder is the table of word embeddings if tied."""
+
+    def __init__(
+        self,
+        dims: int,
+        vocab_size: int,
+        activation: Activation,
+        *,
+        tied: bool,
+        eps: float,
+        norm: str = "layer_norm",
+    ) -> None:
+        super().__init__(dims, dims, activation, eps=eps, norm=norm)
+        self.bias = mx.zeros((vocab_size,))
+        if not tied:
+            self.decoder = nn.Linear(dims, vocab_size, bias=False)
 
 
 class Predictions(nn.Module):
-    """The head of BERT's masked LM; its decoder is the table of word embeddings if tied."""
+    """BERT's head of a masked LM; its decoder is the table of word embeddings if tied."""
 
     def __init__(
-        self, transform: nn.Module, dims: int, vocab_size: int, *, tied: bool, bias: bool = True
+        self, transform: Transform, dims: int, vocab_size: int, *, tied: bool, bias: bool = True
     ) -> None:
         super().__init__()
         self.transform = transform
@@ -49,12 +88,6 @@ class Predictions(nn.Module):
             self.bias = mx.zeros((vocab_size,))
         if not tied:
             self.decoder = nn.Linear(dims, vocab_size, bias=False)
-
-    def __call__(
-        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
-    ) -> mx.array:
-        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
-        return decoded(self, self.transform(hidden), words, ids)
 
 
 class PreTrainingHeads(nn.Module):
@@ -116,9 +149,7 @@ def weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
 class ClassificationHead(nn.Module):
     """A classifier of sequences by the hidden state of the first token."""
 
-    def __init__(
-        self, dims: int, labels: int, activation: Callable[[mx.array], mx.array] = mx.tanh
-    ) -> None:
+    def __init__(self, dims: int, labels: int, activation: Activation = mx.tanh) -> None:
         super().__init__()
         self.dense = nn.Linear(dims, dims)
         self.out_proj = nn.Linear(dims, labels)
@@ -152,32 +183,54 @@ def vocabulary_decoder(dims: int, vocab_size: int, *, tied: bool) -> nn.Module:
     return VocabularyBias(vocab_size) if tied else nn.Linear(dims, vocab_size)
 
 
-class RobertaHeads(nn.Module):
-    """A trunk under its name in checkpoints, and RoBERTa's heads.
+class EncoderModel(nn.Module):
+    """A trunk under its name in checkpoints, and the head of its first architecture.
 
-    Args:
-        args: the config.
-        trunk: a module that takes ids, mask and token types; it has ``embeddings`` and may have a
-            ``pooler``.
-        name: the prefix of the trunk's weights.
+    The heads are BERT's, but for a masked LM under RoBERTa's name; a family overrides what it has
+    otherwise.
+
+    Attributes:
+        trunk_name: the prefix of the trunk's weights.
+        trunk_parts: the modules directly in the trunk, by which weights without it are recognised.
+        table_name: the table of word embeddings, in the trunk's ``embeddings``.
+        mlm_prefix: what the names of the masked LM's head begin with.
+        decoder_name: the last linear layer of that head.
+        bias_name: the bias of that layer.
     """
 
-    def __init__(self, args: BertArgs, trunk: nn.Module, name: str) -> None:
+    trunk_name: ClassVar[str]
+    trunk_parts: ClassVar[tuple[str, ...]] = ("embeddings", "encoder", "pooler")
+    table_name: ClassVar[str] = "word_embeddings"
+    mlm_prefix: ClassVar[str] = "lm_head."
+    decoder_name: ClassVar[str] = "lm_head.decoder"
+    bias_name: ClassVar[str] = "lm_head.bias"
+
+    def __init__(self, args: Any, trunk: nn.Module) -> None:
+        """Begin without a head.
+
+        Args:
+            args: the config, an ``EncoderArgs`` with sizes.
+            trunk: takes ids, mask and token types; it has ``embeddings``, and ``pooler`` if
+                ``pooled`` is called.
+        """
         super().__init__()
         self.args = args
-        self.trunk_name = name
-        self[name] = trunk
-        if args.head == "masked_lm":
-            self.lm_head = LMHead(args)
-        elif args.head == "sequence":
-            self.classifier = ClassificationHead(args.hidden_size, args.num_labels)
-        elif args.head == "token":
-            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+        self[self.trunk_name] = trunk
+
+    @property
+    def trunk(self) -> Any:
+        """The model without its head."""
+        return self[self.trunk_name]
+
+    @property
+    def words(self) -> nn.Embedding:
+        """The table of word embeddings."""
+        return self.trunk.embeddings[self.table_name]
 
     @property
     def has_pooler(self) -> bool:
         """True if ``pooled`` can be called."""
-        return "pooler" in self[self.trunk_name]
+        return "pooler" in self.trunk
 
     def __call__(
         self,
@@ -192,31 +245,94 @@ class RobertaHeads(nn.Module):
             attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0. Without types they are ignored.
         """
-        return self[self.trunk_name](input_ids, attention_mask, token_type_ids)
+        return self.trunk(input_ids, attention_mask, token_type_ids)
 
     def pooled(self, hidden: mx.array) -> mx.array:
-        """Pool ``[B, L, D]`` to ``[B, D]``."""
-        return self[self.trunk_name].pooler(hidden)
+        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
+        return self.trunk.pooler(hidden)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
         """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
-        return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings, ids)
+        head = self["lm_head"]
+        return decoded(head, head(hidden), self.words, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
-        return self.classifier(hidden)
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; most classifiers do not use the mask."""
+        return self["classifier"](self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
         """Return logits ``[..., labels]`` of ``[..., D]``."""
-        return self.classifier(hidden)
+        return self["classifier"](hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
         """Return the weights under the names of this model's parameters."""
-        weights = modern_names(weights, self.trunk_name, ("embeddings", "encoder", "pooler"))
-        if not self.has_pooler:
-            weights = without(weights, f"{self.trunk_name}.pooler.")
+        weights = without(self.renamed(weights), *self.unused())
         if self.args.head != "masked_lm":
-            return without(weights, "lm_head.")
-        words = f"{self.trunk_name}.embeddings.word_embeddings.weight"
+            return without(weights, self.mlm_prefix)
+        words = f"{self.trunk_name}.embeddings.{self.table_name}.weight"
         table = words if self.args.tie_word_embeddings else None
-        return with_decoder(weights, "lm_head.decoder", "lm_head.bias", table=table)
+        return with_decoder(weights, self.decoder_name, self.bias_name, table=table)
+
+    def renamed(self, weights: Weights) -> Weights:
+        """Return the weights by today's names, with the trunk's prefix."""
+        return modern_names(weights, self.trunk_name, self.trunk_parts)
+
+    def unused(self) -> list[str]:
+        """Return what the names of weights begin with that this model leaves out."""
+        leaves_pooler = "pooler" in self.trunk_parts and not self.has_pooler
+        return [f"{self.trunk_name}.pooler."] if leaves_pooler else []
+
+
+def uses_pooler(args: EncoderArgs) -> bool:
+    """True if BERT's heads need a pooler, or the checkpoint of a bare model has one."""
+    return args.head == "sequence" or (args.head is None and args.add_pooling_layer)
+
+
+class BertHeads(EncoderModel):
+    """A trunk with BERT's heads; see ``uses_pooler``."""
+
+    mlm_prefix = "cls."
+    decoder_name = "cls.predictions.decoder"
+    bias_name = "cls.predictions.bias"
+
+    def __init__(self, args: Any, trunk: nn.Module, predictions: Callable[[], Predictions]) -> None:
+        """Build the head of the config.
+
+        Args:
+            args: see ``EncoderModel``.
+            trunk: see ``EncoderModel``.
+            predictions: makes the head of a masked LM.
+        """
+        super().__init__(args, trunk)
+        if args.head == "masked_lm":
+            self.cls = PreTrainingHeads(predictions())
+        elif args.head is not None:
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+
+    @override
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        head = self.cls.predictions
+        return decoded(head, head.transform(hidden), self.words, ids)
+
+
+class RobertaHeads(EncoderModel):
+    """A trunk with RoBERTa's heads, which take hidden states; only a bare model has a pooler."""
+
+    def __init__(self, args: BertArgs, trunk: nn.Module) -> None:
+        super().__init__(args, trunk)
+        if args.head == "masked_lm":
+            self.lm_head = LMHead(
+                args.hidden_size,
+                args.vocab_size,
+                gelu,
+                tied=args.tie_word_embeddings,
+                eps=args.layer_norm_eps,
+            )
+        elif args.head == "sequence":
+            self.classifier = ClassificationHead(args.hidden_size, args.num_labels)
+        elif args.head == "token":
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+
+    @override
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        return self.classifier(hidden)

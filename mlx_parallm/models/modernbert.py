@@ -10,16 +10,14 @@ from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
-from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.models.heads import VocabularyBias, vocabulary_logits
+from mlx_parallm.models.heads import EncoderModel, Transform, VocabularyBias, vocabulary_logits
 from mlx_parallm.models.local_attention import attend_near
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
 from mlx_parallm.types.errors import ModelLoadError
-
-WORDS = "model.embeddings.tok_embeddings.weight"
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -169,37 +167,41 @@ class Trunk(nn.Module):
         self.layers = [Layer(args, number) for number in range(args.num_hidden_layers)]
         self.final_norm = norm(args)
 
-    def __call__(self, input_ids: mx.array, attention_mask: mx.array | None) -> mx.array:
-        """Return the last hidden states of right-padded ids."""
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
+    ) -> mx.array:
+        """Return the last hidden states of right-padded ids; there are no token types."""
         hidden, mask = self.embeddings(input_ids), key_mask(attention_mask)
         for layer in self.layers:
             hidden = layer(hidden, mask)
         return self.final_norm(hidden)
 
 
-class PredictionHead(nn.Module):
-    """The layers between the trunk and a decoder or classifier."""
+class Model(EncoderModel):
+    """ModernBERT with the head of its first architecture; it has no pooler."""
+
+    trunk_name = "model"
+    trunk_parts = ("embeddings", "layers", "final_norm")
+    table_name = "tok_embeddings"
+    mlm_prefix = "decoder."
+    decoder_name = "decoder"
+    bias_name = "decoder.bias"
 
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.dense = nn.Linear(args.hidden_size, args.hidden_size, bias=args.classifier_bias)
-        self.activation = activation(args.classifier_activation)
-        self.norm = norm(args)
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        """Return hidden states of the same shape."""
-        return self.norm(self.activation(self.dense(hidden)))
-
-
-class Model(nn.Module):
-    """ModernBERT with the head of its first architecture."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.model = Trunk(args)
+        super().__init__(args, Trunk(args))
         if args.head is not None:
-            self.head = PredictionHead(args)
+            self.head = Transform(
+                args.hidden_size,
+                args.hidden_size,
+                activation(args.classifier_activation),
+                eps=args.norm_eps,
+                norm="norm",
+                bias=args.classifier_bias,
+                norm_bias=args.norm_bias,
+            )
         if args.head in ("sequence", "token"):
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
         elif args.head == "masked_lm" and args.tie_word_embeddings:
@@ -207,26 +209,11 @@ class Model(nn.Module):
         elif args.head == "masked_lm":
             self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=args.decoder_bias)
 
-    def __call__(
-        self,
-        input_ids: mx.array,
-        attention_mask: mx.array | None = None,
-        token_type_ids: mx.array | None = None,
-    ) -> mx.array:
-        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
-
-        Args:
-            input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
-            token_type_ids: not used; ModernBERT has no token types.
-        """
-        return self.model(input_ids, attention_mask)
-
+    @override
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
-        words = self.model.embeddings.tok_embeddings
-        return vocabulary_logits(self.decoder, self.head(hidden), words, ids)
+        return vocabulary_logits(self.decoder, self.head(hidden), self.words, ids)
 
+    @override
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Return logits ``[B, labels]`` of ``[B, L, D]``.
 
@@ -240,16 +227,10 @@ class Model(nn.Module):
         mean = (hidden.astype(mx.float32) * weights).sum(axis=1) / weights.sum(axis=1)
         return self.classifier(self.head(mean.astype(hidden.dtype)))
 
+    @override
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(self.head(hidden))
 
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under this model's names, without heads of other tasks."""
-        weights = modern_names(weights, "model", ("embeddings", "layers", "final_norm"))
-        unused = [part for part in ("head", "classifier", "decoder") if part not in self]
-        weights = without(weights, *(f"{part}." for part in unused))
-        if self.args.head != "masked_lm":
-            return weights
-        table = WORDS if self.args.tie_word_embeddings else None
-        return with_decoder(weights, "decoder", "decoder.bias", table=table)
+    @override
+    def unused(self) -> list[str]:
+        return [f"{part}." for part in ("head", "classifier") if part not in self]

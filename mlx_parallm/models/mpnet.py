@@ -144,6 +144,8 @@ class Trunk(nn.Module):
 class Model(RobertaHeads):
     """MPNet with the head of its first architecture; only the bare model has a pooler."""
 
+    trunk_name = "mpnet"
+
     def __init__(self, args: ModelArgs) -> None:
         pooler = args.head is None and args.add_pooling_layer
-        super().__init__(args, Trunk(args, pooler=pooler), "mpnet")
+        super().__init__(args, Trunk(args, pooler=pooler))

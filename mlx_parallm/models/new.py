@@ -13,22 +13,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
     AttentionMask,
+    Encoder,
     Pooler,
     activation,
     check_heads,
     key_mask,
 )
-from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.checkpoint_names import Weights
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.models.heads import decoded
+from mlx_parallm.models.heads import EncoderModel, LMHead, uses_pooler
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
 from mlx_parallm.types.errors import ModelLoadError
-
-DECODER = "lm_head.decoder"
-WORDS = "new.embeddings.word_embeddings.weight"
 
 #: ``OWN_NAMES``: parts of names in transformers 5's format, and their names here.
 OWN_NAMES = {
@@ -212,114 +211,55 @@ class Layer(nn.Module):
         return self.mlp_ln(hidden + self.mlp(hidden))
 
 
-class Encoder(nn.Module):
-    """A stack of layers."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.layer = [Layer(args) for _ in range(args.num_hidden_layers)]
-
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the last hidden states."""
-        for layer in self.layer:
-            hidden = layer(hidden, mask)
-        return hidden
-
-
 class Trunk(nn.Module):
     """The "new" BERT without its heads."""
 
     def __init__(self, args: ModelArgs, *, pooler: bool) -> None:
         super().__init__()
         self.embeddings = Embeddings(args)
-        self.encoder = Encoder(args)
+        self.encoder = Encoder(Layer(args) for _ in range(args.num_hidden_layers))
         if pooler:
             self.pooler = Pooler(args.hidden_size)
-
-
-class MaskedLMHead(nn.Module):
-    """The head of the masked LM; its decoder is the table of word embeddings if tied."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.dense = nn.Linear(args.hidden_size, args.hidden_size)
-        self.norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
-        self.activation = activation(args.hidden_act)
-        self.bias = mx.zeros((args.vocab_size,))
-        if not args.tie_word_embeddings:
-            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-
-    def __call__(
-        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
-    ) -> mx.array:
-        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
-        hidden = self.norm(self.activation(self.dense(hidden)))
-        return decoded(self, hidden, words, ids)
-
-
-class Model(nn.Module):
-    """The "new" BERT with the head of its first architecture."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.has_pooler = args.head == "sequence" or (args.head is None and args.add_pooling_layer)
-        self.new = Trunk(args, pooler=self.has_pooler)
-        if args.head == "masked_lm":
-            self.lm_head = MaskedLMHead(args)
-        elif args.head is not None:
-            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
 
     def __call__(
         self,
         input_ids: mx.array,
-        attention_mask: mx.array | None = None,
-        token_type_ids: mx.array | None = None,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
     ) -> mx.array:
-        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states of right-padded ids."""
+        return self.encoder(self.embeddings(input_ids, token_type_ids), key_mask(attention_mask))
 
-        Args:
-            input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
-            token_type_ids: int32 ``[B, L]``; None: all are 0.
-        """
-        hidden = self.new.embeddings(input_ids, token_type_ids)
-        return self.new.encoder(hidden, key_mask(attention_mask))
 
-    def pooled(self, hidden: mx.array) -> mx.array:
-        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
-        return self.new.pooler(hidden)
+class Model(EncoderModel):
+    """The "new" BERT with the head of its first architecture."""
 
-    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
-        return self.lm_head(hidden, self.new.embeddings.word_embeddings, ids)
+    trunk_name = "new"
 
-    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
-        return self.classifier(self.pooled(hidden))
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args, Trunk(args, pooler=uses_pooler(args)))
+        if args.head == "masked_lm":
+            self.lm_head = LMHead(
+                args.hidden_size,
+                args.vocab_size,
+                activation(args.hidden_act),
+                tied=args.tie_word_embeddings,
+                eps=args.layer_norm_eps,
+                norm="norm",
+            )
+        elif args.head is not None:
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
 
-    def token_logits(self, hidden: mx.array) -> mx.array:
-        """Return logits ``[..., labels]`` of ``[..., D]``."""
-        return self.classifier(hidden)
-
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under this model's names, without heads of other tasks."""
-        weights = modern_names(
-            {_own_name(name): array for name, array in weights.items()},
-            "new",
-            ("embeddings", "encoder", "pooler"),
-        )
+    @override
+    def renamed(self, weights: Weights) -> Weights:
+        weights = super().renamed({_own_name(name): array for name, array in weights.items()})
         projections = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
         weights = join_rows(weights, projections, "attention.qkv_proj")
-        weights = join_rows(weights, ("mlp.up_proj", "mlp.gate_proj"), "mlp.up_gate_proj")
-        if not self.has_pooler:
-            weights = without(weights, "new.pooler.")
-        unused = [part for part in ("classifier", "lm_head") if part not in self]
-        weights = without(weights, *(f"{part}." for part in unused))
-        if self.args.head != "masked_lm":
-            return weights
-        table = WORDS if self.args.tie_word_embeddings else None
-        return with_decoder(weights, DECODER, "lm_head.bias", table=table)
+        return join_rows(weights, ("mlp.up_proj", "mlp.gate_proj"), "mlp.up_gate_proj")
+
+    @override
+    def unused(self) -> list[str]:
+        return [*super().unused(), *(() if "classifier" in self else ("classifier.",))]
 
 
 def _own_name(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
     Activation,
@@ -21,14 +22,11 @@ from mlx_parallm.models.bert_layers import (
     check_heads,
     key_mask,
 )
-from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.checkpoint_names import Weights
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.models.heads import Predictions, PreTrainingHeads
+from mlx_parallm.models.heads import BertHeads, Predictions, Transform, uses_pooler
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
 from mlx_parallm.types.errors import ModelLoadError
-
-DECODER = "cls.predictions.decoder"
-WORDS = "bert.embeddings.word_embeddings.weight"
 
 #: ``OWN_NAMES``: parts of names in transformers 5's format, and their names here.
 OWN_NAMES = {
@@ -251,28 +249,23 @@ class Trunk(nn.Module):
 
     def __init__(self, args: ModelArgs, *, pooler: bool) -> None:
         super().__init__()
+        self.args = args
         self.embeddings = Embeddings(args)
         self.emb_ln = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
         self.encoder = Encoder(args)
         if pooler:
             self.pooler = Pooler(args.hidden_size)
 
-
-class Transform(nn.Module):
-    """The layers between the trunk and the decoder."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        # Checkpoints with their own code have a bias here if their feed-forward part has one;
-        # those of transformers 5 always have.
-        bias = args.n_embd is None or args.mlp_fc1_bias
-        self.dense = nn.Linear(args.hidden_size, args.hidden_size, bias=bias)
-        self.layer_norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
-        self.activation = activation(_transform_activation(args))
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        """Return hidden states of the same shape."""
-        return self.layer_norm(self.activation(self.dense(hidden)))
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
+    ) -> mx.array:
+        """Return the last hidden states of right-padded ids."""
+        hidden = self.emb_ln(self.embeddings(input_ids, token_type_ids))
+        rotary = self.args.rotary(input_ids.shape[1], attention_mask)
+        return self.encoder(hidden, key_mask(attention_mask), rotary)
 
 
 def _transform_activation(args: ModelArgs) -> str:
@@ -282,78 +275,43 @@ def _transform_activation(args: ModelArgs) -> str:
     return "silu" if args.activation_function == "swiglu" else "gelu"
 
 
-class Model(nn.Module):
+class Model(BertHeads):
     """NomicBERT with the head of its first architecture."""
 
+    trunk_name = "bert"
+    trunk_parts = ("embeddings", "emb_ln", "encoder", "layers", "pooler")
+
     def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.args = args
-        self.has_pooler = args.head == "sequence" or (args.head is None and args.add_pooling_layer)
-        self.bert = Trunk(args, pooler=self.has_pooler)
-        if args.head == "masked_lm":
-            self.cls = PreTrainingHeads(
-                Predictions(
-                    Transform(args),
-                    args.hidden_size,
-                    args.vocab_size,
-                    tied=args.tie_word_embeddings,
-                    bias=args.n_embd is None or args.mlp_fc1_bias,
-                )
-            )
-        elif args.head is not None:
-            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+        super().__init__(args, Trunk(args, pooler=uses_pooler(args)), self._predictions)
 
-    def __call__(
-        self,
-        input_ids: mx.array,
-        attention_mask: mx.array | None = None,
-        token_type_ids: mx.array | None = None,
-    ) -> mx.array:
-        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+    def _predictions(self) -> Predictions:
+        args, dims = self.args, self.args.hidden_size
+        # Checkpoints with their own code have biases here if their feed-forward part has them;
+        # those of transformers 5 always have.
+        bias = args.n_embd is None or args.mlp_fc1_bias
+        transform = Transform(
+            dims,
+            dims,
+            activation(_transform_activation(args)),
+            eps=args.layer_norm_eps,
+            norm="layer_norm",
+            bias=bias,
+        )
+        tied = args.tie_word_embeddings
+        return Predictions(transform, dims, args.vocab_size, tied=tied, bias=bias)
 
-        Args:
-            input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
-            token_type_ids: int32 ``[B, L]``; None: all are 0.
-        """
-        hidden = self.bert.emb_ln(self.bert.embeddings(input_ids, token_type_ids))
-        rotary = self.args.rotary(input_ids.shape[1], attention_mask)
-        return self.bert.encoder(hidden, key_mask(attention_mask), rotary)
-
-    def pooled(self, hidden: mx.array) -> mx.array:
-        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
-        return self.bert.pooler(hidden)
-
-    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
-        return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings, ids)
-
-    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
-        return self.classifier(self.pooled(hidden))
-
-    def token_logits(self, hidden: mx.array) -> mx.array:
-        """Return logits ``[..., labels]`` of ``[..., D]``."""
-        return self.classifier(hidden)
-
-    def sanitize(self, weights: Weights) -> Weights:
-        """Return the weights under this model's names, without heads of other tasks."""
-        parts = ("embeddings", "emb_ln", "encoder", "layers", "pooler")
-        weights = {_own_name(name): array for name, array in weights.items()}
-        weights = modern_names(weights, "bert", parts)
+    @override
+    def renamed(self, weights: Weights) -> Weights:
+        weights = super().renamed({_own_name(name): array for name, array in weights.items()})
         weights = {
             name.replace("bert.layers.", "bert.encoder.layers."): array
             for name, array in weights.items()
         }
-        weights = join_rows(weights, ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.Wqkv")
-        if not self.has_pooler:
-            weights = without(weights, "bert.pooler.")
-        if "classifier" not in self:
-            weights = without(weights, "classifier.")
-        if self.args.head != "masked_lm":
-            return without(weights, "cls.")
-        table = WORDS if self.args.tie_word_embeddings else None
-        return with_decoder(weights, DECODER, "cls.predictions.bias", table=table)
+        return join_rows(weights, ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.Wqkv")
+
+    @override
+    def unused(self) -> list[str]:
+        return [*super().unused(), *(() if "classifier" in self else ("classifier.",))]
 
 
 def _own_name(name: str) -> str:

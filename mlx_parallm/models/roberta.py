@@ -35,7 +35,8 @@ class ModelArgs(BertArgs):
 class Model(RobertaHeads):
     """RoBERTa with the head of its first architecture; only the bare model has a pooler."""
 
+    trunk_name = "roberta"
+
     def __init__(self, args: ModelArgs) -> None:
         pooler = args.head is None and args.add_pooling_layer
-        trunk = BertTrunk(args, pooler=pooler, padding_id=args.padding_id)
-        super().__init__(args, trunk, "roberta")
+        super().__init__(args, BertTrunk(args, pooler=pooler, padding_id=args.padding_id))
