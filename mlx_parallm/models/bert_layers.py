@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,39 +25,15 @@ AttentionMask = mx.array | None
 
 @dataclass
 class BertArgs(EncoderArgs):
-    """The config of BERT and of the models that keep its names; defaults are Hugging Face's."""
+    """The config of BERT and of the models that keep its layers; defaults are Hugging Face's."""
 
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    layer_norm_eps: float = 1e-12
     pad_token_id: int | None = 0
     is_decoder: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.is_decoder:
             raise ModelLoadError("is_decoder is true: only encoders are supported here.")
-        check_heads(self.hidden_size, self.num_attention_heads)
-
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
-
-
-def check_heads(dims: int, heads: int) -> None:
-    """Refuse a config whose heads do not divide its dimensions.
-
-    Raises:
-        ModelLoadError: they do not.
-    """
-    if heads < 1 or dims % heads:
-        raise ModelLoadError(f"{dims} dimensions cannot be divided among {heads} attention heads.")
 
 
 def activation(name: str) -> Activation:
@@ -117,9 +94,10 @@ def attend(
 
 
 class Embeddings(nn.Module):
-    """Word, position and, if there are types, token type embeddings, then a layer norm.
+    """Word embeddings, those of token types and positions where there are any, and a layer norm.
 
-    With a ``padding_id`` positions are RoBERTa's: they start after it and skip padding.
+    With a ``padding_id`` positions are RoBERTa's: they start after it and skip padding. Without an
+    ``eps`` there is no norm.
     """
 
     def __init__(
@@ -129,15 +107,17 @@ class Embeddings(nn.Module):
         *,
         positions: int,
         token_types: int,
-        eps: float,
+        eps: float | None,
         padding_id: int | None = None,
     ) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(vocab_size, dims)
-        self.position_embeddings = nn.Embedding(positions, dims)
+        if positions:
+            self.position_embeddings = nn.Embedding(positions, dims)
         if token_types:
             self.token_type_embeddings = nn.Embedding(token_types, dims)
-        self.LayerNorm = nn.LayerNorm(dims, eps=eps)
+        if eps is not None:
+            self.LayerNorm = nn.LayerNorm(dims, eps=eps)
         self.padding_id = padding_id
 
     def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None = None) -> mx.array:
@@ -146,7 +126,9 @@ class Embeddings(nn.Module):
         if "token_type_embeddings" in self:
             types = mx.zeros((1, 1), mx.int32) if token_type_ids is None else token_type_ids
             hidden = hidden + self.token_type_embeddings(types)
-        return self.LayerNorm(hidden + self.position_embeddings(self._positions(input_ids)))
+        if "position_embeddings" in self:
+            hidden = hidden + self.position_embeddings(self._positions(input_ids))
+        return self.LayerNorm(hidden) if "LayerNorm" in self else hidden
 
     def _positions(self, input_ids: mx.array) -> mx.array:
         if self.padding_id is None:
@@ -158,7 +140,7 @@ class Embeddings(nn.Module):
 class SelfAttention(nn.Module):
     """Attention of all tokens to all tokens, without the output projection."""
 
-    def __init__(self, args: BertArgs) -> None:
+    def __init__(self, args: EncoderArgs) -> None:
         super().__init__()
         self.heads = args.num_attention_heads
         self.query = nn.Linear(args.hidden_size, args.hidden_size)
@@ -183,45 +165,64 @@ class DenseNorm(nn.Module):
         return self.LayerNorm(self.dense(inputs) + residual)
 
 
-class Attention(nn.Module):
-    """Self-attention, its output projection and the layer norm after it."""
+class DenseActivation(nn.Module):
+    """A linear layer and an activation."""
 
-    def __init__(self, args: BertArgs) -> None:
+    def __init__(self, inputs: int, outputs: int, activation: Activation) -> None:
         super().__init__()
-        self.self = SelfAttention(args)
-        self.output = DenseNorm(args.hidden_size, args.hidden_size, args.layer_norm_eps)
-
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the input of the feed-forward part."""
-        return self.output(self.self(hidden, mask), hidden)
-
-
-class Intermediate(nn.Module):
-    """The first linear layer of the feed-forward part and its activation."""
-
-    def __init__(self, args: BertArgs) -> None:
-        super().__init__()
-        self.dense = nn.Linear(args.hidden_size, args.intermediate_size)
-        self.activation = activation(args.hidden_act)
+        self.dense = nn.Linear(inputs, outputs)
+        self.activation = activation
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Return ``[batch, length, intermediate size]``."""
+        """Return ``[..., outputs]`` of ``[..., inputs]``."""
         return self.activation(self.dense(hidden))
 
 
-class Layer(nn.Module):
-    """A transformer layer with norms after the residual connections."""
+class Attention(nn.Module):
+    """Self-attention, its output projection and the layer norm after it.
 
-    def __init__(self, args: BertArgs, attention: nn.Module) -> None:
+    Args:
+        args: the config.
+        mixing: self-attention, without the output projection.
+    """
+
+    def __init__(self, args: EncoderArgs, mixing: nn.Module) -> None:
+        super().__init__()
+        self.self = mixing
+        self.output = DenseNorm(args.hidden_size, args.hidden_size, args.layer_norm_eps)
+
+    def __call__(self, hidden: mx.array, *context: Any) -> mx.array:
+        """Return the input of the feed-forward part; ``context`` is what self-attention takes."""
+        return self.output(self.self(hidden, *context), hidden)
+
+
+class Layer(nn.Module):
+    """A transformer layer with norms after the residual connections.
+
+    Args:
+        args: the config.
+        attention: an ``Attention``, or a module like it.
+    """
+
+    def __init__(self, args: EncoderArgs, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
-        self.intermediate = Intermediate(args)
+        self.intermediate = DenseActivation(
+            args.hidden_size, args.intermediate_size, activation(args.hidden_act)
+        )
         self.output = DenseNorm(args.intermediate_size, args.hidden_size, args.layer_norm_eps)
 
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the hidden states after this layer."""
-        hidden = self.attention(hidden, mask)
+    def __call__(self, hidden: mx.array, *context: Any) -> mx.array:
+        """Return the hidden states after this layer; ``context`` is what self-attention takes."""
+        hidden = self.attention(hidden, *context)
         return self.output(self.intermediate(hidden), hidden)
+
+
+def bert_layers(args: EncoderArgs) -> list[Layer]:
+    """Return the layers of BERT."""
+    return [
+        Layer(args, Attention(args, SelfAttention(args))) for _ in range(args.num_hidden_layers)
+    ]
 
 
 class Encoder(nn.Module):
@@ -269,7 +270,7 @@ class BertTrunk(nn.Module):
             eps=args.layer_norm_eps,
             padding_id=padding_id,
         )
-        self.encoder = Encoder(Layer(args, Attention(args)) for _ in range(args.num_hidden_layers))
+        self.encoder = Encoder(bert_layers(args))
         if pooler:
             self.pooler = Pooler(args.hidden_size)
 

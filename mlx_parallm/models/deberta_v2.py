@@ -15,11 +15,10 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
-    Activation,
-    AttentionMask,
-    DenseNorm,
+    Attention,
+    DenseActivation,
+    Layer,
     activation,
-    check_heads,
     key_mask,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
@@ -45,8 +44,6 @@ class ModelArgs(EncoderArgs):
     num_hidden_layers: int = 24
     num_attention_heads: int = 24
     intermediate_size: int = 6144
-    hidden_act: str = "gelu"
-    max_position_embeddings: int = 512
     type_vocab_size: int = 0
     layer_norm_eps: float = 1e-7
     relative_attention: bool = False
@@ -64,16 +61,11 @@ class ModelArgs(EncoderArgs):
     legacy: bool = True
 
     def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
+        super().__post_init__()
         if isinstance(self.pos_att_type, str):
             self.pos_att_type = [part.strip() for part in self.pos_att_type.lower().split("|")]
         if self.max_relative_positions < 1:
             self.max_relative_positions = self.max_position_embeddings
-
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
 
     @property
     def span(self) -> int:
@@ -86,57 +78,16 @@ class ModelArgs(EncoderArgs):
         return self.embedding_size or self.hidden_size
 
 
-class Attention(nn.Module):
-    """Self-attention, its output projection and the layer norm after it."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.self = DisentangledSelfAttention(
-            args.hidden_size,
-            args.num_attention_heads,
-            kinds=args.pos_att_type or (),
-            relative=args.relative_attention,
-            shares_projections=args.share_att_key,
-        )
-        self.output = DenseNorm(args.hidden_size, args.hidden_size, args.layer_norm_eps)
-
-    def __call__(
-        self, hidden: mx.array, mask: AttentionMask, positions: RelativePositions | None
-    ) -> mx.array:
-        """Return the input of the feed-forward part."""
-        return self.output(self.self(hidden, mask, positions), hidden)
-
-
-class DenseActivation(nn.Module):
-    """A linear layer and an activation."""
-
-    def __init__(self, inputs: int, outputs: int, act: Activation) -> None:
-        super().__init__()
-        self.dense = nn.Linear(inputs, outputs)
-        self.activation = act
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        """Return ``[..., outputs]`` of ``[..., inputs]``."""
-        return self.activation(self.dense(hidden))
-
-
-class Layer(nn.Module):
-    """A transformer layer with norms after the residual connections."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.attention = Attention(args)
-        self.intermediate = DenseActivation(
-            args.hidden_size, args.intermediate_size, activation(args.hidden_act)
-        )
-        self.output = DenseNorm(args.intermediate_size, args.hidden_size, args.layer_norm_eps)
-
-    def __call__(
-        self, hidden: mx.array, mask: AttentionMask, positions: RelativePositions | None
-    ) -> mx.array:
-        """Return the hidden states after this layer."""
-        hidden = self.attention(hidden, mask, positions)
-        return self.output(self.intermediate(hidden), hidden)
+def layer(args: ModelArgs) -> Layer:
+    """Return a layer, which takes a mask and relative positions."""
+    mixing = DisentangledSelfAttention(
+        args.hidden_size,
+        args.num_attention_heads,
+        kinds=args.pos_att_type or (),
+        relative=args.relative_attention,
+        shares_projections=args.share_att_key,
+    )
+    return Layer(args, Attention(args, mixing))
 
 
 class ConvLayer(nn.Module):
@@ -165,7 +116,7 @@ class Encoder(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
-        self.layer = [Layer(args) for _ in range(args.num_hidden_layers)]
+        self.layer = [layer(args) for _ in range(args.num_hidden_layers)]
         if args.relative_attention:
             self.rel_embeddings = nn.Embedding(2 * args.span, args.hidden_size)
             if "layer_norm" in args.norm_rel_ebd.lower():

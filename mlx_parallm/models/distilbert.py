@@ -14,7 +14,6 @@ from mlx_parallm.models.bert_layers import (
     Encoder,
     activation,
     attend,
-    check_heads,
     key_mask,
 )
 from mlx_parallm.models.encoder_args import EncoderArgs
@@ -28,8 +27,6 @@ EPS = 1e-12
 class ModelArgs(EncoderArgs):
     """The config of DistilBERT, whose fields have other names than BERT's."""
 
-    vocab_size: int = 30522
-    max_position_embeddings: int = 512
     n_layers: int = 6
     n_heads: int = 12
     dim: int = 768
@@ -38,17 +35,9 @@ class ModelArgs(EncoderArgs):
     pad_token_id: int | None = 0
 
     def __post_init__(self) -> None:
-        check_heads(self.dim, self.n_heads)
-
-    @property
-    def hidden_size(self) -> int:
-        """The dimensions of the hidden states."""
-        return self.dim
-
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
+        self.num_hidden_layers, self.num_attention_heads = self.n_layers, self.n_heads
+        self.hidden_size = self.dim
+        super().__post_init__()
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from typing_extensions import override
 
-from mlx_parallm.models.bert_layers import Attention, BertArgs, Embeddings, Encoder, Layer, key_mask
+from mlx_parallm.models.bert_layers import BertArgs, Embeddings, Encoder, bert_layers, key_mask
 from mlx_parallm.models.encoder_args import Head
 from mlx_parallm.models.heads import (
     ClassificationHead,
@@ -50,7 +50,7 @@ class Trunk(nn.Module):
         )
         if args.embedding_size != args.hidden_size:
             self.embeddings_project = nn.Linear(args.embedding_size, args.hidden_size)
-        self.encoder = Encoder(Layer(args, Attention(args)) for _ in range(args.num_hidden_layers))
+        self.encoder = Encoder(bert_layers(args))
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""The config fields that all encoders share: head, labels and pooler."""
+"""The config fields that encoders share: sizes, head, labels and pooler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADS: dict[str, Head | None] = {
 
 @dataclass
 class EncoderArgs:
-    """Fields of ``config.json`` that do not depend on the architecture.
+    """Fields of ``config.json`` under BERT's names; defaults are BERT's.
 
     Attributes:
         architectures: Hugging Face's class names; the first one decides the head.
@@ -37,6 +37,27 @@ class EncoderArgs:
     num_labels: int = 2
     tie_word_embeddings: bool = True
     add_pooling_layer: bool = True
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        """Refuse a config whose heads do not divide its dimensions.
+
+        Raises:
+            ModelLoadError: they do not.
+        """
+        dims, heads = self.hidden_size, self.num_attention_heads
+        if heads < 1 or dims % heads:
+            raise ModelLoadError(
+                f"{dims} dimensions cannot be divided among {heads} attention heads."
+            )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
@@ -46,6 +67,11 @@ class EncoderArgs:
         if labels := config.get("id2label"):
             values["num_labels"] = len(labels)
         return cls(**values)
+
+    @property
+    def max_length(self) -> int:
+        """The longest input, in tokens."""
+        return self.max_position_embeddings
 
     @property
     def head(self) -> Head | None:

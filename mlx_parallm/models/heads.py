@@ -205,16 +205,16 @@ class EncoderModel(nn.Module):
     decoder_name: ClassVar[str] = "lm_head.decoder"
     bias_name: ClassVar[str] = "lm_head.bias"
 
-    def __init__(self, args: Any, trunk: nn.Module) -> None:
+    def __init__(self, args: EncoderArgs, trunk: nn.Module) -> None:
         """Begin without a head.
 
         Args:
-            args: the config, an ``EncoderArgs`` with sizes.
+            args: the config.
             trunk: takes ids, mask and token types; it has ``embeddings``, and ``pooler`` if
                 ``pooled`` is called.
         """
         super().__init__()
-        self.args = args
+        self.args: Any = args
         self[self.trunk_name] = trunk
 
     @property
@@ -295,7 +295,9 @@ class BertHeads(EncoderModel):
     decoder_name = "cls.predictions.decoder"
     bias_name = "cls.predictions.bias"
 
-    def __init__(self, args: Any, trunk: nn.Module, predictions: Callable[[], Predictions]) -> None:
+    def __init__(
+        self, args: EncoderArgs, trunk: nn.Module, predictions: Callable[[], Predictions]
+    ) -> None:
         """Build the head of the config.
 
         Args:

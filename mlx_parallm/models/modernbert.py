@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from typing_extensions import override
 
-from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
+from mlx_parallm.models.bert_layers import AttentionMask, activation, key_mask
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.models.heads import EncoderModel, Transform, VocabularyBias, vocabulary_logits
 from mlx_parallm.models.local_attention import attend_near
@@ -31,10 +31,8 @@ class ModelArgs(EncoderArgs):
     """
 
     vocab_size: int = 50368
-    hidden_size: int = 768
     intermediate_size: int = 1152
     num_hidden_layers: int = 22
-    num_attention_heads: int = 12
     hidden_activation: str = "gelu"
     max_position_embeddings: int = 8192
     norm_eps: float = 1e-5
@@ -53,7 +51,7 @@ class ModelArgs(EncoderArgs):
     rope_parameters: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
+        super().__post_init__()
         if self.classifier_pooling not in ("cls", "mean"):
             raise ModelLoadError(f"classifier_pooling {self.classifier_pooling!r} is not known.")
         if not self.layer_types:
@@ -66,11 +64,6 @@ class ModelArgs(EncoderArgs):
             raise ModelLoadError(f"local_attention {self.local_attention} is less than 2.")
         if unknown := set(self.layer_types) - set(get_args(LayerType)):
             raise ModelLoadError(f"layer_types has unknown types: {', '.join(sorted(unknown))}.")
-
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
 
     def rotary(self, layer_type: LayerType) -> Rotary:
         """Return how layers of this type rotate queries and keys.

@@ -17,10 +17,10 @@ from typing_extensions import override
 
 from mlx_parallm.models.bert_layers import (
     AttentionMask,
+    Embeddings,
     Encoder,
     Pooler,
     activation,
-    check_heads,
     key_mask,
 )
 from mlx_parallm.models.checkpoint_names import Weights
@@ -47,15 +47,9 @@ class ModelArgs(EncoderArgs):
 
     model_type: str = "new"
     vocab_size: int = 30528
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
     max_position_embeddings: int = 2048
     type_vocab_size: int = 1
     layer_norm_type: str = "layer_norm"
-    layer_norm_eps: float = 1e-12
     position_embedding_type: str = "rope"
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
@@ -63,7 +57,7 @@ class ModelArgs(EncoderArgs):
     logn_attention_scale: bool = False
 
     def __post_init__(self) -> None:
-        check_heads(self.hidden_size, self.num_attention_heads)
+        super().__post_init__()
         if self.position_embedding_type not in ("rope", "absolute"):
             raise ModelLoadError(
                 f"position_embedding_type {self.position_embedding_type!r} is not known."
@@ -72,11 +66,6 @@ class ModelArgs(EncoderArgs):
             raise ModelLoadError(f"layer_norm_type {self.layer_norm_type!r} is not known.")
         if self.logn_attention_scale:
             raise ModelLoadError("logn_attention_scale is not supported.")
-
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
 
     @property
     def rotary(self) -> Rotary | None:
@@ -137,33 +126,6 @@ def norm(args: ModelArgs) -> nn.LayerNorm | nn.RMSNorm:
     return kind(args.hidden_size, eps=args.layer_norm_eps)
 
 
-class Embeddings(nn.Module):
-    """Word embeddings the config's position and type embeddings, and a layer norm."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        dims = args.hidden_size
-        self.types = args.type_vocab_size
-        self.word_embeddings = nn.Embedding(args.vocab_size, dims)
-        if args.position_embedding_type == "absolute":
-            self.position_embeddings = nn.Embedding(args.max_position_embeddings, dims)
-        if self.types > 0:
-            self.token_type_embeddings = nn.Embedding(self.types, dims)
-        self.LayerNorm = nn.LayerNorm(dims, eps=args.layer_norm_eps)
-
-    def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None) -> mx.array:
-        """Embed int32 ``[batch, length]``; missing token types are 0."""
-        hidden = self.word_embeddings(input_ids)
-        if self.types > 0:
-            # Tokenizers of models with a single type still give a second text type 1.
-            single = token_type_ids is None or self.types == 1
-            types = mx.zeros((1, 1), mx.int32) if single else token_type_ids
-            hidden = hidden + self.token_type_embeddings(types)
-        if "position_embeddings" in self:
-            hidden = hidden + self.position_embeddings(mx.arange(input_ids.shape[1])[None])
-        return self.LayerNorm(hidden)
-
-
 class Attention(nn.Module):
     """Attention and its output projection."""
 
@@ -216,7 +178,15 @@ class Trunk(nn.Module):
 
     def __init__(self, args: ModelArgs, *, pooler: bool) -> None:
         super().__init__()
-        self.embeddings = Embeddings(args)
+        self.num_types = args.type_vocab_size
+        is_absolute = args.position_embedding_type == "absolute"
+        self.embeddings = Embeddings(
+            args.vocab_size,
+            args.hidden_size,
+            positions=args.max_position_embeddings if is_absolute else 0,
+            token_types=self.num_types,
+            eps=args.layer_norm_eps,
+        )
         self.encoder = Encoder(Layer(args) for _ in range(args.num_hidden_layers))
         if pooler:
             self.pooler = Pooler(args.hidden_size)
@@ -228,7 +198,9 @@ class Trunk(nn.Module):
         token_type_ids: mx.array | None,
     ) -> mx.array:
         """Return the last hidden states of right-padded ids."""
-        return self.encoder(self.embeddings(input_ids, token_type_ids), key_mask(attention_mask))
+        # Tokenizers of models with a single type still give a second text type 1.
+        types = None if self.num_types == 1 else token_type_ids
+        return self.encoder(self.embeddings(input_ids, types), key_mask(attention_mask))
 
 
 class Model(EncoderModel):

@@ -17,9 +17,9 @@ from typing_extensions import override
 from mlx_parallm.models.bert_layers import (
     Activation,
     AttentionMask,
+    Embeddings,
     Pooler,
     activation,
-    check_heads,
     key_mask,
 )
 from mlx_parallm.models.checkpoint_names import Weights
@@ -57,14 +57,8 @@ class ModelArgs(EncoderArgs):
     """
 
     vocab_size: int = 30528
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
-    type_vocab_size: int = 2
-    layer_norm_eps: float = 1e-12
     rope_parameters: dict[str, Any] | None = None
 
     n_embd: int | None = None
@@ -94,7 +88,7 @@ class ModelArgs(EncoderArgs):
             self._read_rope_parameters()
         else:
             self._read_gpt2_names(self.n_embd)
-        check_heads(self.hidden_size, self.num_attention_heads)
+        super().__post_init__()
 
     def _read_rope_parameters(self) -> None:
         settings = self.rope_parameters or {}
@@ -128,11 +122,6 @@ class ModelArgs(EncoderArgs):
         self.layer_norm_eps = self.layer_norm_epsilon
         self.vocab_size = _round_up(self.vocab_size, self.pad_vocab_size_multiple)
 
-    @property
-    def max_length(self) -> int:
-        """The longest input, in tokens."""
-        return self.max_position_embeddings
-
     def rotary(self, length: int, attention_mask: mx.array | None) -> Rotary:
         """Return the rotation of queries and keys.
 
@@ -163,24 +152,6 @@ class ModelArgs(EncoderArgs):
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-class Embeddings(nn.Module):
-    """Word embeddings and, if there are types, token type embeddings."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.word_embeddings = nn.Embedding(args.vocab_size, args.hidden_size)
-        if args.type_vocab_size > 0:
-            self.token_type_embeddings = nn.Embedding(args.type_vocab_size, args.hidden_size)
-
-    def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None) -> mx.array:
-        """Embed int32 ``[batch, length]``; missing token types are 0."""
-        hidden = self.word_embeddings(input_ids)
-        if "token_type_embeddings" not in self:
-            return hidden
-        types = mx.zeros((1, 1), mx.int32) if token_type_ids is None else token_type_ids
-        return hidden + self.token_type_embeddings(types)
 
 
 class Attention(nn.Module):
@@ -250,7 +221,13 @@ class Trunk(nn.Module):
     def __init__(self, args: ModelArgs, *, pooler: bool) -> None:
         super().__init__()
         self.args = args
-        self.embeddings = Embeddings(args)
+        self.embeddings = Embeddings(
+            args.vocab_size,
+            args.hidden_size,
+            positions=0,
+            token_types=args.type_vocab_size,
+            eps=None,
+        )
         self.emb_ln = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
         self.encoder = Encoder(args)
         if pooler:
