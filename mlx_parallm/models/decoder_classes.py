@@ -1,44 +1,32 @@
-"""The choice of the classes that implement a decoder: this package's, or mlx_lm's."""
+"""The choice of the classes that implement a decoder: this package's, or mlx_lm's.
+
+They read the weights, and have the windows of attention, that transformers' models have.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import RotatingKVCache
 
-from mlx_parallm.models import (
-    falcon_h1,
-    gemma2,
-    glm,
-    gpt2,
-    gpt_oss,
-    idefics3,
-    internvl,
-    llava_next,
-    opt,
-)
-from mlx_parallm.models.readable_decoders import readable_decoder
+from mlx_parallm.models import opt
+from mlx_parallm.models.extended_decoders import EXTENDED_DECODERS
+from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
+from mlx_parallm.models.text_halves import TEXT_HALVES
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.models.vision.with_tower import with_tower
 
-#: ``OWN_DECODERS``: the modules for architectures that mlx_lm lacks, by ``model_type``.
-OWN_DECODERS: dict[str, ModuleType] = {
-    "idefics3": idefics3,
-    "internvl": internvl,
-    "internvl_chat": internvl,
-    "llava_next": llava_next,
-    "opt": opt,
-    "smolvlm": idefics3,
+#: ``OWN_DECODERS``: the classes of architectures that mlx_lm lacks, by ``model_type``.
+OWN_DECODERS: Mapping[str, tuple[type, type]] = {
+    **TEXT_HALVES,
+    "opt": (opt.Model, opt.ModelArgs),
 }
-#: ``EXTENDED_DECODERS``: modules that extend those of mlx_lm.
-EXTENDED_DECODERS: dict[str, ModuleType] = {
-    "falcon_h1": falcon_h1,
-    "gemma2": gemma2,
-    "glm": glm,
-    "gpt2": gpt2,
-    "gpt_oss": gpt_oss,
-}
+#: ``WINDOWED``: families of which all layers have the window that the config names.
+#: mlx_lm's classes make the mask from the first layer's cache.
+WINDOWED = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
 
 
 def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -47,11 +35,54 @@ def decoder_classes(config: dict[str, Any]) -> tuple[type, type]:
     Raises:
         ValueError: neither this package nor mlx_lm has them.
     """
-    module = (OWN_DECODERS | EXTENDED_DECODERS).get(str(config.get("model_type")))
-    if module is None:
-        model, args = mlx_lm_utils._get_classes(config)
-    else:
-        model, args = module.Model, module.ModelArgs
+    own = {**OWN_DECODERS, **EXTENDED_DECODERS}.get(str(config.get("model_type")))
+    model, args = own or mlx_lm_utils._get_classes(config)
     model = readable_decoder(model, config)
     family = family_of(config)
     return (model if family is None else with_tower(model, config, family)), args
+
+
+def readable_decoder(model_class: type, config: Mapping[str, Any]) -> type:
+    """Return a class that reads what transformers 5 saves, and has the config's window."""
+    model_type = str(config.get("model_type"))
+    if model_type in FAMILY_WEIGHTS:
+        model_class = _renaming(model_class, model_type)
+    window = window_of(config)
+    return model_class if window is None else _windowed(model_class, window)
+
+
+def window_of(config: Mapping[str, Any]) -> int | None:
+    """Return the window of all layers, in tokens; None if attention reaches all tokens."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    window = text.get("sliding_window")
+    if text.get("model_type") not in WINDOWED or window is None:
+        return None
+    longest = text.get("max_position_embeddings")
+    return None if longest is not None and longest <= window else int(window)
+
+
+def _renaming(model_class: type, model_type: str) -> type:
+    rename = FAMILY_WEIGHTS[model_type]
+
+    class SavedModel(model_class):
+        """A model of mlx_lm for weights as transformers 5 names them too."""
+
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            """Return the weights of a checkpoint by this model's names."""
+            parent: Any = super()
+            weights = rename(weights)
+            return parent.sanitize(weights) if hasattr(parent, "sanitize") else weights
+
+    return SavedModel
+
+
+def _windowed(model_class: type, window: int) -> type:
+    class WindowedModel(model_class):
+        """A model of mlx_lm whose layers all attend to the latest tokens."""
+
+        def make_cache(self) -> list[Any]:
+            """Return a cache for each layer."""
+            layers: list[Any] = self.layers
+            return [RotatingKVCache(max_size=window) for _ in layers]
+
+    return WindowedModel

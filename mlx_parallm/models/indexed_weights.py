@@ -1,15 +1,24 @@
-"""A checkpoint's weights, each from the file that the index names for it."""
+"""A checkpoint's weights, each from the file that the index names for it, and its tied LM head."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.models.checkpoints.rope_fields import TEXT_CONFIGS
 from mlx_parallm.models.checkpoints.weight_files import weight_files, weight_map
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_mapping
+
+logger = logging.getLogger(__name__)
+
+TIE_FIELD = "tie_word_embeddings"
+LM_HEAD = "lm_head"
 
 
 def read_weights(folder: Path) -> Weights:
@@ -60,3 +69,35 @@ def _loaded(file: Path) -> Weights:
         return cast("Weights", mx.load(str(file)))
     except (OSError, RuntimeError, ValueError) as cause:
         raise ModelLoadError(f"{file} could not be read: {cause}") from cause
+
+
+def tied_as_saved(
+    read: Mapping[str, Any], config: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Return a config whose LM head is tied if no one unties it and the files have none.
+
+    transformers' default of some families is an untied head, mlx_lm's a tied one, so folders
+    without the field may have either.
+
+    Args:
+        read: the result of ``readable_config``.
+        config: the ``config.json`` that it was made from.
+        folder: the checkpoint, of which only the names of weights are read.
+
+    Raises:
+        ModelLoadError: a file of weights cannot be read.
+    """
+    tied = dict(read)
+    for name in TEXT_CONFIGS:
+        if is_mapping(config.get(name)):
+            tied[name] = tied_as_saved(read[name], config[name], folder)
+    if TIE_FIELD in config or read.get(TIE_FIELD) is not False or _has_head(folder):
+        return tied
+    logger.warning(
+        "%s: neither has config.json %s nor the files a head, so it is tied", folder, TIE_FIELD
+    )
+    return {**tied, TIE_FIELD: True}
+
+
+def _has_head(folder: Path) -> bool:
+    return any(LM_HEAD in name.split(".") for name in read_weights(folder))

@@ -24,7 +24,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
-from tests.builders.architectures.configs import WINDOW, config_of, module_of
+from tests.builders.architectures.configs import WINDOW, config_of, decoder_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
 
 PATHS = {
@@ -73,9 +73,8 @@ def build_model(name: str) -> tuple[Any, dict[str, Any]]:
         config["layer_types"] = ["sliding_attention", "full_attention"] * 2
     if name == "opt-350m":
         config |= {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
-    module = module_of(architecture)
     mx.random.seed(7)
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = decoder_of(config, architecture)
     # Norms and biases start as ones and zeros, which would hide mistakes.
     model.update(tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), model.parameters()))
     if name.endswith("-4bit"):

@@ -21,7 +21,7 @@ from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from mlx_parallm.models.loading import ARCHITECTURES
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.context import AdapterContext
-from tests.builders.architectures.configs import config_of, module_of
+from tests.builders.architectures.configs import config_of, decoder_of
 from tests.host_tensors import host
 
 NAMES: dict[str, dict[str, list[str]]] = json.loads(
@@ -67,8 +67,7 @@ def classes_of(model_type: str) -> Iterator[tuple[str, set[str]]]:
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_paths_of_decoders(architecture: str) -> None:
     config = config_of(architecture)
-    module = module_of(architecture)
-    paths = list(linear_paths(module.Model(module.ModelArgs.from_dict(config))))
+    paths = list(linear_paths(decoder_of(config, architecture)))
     name, wanted = next(classes_of(architecture))
     written = {**config, "architectures": [name]}
     others = OF_OTHER_CONFIGS.get(architecture, set())
@@ -119,8 +118,7 @@ def test_paths_of_encoders(model_type: str) -> None:
 @pytest.mark.parametrize("architecture", DECODERS)
 def test_written_paths_are_read_again(architecture: str) -> None:
     config = config_of(architecture)
-    module = module_of(architecture)
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = decoder_of(config, architecture)
     written = {**config, "architectures": [next(iter(NAMES[architecture]))]}
     layers = AdaptedLayers(model, mx.float32, AdapterContext(), config=written)
     change = LowRank(kind="linear", a=host(mx.ones((1, 1))), b=host(mx.ones((1, 1))), scale=1.0)

@@ -12,9 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.clip import ClipConfig
+from mlx_parallm.models.vision.clip import ClipConfig, SiglipTransformer
 from mlx_parallm.models.vision.features import Arrays, Stages, Tower, TwoWay, features_of
-from mlx_parallm.models.vision.siglip import SiglipTransformer
 
 # SIGLIP: what transformers' SiglipVisionConfig has where a config is silent.
 SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "patch_size": 16}

@@ -11,9 +11,8 @@ import mlx.nn as nn
 from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
-from mlx_parallm.models.vision.clip import ClipConfig
+from mlx_parallm.models.vision.clip import ClipConfig, SiglipTransformer
 from mlx_parallm.models.vision.features import Arrays, Stages, Tower, features_of
-from mlx_parallm.models.vision.siglip import SiglipTransformer
 
 # SIGLIP: what transformers' Idefics3VisionConfig has where a config is silent.
 SIGLIP = {

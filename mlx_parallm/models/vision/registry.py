@@ -10,8 +10,7 @@ from mlx_parallm.models.vision.gemma import GEMMA
 from mlx_parallm.models.vision.gemma4 import GEMMA4
 from mlx_parallm.models.vision.idefics3 import IDEFICS3
 from mlx_parallm.models.vision.internvl import INTERNVL
-from mlx_parallm.models.vision.llava import LLAVA
-from mlx_parallm.models.vision.llava_next import LLAVA_NEXT
+from mlx_parallm.models.vision.llava import LLAVA, LLAVA_NEXT
 from mlx_parallm.models.vision.pixtral import PIXTRAL
 from mlx_parallm.models.vision.qwen import QWEN
 from mlx_parallm.models.vision.qwen3 import QWEN3

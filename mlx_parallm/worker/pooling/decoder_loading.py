@@ -19,9 +19,8 @@ from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
 from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.heads import weight_rows
-from mlx_parallm.models.indexed_weights import reading_index
+from mlx_parallm.models.indexed_weights import reading_index, tied_as_saved
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.models.tied_heads import tied_as_saved
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.weights.loader import (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.models.decoder_classes import OWN_DECODERS
 from tests.builders.architectures.overrides import OVERRIDES
@@ -102,10 +101,20 @@ def config_of(architecture: str) -> dict[str, Any]:
     return config
 
 
-def module_of(architecture: str) -> ModuleType:
-    """Return the module of a decoder: of this package, or of ``mlx_lm.models``."""
-    own = OWN_DECODERS.get(architecture)
-    return own or importlib.import_module(f"mlx_lm.models.{architecture}")
+def decoder_of(config: dict[str, Any], architecture: str | None = None) -> Any:
+    """Return a decoder with fresh weights, of this package or of ``mlx_lm.models``.
+
+    Args:
+        config: its ``config.json``.
+        architecture: its module's name; None: the ``model_type``.
+    """
+    name = architecture or config["model_type"]
+    if name in OWN_DECODERS:
+        model, args = cast("tuple[Any, Any]", OWN_DECODERS[name])
+    else:
+        module = importlib.import_module(f"mlx_lm.models.{name}")
+        model, args = module.Model, module.ModelArgs
+    return model(args.from_dict(config))
 
 
 def long_config_of(architecture: str) -> dict[str, Any]:

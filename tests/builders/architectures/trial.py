@@ -28,8 +28,8 @@ from tests.builders.architectures.configs import (
     LONG_LIMIT,
     VOCAB_SIZE,
     config_of,
+    decoder_of,
     long_config_of,
-    module_of,
 )
 
 BLOCK_SIZE = 4
@@ -67,9 +67,8 @@ def try_ranks(name: str, ranks: Ranks) -> dict[str, Any]:
 
 def build(config: dict[str, Any]) -> Any:
     """Return a model with random weights, norms and biases included."""
-    module = module_of(config["model_type"])
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = decoder_of(config)
 
     def disturb(parameter: mx.array) -> mx.array:
         if parameter.dtype == mx.uint32:  # packed weights
