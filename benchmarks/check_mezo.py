@@ -32,14 +32,14 @@ from benchmarks.curve_file import CurveFile
 from benchmarks.mezo_curves import Learner, Method, Problem
 from examples.mezo.task import Row, read_rows
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.records import Example
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from mlx_parallm.worker.pooling.loading import open_runner
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.pooling import PoolingInput
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.pooling.loading import load_encoder_runner
 
 

@@ -39,7 +39,7 @@ from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.types.step import ScheduledBatch, StepOutput

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from benchmarks.make_model import LEXICON_SEED, LEXICON_SIZE
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 from mlx_parallm.models import bert
 
 EMBEDDER_FOLDER = Path("results/embedder")

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from benchmarks.make_model import LEXICON_SEED, LEXICON_SIZE
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 from mlx_parallm.models import roberta
 
 MASKED_LM_FOLDER = Path("results/masked_lm")

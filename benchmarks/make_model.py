@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 from mlx_parallm.worker.weights.loader import DTYPES
 
 VOCAB_SIZE = 4096

@@ -18,8 +18,7 @@ from mlx_parallm.bench.client import LoadClient
 from mlx_parallm.bench.http_stream import Target
 from mlx_parallm.bench.load import closed_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
-from mlx_parallm.bench.words import make_lexicon
-from mlx_parallm.bench.workload import Lengths, Workload, plan_requests
+from mlx_parallm.bench.workload import Lengths, Workload, make_lexicon, plan_requests
 
 MODEL_FOLDER = Path("results/model")
 RAMP_S = 0.5

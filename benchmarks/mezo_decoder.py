@@ -29,7 +29,7 @@ from mlx_parallm.types.training import (
     TrainableSpec,
     num_tokens,
 )
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.generation.row_selection import install_row_selection, vocab_size_of
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype

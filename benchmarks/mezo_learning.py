@@ -23,15 +23,15 @@ from benchmarks.mezo_curves import Learner, Method, Problem
 from examples.mezo.task import LABELS, reviews, split
 from mlx_parallm import demo_models
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.training.estimators import PAPER, EstimatorSettings
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import FirstFactors, TrainableSpec
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.pooling.loading import open_runner
 
 FOLDER = Path(demo_models.__file__).parent / "mlm"

@@ -29,7 +29,7 @@ from benchmarks.mezo_curves import Learner, Method, Problem
 from examples.mezo.task import Row, read_rows
 from mlx_parallm.training.estimators import PAPER
 from mlx_parallm.types.training import TrainableSpec
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 
 SEEDS = (13, 21, 42, 87, 100)
 # TEST_SEED: draws the test texts.

@@ -30,7 +30,7 @@ import mlx.core as mx
 
 from benchmarks.checks import Check, conclude
 from benchmarks.gpu.engines import make_engine
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.generation.engine import GenerationEngine

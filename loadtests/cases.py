@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 
 NUM_CASES_PER_KIND = 12
 SYSTEM_PROMPT = "You are a careful assistant. Answer briefly."

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.loading import open_runner
 from scripts.varied_texts import varied_texts

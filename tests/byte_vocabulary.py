@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.tokenizer.token_bytes import gpt2_byte_map
+from mlx_parallm.tokenizer.vocabulary import gpt2_byte_map
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
 

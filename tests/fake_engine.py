@@ -22,7 +22,7 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.models import ModelMemory, QueueLoad
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
-from mlx_parallm.parsing.families.tagged_json import HERMES
+from mlx_parallm.parsing.families.json_calls import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient

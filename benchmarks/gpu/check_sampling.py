@@ -21,9 +21,8 @@ from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling.check import device_kernels, why_not
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
-from mlx_parallm.worker.sampling.keys import random_keys
 from mlx_parallm.worker.sampling.logprobs import target_logprobs
-from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
 from mlx_parallm.worker.sampling.sampler import Sampler, categorical
 from mlx_parallm.worker.sampling.truncation import truncate
 

@@ -34,7 +34,7 @@ import mlx.core as mx
 from benchmarks.gpu.servers import SERVED
 from benchmarks.make_model import CONFIG, LEXICON_SEED, LEXICON_SIZE, make_model
 from benchmarks.servers import SERVED_NAME, Server, running_server
-from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import make_lexicon
 from mlx_parallm.kernels.device_precompiler import (
     CUDA_TYPES,
     FOLDER_VARIABLE,

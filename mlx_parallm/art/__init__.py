@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from mlx_parallm.art.backend import MLXParallmBackend
+from mlx_parallm.art.backend import MLXParallmBackend, Trainer, TrainJob
 from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
-from mlx_parallm.art.errors import (
+from mlx_parallm.art.server import (
     BackendError,
     CheckpointError,
     ServerStartError,
     UnservedStepError,
 )
-from mlx_parallm.art.training import Trainer, TrainJob
 
 __all__ = [
     "BackendError",

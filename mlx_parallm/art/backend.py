@@ -11,16 +11,16 @@ It follows the Protocol ``art.backend.Backend`` of openpipe-art 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mlx_parallm.art.config import DeviceConfig, ServerConfig
-from mlx_parallm.art.errors import BackendError
+from mlx_parallm.art.server import BackendError
 from mlx_parallm.art.serving import Address, ServedPolicy
-from mlx_parallm.art.training import Trainer, TrainJob
 from mlx_parallm.confinement import is_spelled
 
 if TYPE_CHECKING:
@@ -189,3 +189,36 @@ class MLXParallmBackend:
     def _folder(self, model: Any) -> Path:
         """Return a model's folder in ART's layout."""
         return self._path / model.project / "models" / model._storage_name()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """One step of training.
+
+    Attributes:
+        kind: "rl" for groups of trajectories with rewards, "sft" for trajectories to imitate.
+        model: ART's model.
+        data: ART's trajectory groups, or trajectories.
+        step: the number of this step.
+        previous: the previous step's checkpoint; None before the first step.
+        target: an empty folder for the checkpoint: an adapter of PEFT or mlx-lm, or a whole model.
+        devices: indices of the devices to train on.
+        options: further arguments of ``backend.train``, or the configuration of SFT.
+    """
+
+    kind: Literal["rl", "sft"]
+    model: Any
+    data: Sequence[Any]
+    step: int
+    previous: Path | None
+    target: Path
+    devices: tuple[int, ...]
+    options: Mapping[str, Any]
+
+
+class Trainer(Protocol):
+    """Trains one step and writes its checkpoint."""
+
+    async def __call__(self, job: TrainJob) -> Mapping[str, float]:
+        """Return the metrics of the step, such as its loss."""
+        ...

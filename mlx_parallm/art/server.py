@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_parallm.api.http.listener import bind
-from mlx_parallm.art.errors import ServerStartError
-from mlx_parallm.client import RequestFailedError, ServerUnreachableError
+from mlx_parallm.client import ClientError, RequestFailedError, ServerUnreachableError
 from mlx_parallm.client.transport import Transport
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.types.errors import ConfigError
@@ -132,3 +131,19 @@ def _end(processes: Sequence[ChildProcess]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+class BackendError(ClientError):
+    """Base of the backend's errors."""
+
+
+class ServerStartError(BackendError):
+    """The server ended, or did not answer in time, while it started."""
+
+
+class CheckpointError(BackendError):
+    """A checkpoint is missing, or is not of the kind that ``weight_sync_method`` needs."""
+
+
+class UnservedStepError(BackendError):
+    """The weights of the requested step are not served."""

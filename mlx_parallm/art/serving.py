@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
 from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
-from mlx_parallm.art.errors import BackendError, CheckpointError, UnservedStepError
-from mlx_parallm.art.server import ManagedServer
+from mlx_parallm.art.server import BackendError, CheckpointError, ManagedServer, UnservedStepError
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.client.transport import Transport
 from mlx_parallm.serving.local_ranks import nccl_ranks, ring_ranks
@@ -23,6 +22,7 @@ from mlx_parallm.worker.device.gpus import VISIBLE, count_cuda_devices
 EMBEDDED_MODEL = "mlx-parallm-demo"
 #: ``Train``: a function of a step, the previous checkpoint, and an empty folder for this step.
 Train = Callable[[int, Path | None, Path], Awaitable[Mapping[str, float]]]
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,3 +312,56 @@ class ServerControl:
     async def wake_up(self) -> None:
         """Allocate memory again and resume serving."""
         await self._transport.ask("POST", "/wake_up")
+
+
+class Checkpoints:
+    """The completed steps of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` is the model's folder, ``.art/PROJECT/models/NAME``."""
+        self.root = (folder / "checkpoints").resolve()
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def steps(self) -> list[int]:
+        """Return the steps in ascending order."""
+        names = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def latest(self) -> int:
+        """Return the last step; 0 before the first."""
+        return max(self.steps(), default=0)
+
+    def folder(self, step: int) -> Path | None:
+        """Return a step's folder; None if it was not trained, or was deleted."""
+        folder = self._path(step)
+        return folder if folder.is_dir() else None
+
+    @contextmanager
+    def writing(self, step: int) -> Generator[Path]:
+        """Yield an empty folder that becomes the step's if the block ends without an error.
+
+        Raises:
+            CheckpointError: the block wrote nothing.
+        """
+        begun = self.root / f".{step:04d}.begun"
+        shutil.rmtree(begun, ignore_errors=True)
+        begun.mkdir()
+        try:
+            yield begun
+            if not any(begun.iterdir()):
+                raise CheckpointError(f"Training wrote nothing for step {step}.")
+            begun.rename(self._path(step))
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+
+    def delete(self, step: int) -> None:
+        """Remove a step's folder."""
+        shutil.rmtree(self._path(step))
+
+    def _path(self, step: int) -> Path:
+        return self.root / f"{step:04d}"
+
+
+def is_adapter(folder: Path) -> bool:
+    """True if a checkpoint is an adapter of PEFT or mlx-lm; if not, it is a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file()

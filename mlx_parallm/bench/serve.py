@@ -48,8 +48,7 @@ from mlx_parallm.bench.report import (
     to_json,
 )
 from mlx_parallm.bench.statistics import summarise
-from mlx_parallm.bench.words import make_lexicon
-from mlx_parallm.bench.workload import Workload, plan_requests
+from mlx_parallm.bench.workload import Workload, make_lexicon, plan_requests
 from mlx_parallm.types.errors import ConfigError
 
 LEXICON_SIZE = 3000

@@ -339,3 +339,10 @@ def _help(setting: Setting) -> str:
     else:
         shown = " ".join(setting.default) if setting.is_list else str(setting.default)
     return f"{setting.help} (default: {shown})".replace("%", "%%")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the models and flags of ``mlx_parallm serve``."""
+    parser.usage = "%(prog)s [ID_OR_FOLDER ...] [FLAGS]"
+    add_models(parser)
+    add_settings(parser)

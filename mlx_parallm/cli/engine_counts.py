@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.machine import num_processors
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
-from mlx_parallm.processors import num_processors
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.parallel_engines import parallel_life
 from mlx_parallm.types.errors import ParallmError

@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         "mlx_parallm.cli.serve_start",
         "serve models over HTTP with OpenAI's API",
-        flags="mlx_parallm.cli.serve_flags",
+        flags="mlx_parallm.cli.configure",
     ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),

@@ -26,7 +26,7 @@ from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.allocator import limit_allocator
-from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
 from mlx_parallm.worker.device.properties import active_memory_bytes, cache_memory_bytes, log_blas
 from mlx_parallm.worker.worker import Worker

@@ -25,7 +25,7 @@ from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError
-from mlx_parallm.worker.device.host_scheduling import compute_in_batches
+from mlx_parallm.worker.device.cpu_process import compute_in_batches
 from mlx_parallm.worker.device.properties import end_thread
 from mlx_parallm.worker.worker import Worker
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeGuard
 
-from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.json_values import is_mapping, is_sequence
+from mlx_parallm.types.json_values import is_mapping, is_object, is_sequence
 
 # MAX_CHARS of a specification's text; OpenAI takes 120,000 characters of names and values.
 MAX_CHARS = 256 * 1024
@@ -194,3 +193,26 @@ def _too_deep(param: str | None) -> InvalidRequestError:
 def _children(value: Any) -> Iterator[Any]:
     items = value.values() if is_mapping(value) else value if is_sequence(value) else ()
     yield from (item for item in items if is_mapping(item) or is_sequence(item))
+
+
+def is_longer(value: Any, limit: int) -> bool:
+    """True if a value, as JSON text, surely has more than ``limit`` characters.
+
+    Near the limit the text may be longer even if the result is False, because escapes are not
+    counted. The walk stops at the limit and does not recurse, so values may be large, deep or
+    cyclic.
+    """
+    rest: list[Any] = [value]
+    size = 0
+    while rest and size <= limit:
+        item = rest.pop()
+        if is_object(item):
+            # Each member has quotes, a colon and a comma, with the spaces that Python writes.
+            size += 6 * len(item) + sum(map(len, map(str, item)))
+            rest.extend(item.values())
+        elif is_sequence(item):
+            size += 2 + 2 * (len(item) - 1)
+            rest.extend(item)
+        else:
+            size += len(item) + 2 if isinstance(item, str) else 1
+    return size > limit

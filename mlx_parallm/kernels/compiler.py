@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from mlx_parallm.kernels.store import KernelStore
-from mlx_parallm.processors import num_processors
+from mlx_parallm.machine import num_processors
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from mlx_parallm.kernels.compiler import KernelCompiler
 from mlx_parallm.kernels.nvrtc import loaded_nvrtc
 from mlx_parallm.kernels.precompiled import Precompiler
 from mlx_parallm.kernels.store import KernelStore
-from mlx_parallm.user_cache import user_cache
+from mlx_parallm.machine import user_cache
 
 logger = logging.getLogger(__name__)
 

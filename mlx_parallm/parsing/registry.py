@@ -7,10 +7,9 @@ from collections.abc import Container
 from mlx_parallm.parsing.families import gemma, headed_json, json_array, muse, pythonic, xml_calls
 from mlx_parallm.parsing.families.glm import GLM45
 from mlx_parallm.parsing.families.harmony import HARMONY
+from mlx_parallm.parsing.families.json_calls import HERMES, LLAMA3_JSON, LONGCAT
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
-from mlx_parallm.parsing.families.llama_json import LLAMA3_JSON
 from mlx_parallm.parsing.families.minimax_m3 import MINIMAX_M3
-from mlx_parallm.parsing.families.tagged_json import HERMES, LONGCAT
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.types.errors import ConfigError

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.models.checkpoints.model_task import has_head
+from mlx_parallm.models.checkpoints.model_task import has_head, task_of
 from mlx_parallm.models.checkpoints.sentence_transformers import (
     module_kind,
     read_fields,
     read_json,
 )
-from mlx_parallm.pooling.decoder_task import task_of
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.loading import load_decoder_tokenizer

@@ -11,17 +11,16 @@ from typing_extensions import override
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import Kind, MemoryLimit, ModelFolder, OpenModel
 from mlx_parallm.models.checkpoints.encoders import is_encoder
+from mlx_parallm.models.checkpoints.model_task import task_of
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.pooling.decoder_task import task_of
 from mlx_parallm.pooling.model import POOLING_TRAITS
-from mlx_parallm.pooling.tokenizers import tokenizer_of
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.pooling.pending import PendingPoolingModel
-    from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
     from mlx_parallm.worker.worker import Worker
 
 
@@ -72,3 +71,19 @@ class OpenPooling:
         from mlx_parallm.pooling.pending import PendingPoolingModel  # noqa: PLC0415
 
         return PendingPoolingModel(self.folder, self.settings, self.tokenizer, families, worker)
+
+
+def tokenizer_of(config: ModelConfig, path: Path) -> EncoderTokenizer:
+    """Return the tokenizer of a folder for which ``is_read`` is true.
+
+    Raises:
+        ModelLoadError: the folder has none.
+    """
+    model_folder = transformer_folder(path)
+    if not is_encoder(model_folder):
+        # It brings MLX, which the process of a server without an engine imports for such models
+        # alone.
+        from mlx_parallm.pooling.decoder_build import read_decoder_tokenizer  # noqa: PLC0415
+
+        return read_decoder_tokenizer(config, path)
+    return load_encoder_tokenizer(model_folder, trust_remote_code=config.trust_remote_code)

@@ -15,16 +15,13 @@ from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.kind import BuiltModel, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
-from mlx_parallm.models.checkpoints.encoders import is_encoder
-from mlx_parallm.models.checkpoints.labels import names_reward
+from mlx_parallm.models.checkpoints.encoders import is_encoder, names_reward, scores_are_logits
 from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
-from mlx_parallm.models.checkpoints.model_task import tasks_for
+from mlx_parallm.models.checkpoints.model_task import reads_on, task_of, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.decoder_build import chosen_tokens
-from mlx_parallm.pooling.decoder_task import reads_on, task_of
 from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.pooling.metrics import PoolingMetrics

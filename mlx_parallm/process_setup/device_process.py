@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers
+import os
+import sys
+
 from mlx_parallm.process_setup.descriptors import keep_descriptor_limit
 from mlx_parallm.process_setup.openblas import load_openblas
+
+#: OPS_PER_BUFFER: kernels of a command buffer. The decode steps of most models have fewer.
+OPS_PER_BUFFER = 1000
+#: MOST_MB_PER_BUFFER: elements of a command buffer, in units of 2^20, which MLX calls megabytes.
+MOST_MB_PER_BUFFER = 400
+#: MB_PER_GIB: the same for each GiB of a small Mac's memory. What kernels write is freed when the
+#: command buffer of the last reader has ended, so a prompt's activations in 16 bits take up to
+#: 2 MiB for each unit of the 11 command buffers that may be under way: 35 % of the memory.
+MB_PER_GIB = 16
 
 
 def prepare_device_process() -> None:
@@ -17,3 +28,36 @@ def prepare_device_process() -> None:
     keep_descriptor_limit()
     enlarge_command_buffers()
     load_openblas()
+
+
+# The size of Metal's command buffers, which MLX reads from the environment once.
+#
+# MLX ends a command buffer after 40 or 50 kernels, or as many times 2^20 elements of the arrays
+# that they use, weights included (``backend/metal/device.cpp``). A decode step would take dozens.
+# Each costs the GPU about 20 µs, and MLX waits for the GPU when more than ten are under way: the
+# next step could then be submitted only when this one has nearly ended.
+
+
+def enlarge_command_buffers() -> None:
+    """Have MLX fill larger command buffers on a Mac, unless the environment already limits them.
+
+    Call it before MLX uses the GPU.
+    """
+    for name, value in default_limits().items():
+        os.environ.setdefault(name, value)
+
+
+def default_limits() -> dict[str, str]:
+    """Return MLX's variables that limit command buffers, with a Mac's values; empty elsewhere."""
+    if sys.platform != "darwin":
+        return {}
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "MLX_MAX_OPS_PER_BUFFER": str(OPS_PER_BUFFER),
+        "MLX_MAX_MB_PER_BUFFER": str(mb_per_buffer(memory_bytes)),
+    }
+
+
+def mb_per_buffer(memory_bytes: int) -> int:
+    """Return the elements of a command buffer, in units of 2^20, on a Mac with this memory."""
+    return min(MOST_MB_PER_BUFFER, MB_PER_GIB * memory_bytes >> 30)

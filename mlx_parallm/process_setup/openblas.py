@@ -30,8 +30,8 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from mlx_parallm.machine import user_cache
 from mlx_parallm.process_setup.blas import blas_in_use, has_global_blas, mlx_library
-from mlx_parallm.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.training.engine import TrainingEngine
 from mlx_parallm.training.metrics import TrainingMetrics
-from mlx_parallm.worker.device.host_scheduling import compute_in_batches
+from mlx_parallm.worker.device.cpu_process import compute_in_batches
 from mlx_parallm.worker.worker import Worker
 
 #: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order.

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from mlx_parallm.tokenizer.chat_template import ChatTemplate
+from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.tokenizer.chat_template import ChatTemplate, has_chat_template
 from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.tokenizer.encoder_settings import has_token_types, read_backend
+from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
-from mlx_parallm.tokenizer.special_tokens import SpecialTokens
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.pooling import TokenSpan
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
+
+# FILES: the second, older file fills in what the first one leaves out.
+FILES = ("tokenizer_config.json", "special_tokens_map.json")
+#: ``USUAL``: BERT's and RoBERTa's names, for folders with no file but ``tokenizer.json``.
+USUAL = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+    "unk_token": ("[UNK]", "<unk>"),
+}
 
 
 class EncoderTokenizer:
@@ -242,3 +257,76 @@ def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
         if ids[begin : begin + len(bare)] == bare:
             return ids[:begin], ids[begin + len(bare) :]
     return (), ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Special tokens by their text in the vocabulary; None if there is none."""
+
+    mask: str | None = None
+    pad: str | None = None
+    unk: str | None = None
+
+
+def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
+    """Return the tokens that a folder's files name, else the usual names in its vocabulary."""
+    named: dict[str, Any] = {}
+    for file in reversed(FILES):
+        named |= _read(folder / file)
+    mask, pad, unk = (_token(named, key, backend) for key in USUAL)
+    return SpecialTokens(mask, pad, unk)
+
+
+def _token(named: dict[str, Any], key: str, backend: Tokenizer) -> str | None:
+    token = named.get(key)
+    if is_object(token):
+        # The file has an added token with its flags.
+        token = token.get("content")
+    candidates = [token] if isinstance(token, str) else USUAL[key]
+    return next((name for name in candidates if backend.token_to_id(name) is not None), None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, without nulls; empty if there is no file or object.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    if not file.exists():
+        return {}
+    named = json.loads(file.read_text(encoding="utf-8"))
+    return {key: token for key, token in named.items() if token is not None}
+
+
+def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:
+    """Return the tokenizer of a folder, from ``tokenizer.json`` or converted by transformers.
+
+    Raises:
+        ModelLoadError: the folder has none.
+    """
+    with load_failures(folder, "has no tokenizer that can be loaded"):
+        if (folder / "tokenizer.json").exists():
+            backend = read_backend(folder)
+            template = None
+            if has_chat_template(folder):
+                _, template = _by_transformers(folder, trust_remote_code)
+        else:
+            loaded, template = _by_transformers(folder, trust_remote_code)
+            backend = loaded.backend_tokenizer
+            template = template if loaded.chat_template else None
+        special = read_special_tokens(folder, backend)
+        return EncoderTokenizer(backend, special, template, has_types=has_token_types(folder))
+
+
+def _by_transformers(folder: Path, trust_remote_code: bool) -> tuple[HubTokenizer, ChatTemplate]:
+    """Return a folder's tokenizer, and what renders its chats."""
+    # Few encoders need it, so processes without MLX import it for those alone.
+    from mlx_parallm.tokenizer.libraries import (  # noqa: PLC0415
+        load_with_transformers,
+        plain_of,
+        renders_as_usual,
+    )
+
+    loaded = load_with_transformers(folder, trust_remote_code=trust_remote_code)
+    renderer = plain_of(loaded, {}) or loaded
+    return loaded, ChatTemplate(renderer, is_shared=renders_as_usual(loaded))

@@ -24,7 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-from mlx_parallm.tokenizer.token_bytes import gpt2_byte_map
+from mlx_parallm.tokenizer.vocabulary import gpt2_byte_map
 
 # SLICE_CHARS: characters weighed at once, so that the GIL is held for less than a millisecond.
 SLICE_CHARS = 16 * 1024

@@ -11,17 +11,13 @@ from tokenizers import Tokenizer as BackendTokenizer
 
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.loaded import HubTokenizer
-from mlx_parallm.tokenizer.token_bytes import (
-    byte_level_bytes,
-    gpt2_byte_map,
-    is_sentencepiece_token,
-    sentencepiece_bytes,
-)
 
 # _BYTE_LEVEL matches a decoder that is ByteLevel alone, or a sequence of one ByteLevel.
 _BYTE_LEVEL = re.compile(
     r'\{"type":"ByteLevel"[^{}]*\}|\{"type":"Sequence","decoders":\[\{"type":"ByteLevel"[^{}]*\}\]\}'
 )
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_METASPACE = "\u2581"
 
 
 class Vocabulary:
@@ -121,3 +117,37 @@ def _special_ids(tokenizer: HubTokenizer, backend: BackendTokenizer | None) -> S
 def _is_byte_level(backend: BackendTokenizer) -> bool:
     decoder = backend.decoder
     return decoder is not None and bool(_BYTE_LEVEL.fullmatch(decoder.__getstate__().decode()))
+
+
+def gpt2_byte_map() -> dict[str, int]:
+    """Return the byte of each character in byte-level BPE vocabularies.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes, in order, are the
+    characters from U+0100 on (GPT-2, Radford et al. 2019).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    escaped = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(escaped)
+    }
+
+
+def byte_level_bytes(token: str, byte_map: dict[str, int]) -> bytes:
+    """Return a byte-level token's bytes; a token with a character outside the map is plain text."""
+    try:
+        return bytes([byte_map[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def sentencepiece_bytes(token: str) -> bytes:
+    """Return a SentencePiece token's bytes: ``<0xE2>`` is a byte, U+2581 is a space."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    if match is not None:
+        return bytes([int(match[1], 16)])
+    return token.replace(_METASPACE, " ").encode()
+
+
+def is_sentencepiece_token(token: str) -> bool:
+    """True if a token is written in one of SentencePiece's two special ways."""
+    return _METASPACE in token or _BYTE_TOKEN.fullmatch(token) is not None

@@ -15,8 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
-from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
-from mlx_parallm.worker.layers.expert_layers import use_expert_layers
+from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
 from mlx_parallm.worker.layers.row_kernel import RowKernel
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel

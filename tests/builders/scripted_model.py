@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.tokenizer.token_bytes import gpt2_byte_map
+from mlx_parallm.tokenizer.vocabulary import gpt2_byte_map
 from tests.byte_vocabulary import END, NO_FLAGS, byte_level
 
 #: What a prompt consists of, and what the template writes before it if there are tools.

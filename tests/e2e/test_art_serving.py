@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
-from mlx_parallm.art.errors import CheckpointError, UnservedStepError
+from mlx_parallm.art.server import CheckpointError, UnservedStepError
 from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.demo_models.folders import DEMO_FOLDER

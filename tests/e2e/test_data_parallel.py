@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.processors import num_processors
+from mlx_parallm.machine import num_processors
 from tests.adapter_files import CONFIG, upload
 from tests.process_memory import MAX_MB, has_mlx, on_linux, resident_mb
 from tests.processes import are_gone, engines_of

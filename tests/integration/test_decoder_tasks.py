@@ -15,9 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.pooling.kind import PoolingKind, is_read
+from mlx_parallm.pooling.kind import PoolingKind, is_read, tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError

@@ -14,8 +14,8 @@ import pytest
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, read_vector_spec
+from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.lora.adapter_store import AdapterStore

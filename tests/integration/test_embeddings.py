@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec, read_vector_spec
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder

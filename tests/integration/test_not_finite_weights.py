@@ -16,8 +16,8 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.numerics.finite import MAX_NAMED, named, not_finite
+from mlx_parallm.pooling.kind import tokenizer_of
 from mlx_parallm.pooling.pending import pooling_spec
-from mlx_parallm.pooling.tokenizers import tokenizer_of
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.pooling.dense_layers import load_dense
 from mlx_parallm.worker.pooling.loading import load_encoder_runner, open_runner

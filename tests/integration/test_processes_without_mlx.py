@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.tokenizer.loading import load_tokenizer
 
 pytestmark = pytest.mark.slow

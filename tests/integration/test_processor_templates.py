@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from tests.decoder_folders import write_words

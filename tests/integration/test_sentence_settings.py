@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.models.loading import open_encoder
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.worker.pooling.loading import load_encoder_runner
 from tests.encoder_folders import read_golden, write_golden

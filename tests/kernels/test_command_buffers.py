@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_parallm.kernels.language import MetalLanguage
-from mlx_parallm.process_setup.command_buffers import OPS_PER_BUFFER, mb_per_buffer
+from mlx_parallm.process_setup.device_process import OPS_PER_BUFFER, mb_per_buffer
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec, ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape

@@ -8,8 +8,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from mlx_parallm.worker.layers.expert_kernel import MAX_ROWS_EACH, ExpertKernel, serves, why_not
-from mlx_parallm.worker.layers.expert_layers import RowSwitchLinear, use_expert_layers
+from mlx_parallm.worker.layers.expert_kernel import (
+    MAX_ROWS_EACH,
+    ExpertKernel,
+    RowSwitchLinear,
+    serves,
+    use_expert_layers,
+    why_not,
+)
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import ORDERS
 from tests.kernels.tensor_shim import TensorShim

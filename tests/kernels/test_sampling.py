@@ -16,9 +16,8 @@ from mlx_parallm.worker.sampling import check as sampling_check
 from mlx_parallm.worker.sampling import truncation
 from mlx_parallm.worker.sampling.check import choose_sampling, sampling_report, why_not
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
-from mlx_parallm.worker.sampling.keys import random_keys
 from mlx_parallm.worker.sampling.logprobs import LEAST
-from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categorical
 from mlx_parallm.worker.sampling.truncation import Stage, settings_in_use, truncate
 from tests.kernels.shim_language import ORDERS, CudaShim, Shim

@@ -18,7 +18,7 @@ from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.fairness import UNBOUNDED, ClientPace, EntryTurns, Holding, SharedBudget
-from mlx_parallm.heap import trim_heap
+from mlx_parallm.machine import trim_heap
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
 

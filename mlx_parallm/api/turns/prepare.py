@@ -16,7 +16,7 @@ from mlx_parallm.api.turns.samples import LazySequence
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.grammar.json_size import is_longer
+from mlx_parallm.grammar.spec import is_longer
 from mlx_parallm.images.prompt import Hide, ImagePrompt, Messages, image_prompt, text_prompt
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser

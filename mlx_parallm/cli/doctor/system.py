@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.process_setup.command_buffers import default_limits
+from mlx_parallm.process_setup.device_process import default_limits
 
 # PREFIX: variables of MLX and of this program begin with it.
 PREFIX = "MLX_"

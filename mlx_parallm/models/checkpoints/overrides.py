@@ -16,11 +16,11 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.machine import user_cache
 from mlx_parallm.models.checkpoints.rope_fields import is_by_kind
 from mlx_parallm.models.checkpoints.weight_files import link_folder, weight_files
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.json_values import is_list, is_object
-from mlx_parallm.user_cache import user_cache
 
 Config = dict[str, Any]
 

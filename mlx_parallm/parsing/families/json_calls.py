@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from mlx_parallm.parsing.formats import ReadContext
+from mlx_parallm.parsing.families.marked import close_call
+from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.json_text import decode, pass_value, read_value
 from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
 
 NAME_KEYS = ("name", "tool_name")
 ID_KEYS = ("id", "tool_call_id")
 ARGUMENT_KEYS = ("arguments", "parameters")
+PYTHON_TAG = "<|python_tag|>"
 
 
 @dataclass(slots=True)
@@ -117,3 +120,85 @@ def _begin(context: ReadContext, call: _Call, needs_known_name: bool) -> None:
         raise MalformedError
     context.writer.begin_call(call.name, call.call_id)
     call.has_begun = True
+
+
+# Llama 3 and 4 write a call as a bare JSON object, sometimes after ``<|python_tag|>``.
+#
+# An object is a call only at the beginning or after that marker, and only if a tool has its name.
+# Calls are separated by semicolons, as in vLLM's parser, or by nothing, as in its Llama 4
+# template.
+#
+# Sources: the chat template of meta-llama/Llama-3.1-8B-Instruct; vLLM's llama_tool_parser and
+# tool_chat_template_llama4_json.jinja.
+
+
+def _bare_calls(context: ReadContext) -> Steps[None]:
+    yield from context.reader.skip_space()
+    yield from _llama_calls(context, needs_known_name=True)
+
+
+def _marked_calls(context: ReadContext) -> Steps[None]:
+    yield from context.reader.expect(PYTHON_TAG)
+    yield from context.reader.skip_space()
+    yield from _llama_calls(context, needs_known_name=False)
+
+
+def _llama_calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
+    reader = context.reader
+    while True:
+        yield from read_call_object(context, ends=(PYTHON_TAG,), needs_known_name=needs_known_name)
+        yield from reader.skip_space()
+        yield from reader.accept(";")
+        yield from reader.skip_space()
+        if not (yield from reader.next_is("{")):
+            reader.rewind()
+            return
+
+
+LLAMA3_JSON = ToolFormat(
+    name="llama3_json",
+    summary='{"name": …, "parameters": {…}}',
+    call=_marked_calls,
+    markers=(PYTHON_TAG,),
+    detect=lambda template, _: '"parameters": ' in template and "ipython" in template,
+    starts=(PYTHON_TAG,),
+    bare=_bare_calls,
+    bare_starts=("{",),
+    forced=CallText('{"name": "$name", "parameters": $arguments}', separator="; "),
+)
+
+
+# Hermes 2 Pro and its successors, such as Qwen 2.5 and 3, write JSON between two tags.
+#
+# Sources: the chat templates of Qwen/Qwen3-8B and meituan-longcat/LongCat-Flash-Chat, and vLLM's
+# hermes_tool_parser.
+
+
+def _tagged_call(context: ReadContext, start: str, end: str) -> Steps[None]:
+    reader = context.reader
+    yield from reader.expect(start)
+    yield from reader.skip_space()
+    yield from read_call_object(context, ends=(end,))
+    yield from close_call(context, end)
+
+
+def _detect_tagged(template: str, _: Container[str], start: str) -> bool:
+    other_signs = ("<function=", "<arg_key>")
+    return start in template and not any(sign in template for sign in other_signs)
+
+
+def _tagged_format(name: str, start: str, end: str) -> ToolFormat:
+    return ToolFormat(
+        name=name,
+        summary=f'{start}{{"name": …, "arguments": {{…}}}}{end}',
+        call=partial(_tagged_call, start=start, end=end),
+        markers=(start, end),
+        starts=(start,),
+        ends=(end,),
+        detect=partial(_detect_tagged, start=start),
+        forced=CallText(f'{start}\n{{"name": "$name", "arguments": $arguments}}\n{end}'),
+    )
+
+
+HERMES = _tagged_format("hermes", "<tool_call>", "</tool_call>")
+LONGCAT = _tagged_format("longcat", "<longcat_tool_call>", "</longcat_tool_call>")

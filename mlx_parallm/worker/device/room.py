@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from traceback import clear_frames
 
-from mlx_parallm.heap import trim_heap
+from mlx_parallm.machine import trim_heap
 from mlx_parallm.types.errors import OutOfMemoryError
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory

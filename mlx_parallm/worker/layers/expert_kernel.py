@@ -6,16 +6,21 @@ as reading the experts' weights once. This kernel reads a chosen expert's weight
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.attention.kernel_pool import argument_dtype
 from mlx_parallm.worker.attention.kernels import TEXTS
-from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, cuda_report, largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
+from mlx_parallm.worker.layers.wrapped_calls import replace_class
 
 # MAX_ROWS_EACH bounds the rows per expert, on average: with more, weights are read several times.
 MAX_ROWS_EACH = TILE
@@ -107,3 +112,38 @@ def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
     x = mx.random.normal((len(ids), 1, weight.shape[2]), weight.dtype, key=mx.random.key(0))
     rows = [x[i] @ weight[expert].T for i, expert in enumerate(ids)]
     return largest_error(kernel(x, experts, weight), mx.stack(rows))
+
+
+class RowSwitchLinear(SwitchLinear):
+    """Experts without biases; the kernel multiplies their rows if these are few."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return what ``SwitchLinear`` returns."""
+        weight = self["weight"]
+        if sorted_indices and serves(x, indices, weight):
+            kernel: ExpertKernel = self["_kernel"]
+            return kernel(x, indices, weight)
+        return super().__call__(x, indices, sorted_indices=sorted_indices)
+
+
+def use_expert_layers(
+    model: nn.Module, kernel: ExpertKernel, trials: KernelTrials | None = None
+) -> int:
+    """Make a model's experts ``RowSwitchLinear`` where the kernel agrees; return how many are.
+
+    Names and parameters stay.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is SwitchLinear and "bias" not in module
+    ]
+    trial = (trials or KernelTrials()).of("the kernel of experts is")
+    served = 0
+    for layer in layers:
+        weight = layer["weight"]
+        shape = (*weight.shape, weight.dtype)
+        if trial.agree(shape, partial(why_not, kernel, weight)):
+            replace_class(layer, RowSwitchLinear, _kernel=kernel)
+            served += 1
+    return served

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways, splits_window
-from mlx_parallm.models.checkpoints.labels import label_names, problem_type
+from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.checkpoints.labels import label_names, problem_type
+from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import LoadedEncoder
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput

@@ -12,7 +12,6 @@ import numpy as np
 from mlx_parallm.types.request import RAW_LOGPROBS, SamplingParams
 from mlx_parallm.types.step import SampleSpec
 from mlx_parallm.worker.sampling.adjust import always_adjusts
-from mlx_parallm.worker.sampling.keys import WORD, seed_word
 from mlx_parallm.worker.sampling.logprob_rows import logprob_groups
 from mlx_parallm.worker.sampling.truncation import settings_in_use
 
@@ -21,6 +20,9 @@ GREEDY_TEMPERATURE = 1e-5
 # _MOST_TOP_K is more than any vocabulary that kernels take, and exact in float32.
 _MOST_TOP_K = 1 << 24
 _GREEDY = (0.0, 0.0, 1.0, -math.inf)
+#: ``WORD``: positions are taken modulo this.
+WORD = 1 << 32
+_MASK_64 = (1 << 64) - 1
 
 
 class RowSettings:
@@ -84,3 +86,23 @@ def _row_settings(params: SamplingParams) -> tuple[float, float, float, float]:
     top_k = min(params.top_k, _MOST_TOP_K) if params.top_k > 0 else 0
     log_min_p = float(np.log(np.float32(params.min_p))) if params.min_p > 0 else -math.inf
     return params.temperature, top_k, params.top_p, log_min_p
+
+
+def seed_word(seed: int) -> int:
+    """Return a seed folded into 32 bits.
+
+    Seeds below 2**32 stay the same, so they never collide. Others go through the finaliser of
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    if 0 <= seed < WORD:
+        return seed
+    word = seed & _MASK_64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (word ^ (word >> 31)) >> 32
+
+
+def random_keys(specs: Sequence[SampleSpec]) -> mx.array:
+    """Return the keys of the rows' next tokens, uint32 ``[rows, 2]``."""
+    words = [(seed_word(spec.seed), spec.position % WORD) for spec in specs]
+    return mx.array(np.array(words, dtype=np.uint32))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -15,10 +16,10 @@ from typing_extensions import override
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, PairResult, TrainedText, TrainingInput
+from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.ops import Pending
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.training.directions import Copies
-from mlx_parallm.worker.training.layer_entry import LayerEntry
 from mlx_parallm.worker.training.prefix_pool import PrefixPool, padded
 from mlx_parallm.worker.training.segment_stack import SegmentStack
 from mlx_parallm.worker.training.trainable import TrainableAdapter, TrainedLayer
@@ -235,3 +236,59 @@ def first_trained(model: TrainedModel, layers: Sequence[TrainedLayer]) -> int:
         for layer in layers
     ]
     return min(owners)
+
+
+class LayerEntry:
+    """The entry to one layer of an unmodified model.
+
+    MLX is lazy: the layers before the entry are called, but nothing of them is computed.
+    """
+
+    def __init__(self, layers: Sequence[Any], index: int) -> None:
+        """Use the layer of this index, from 0, in the model's list of layers."""
+        self._before = list(layers[:index])
+        self._layer = layers[index]
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[list[mx.array]]:
+        """Yield a list to which the layer's input ``[B, L, D]`` is appended in this context."""
+        inputs: list[mx.array] = []
+        with WrappedCalls([self._layer], partial(_capturing, inputs=inputs)):
+            yield inputs
+
+    @contextlib.contextmanager
+    def replaced(self, hidden: mx.array) -> Iterator[None]:
+        """Let the layer get these hidden states ``[B, L, D]`` instead of its input.
+
+        The input's shape stays: packed forwards have ``[B * L, 1, D]``.
+        """
+        with (
+            WrappedCalls(self._before, _skipping),
+            WrappedCalls([self._layer], partial(_replacing, hidden=hidden)),
+        ):
+            yield
+
+
+def _capturing(original: Any, *, inputs: list[mx.array]) -> Methods:
+    def call(self: Any, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
+        inputs.append(hidden)
+        return original.__call__(self, hidden, *args, **kwargs)
+
+    return {"__call__": call}
+
+
+def _replacing(original: Any, *, hidden: mx.array) -> Methods:
+    def call(self: Any, own: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return original.__call__(self, hidden.reshape(own.shape), *args, **kwargs)
+
+    return {"__call__": call}
+
+
+def _skipping(original: Any) -> Methods:
+    del original
+
+    def call(self: Any, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
+        del self, args, kwargs
+        return hidden
+
+    return {"__call__": call}

@@ -31,9 +31,7 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks, agreed, all_succeed
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
-from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
-from mlx_parallm.worker.layers.expert_layers import use_expert_layers
-from mlx_parallm.worker.layers.own_compilation import run_uncompiled
+from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, use_expert_layers
 from mlx_parallm.worker.layers.row_kernel import RowKernel
 from mlx_parallm.worker.layers.row_layers import use_row_layers
 from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
@@ -289,3 +287,19 @@ def _bytes_of(model: Any) -> int:
 
 def _arrays(model: Any) -> list[mx.array]:
     return list(parameters_of(model).values())
+
+
+# Turns off compilation inside mlx_lm's layers, which would fix the weights of the first step.
+#
+# On Metal the linear attention of ``kimi_k3`` compiles its decode step when it first runs. Weights
+# and the adapters of the rows are constants of that trace, so later ones would have no effect.
+
+
+def run_uncompiled(model: nn.Module) -> int:
+    """Make such layers call the function that they would compile; return how many there are."""
+    layers = [
+        module for module in model.modules() if callable(getattr(module, "_decode_core", None))
+    ]
+    for layer in layers:
+        layer._step = layer._decode_core
+    return len(layers)

@@ -24,9 +24,8 @@ from mlx_parallm.art import (
     WeightSync,
     backend,
 )
-from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
 from mlx_parallm.art.server import ManagedServer
-from mlx_parallm.art.serving import ServedPolicy
+from mlx_parallm.art.serving import Checkpoints, ServedPolicy, is_adapter
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.confinement import is_spelled
 from mlx_parallm.types.errors import ConfigError

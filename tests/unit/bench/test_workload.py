@@ -5,8 +5,7 @@ from statistics import median
 
 import pytest
 
-from mlx_parallm.bench.words import make_lexicon
-from mlx_parallm.bench.workload import Lengths, Workload, plan_requests
+from mlx_parallm.bench.workload import Lengths, Workload, make_lexicon, plan_requests
 
 WORDS = make_lexicon(50, seed=1)
 

@@ -25,7 +25,7 @@ from mlx_parallm.cli.doctor.text import _system_rows
 from mlx_parallm.cli.main import main
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers
+from mlx_parallm.process_setup.device_process import enlarge_command_buffers
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
 from mlx_parallm.worker.timing.kernels import KernelTime

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import __version__
-from mlx_parallm.cli import serve_flags
-from mlx_parallm.cli.configure import build_config, from_file
+from mlx_parallm.cli.configure import add_arguments, build_config, from_file
 from mlx_parallm.cli.settings import SETTINGS
 from tests.documentation import Block, read_blocks
 from tests.server_process import ROOT
@@ -118,7 +117,7 @@ def test_the_units_start_a_server_that_takes_their_flags() -> None:
     for _program, name, *arguments in commands:
         assert name == "serve"
         command = argparse.ArgumentParser(exit_on_error=False)
-        serve_flags.add_arguments(command)
+        add_arguments(command)
         command.parse_args(arguments)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.grammar.json_size import is_longer
+from mlx_parallm.grammar.spec import is_longer
 
 PLAIN = st.text(st.sampled_from("abc"))
 VALUES = st.recursive(

@@ -15,9 +15,14 @@ from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
 from mlx_parallm.kernels.device_precompiler import CUDA_TYPES, kernel_folder
 from mlx_parallm.kernels.kernel import KernelText
 from mlx_parallm.kernels.language import CudaLanguage
-from mlx_parallm.kernels.module_key import module_key, string_hash
 from mlx_parallm.kernels.nvrtc import device_architecture, include_folders
-from mlx_parallm.kernels.precompiled import PrecompiledKernel, Precompiler, program_of
+from mlx_parallm.kernels.precompiled import (
+    PrecompiledKernel,
+    Precompiler,
+    module_key,
+    program_of,
+    string_hash,
+)
 from mlx_parallm.kernels.store import KernelStore
 
 TEXT = KernelText(

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from mlx_parallm.process_setup import command_buffers
-from mlx_parallm.process_setup.command_buffers import enlarge_command_buffers, mb_per_buffer
+from mlx_parallm.process_setup import device_process
+from mlx_parallm.process_setup.device_process import enlarge_command_buffers, mb_per_buffer
 
 OPS, MB = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 GIB = 1 << 30
@@ -16,7 +16,7 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def a_mac_of_16_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 16 * GIB // 16384}
-    monkeypatch.setattr(command_buffers.sys, "platform", "darwin")
+    monkeypatch.setattr(device_process.sys, "platform", "darwin")
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
     for name in (OPS, MB):
         # Set before deletion, so that both are as before when the test has ended.
@@ -38,7 +38,7 @@ def test_a_value_of_the_user_stays(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 def test_other_systems_keep_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_buffers.sys, "platform", "linux")
+    monkeypatch.setattr(device_process.sys, "platform", "linux")
     enlarge_command_buffers()
     assert OPS not in os.environ
     assert MB not in os.environ

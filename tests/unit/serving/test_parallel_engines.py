@@ -12,7 +12,7 @@ from mlx_parallm.cli.engines import open_engine
 from mlx_parallm.cli.setting_values import engine_count as parse_count
 from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig
 from mlx_parallm.llm import LLM
-from mlx_parallm.processors import num_processors
+from mlx_parallm.machine import num_processors
 from mlx_parallm.serving.parallel_engines import engine_count, parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
-from mlx_parallm.tokenizer.encoder_loading import load_encoder_tokenizer
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from tests.task_tokenizers import unigram, wordpiece
 
 TEXTS = [

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from mlx_parallm.api.http.body_budget import LARGE_BYTES, FreedMemory
-from mlx_parallm.heap import trim_heap
+from mlx_parallm.machine import trim_heap
 
 WAIT_S = 60.0
 

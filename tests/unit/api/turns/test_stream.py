@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.turns.stream import SampleState, ToolCall, ToolCallEnd, TurnPart, TurnStream
-from mlx_parallm.parsing.families.tagged_json import HERMES
+from mlx_parallm.parsing.families.json_calls import HERMES
 from mlx_parallm.parsing.parts import (
     ContentText,
     ReasoningText,

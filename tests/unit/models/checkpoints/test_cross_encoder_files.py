@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
+from mlx_parallm.models.checkpoints.encoders import scores_are_logits
 from mlx_parallm.types.errors import ModelLoadError
 
 LOGITS = "torch.nn.modules.linear.Identity"

@@ -11,7 +11,7 @@ from typing import TypeVar
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.worker.device.host_scheduling import compute_in_batches
+from mlx_parallm.worker.device.cpu_process import compute_in_batches
 
 T = TypeVar("T")
 

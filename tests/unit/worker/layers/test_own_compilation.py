@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.worker.layers.own_compilation import run_uncompiled
+from mlx_parallm.worker.weights.loader import run_uncompiled
 from tests.builders.architectures.configs import config_of
 from tests.builders.architectures.trial import build
 
