@@ -6,11 +6,12 @@ on one that speaks to its process.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.kind import PendingModel
@@ -185,12 +186,31 @@ class NeedsDecision(Protocol):
         ...
 
 
+class Once(Generic[T]):
+    """A value that is made for the first of those who need it, on whichever thread that is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: list[T] = []
+
+    def get(self, make: Callable[[], T]) -> T:
+        """Return the value, after making it if need be."""
+        with self._lock:
+            if not self._values:
+                self._values.append(make())
+            return self._values[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Carry out a command between two steps; ``reply`` is called with its result or its error."""
+    """Carry out a command between two steps; ``reply`` is called with its result or its error.
+
+    ``packed``: where calls of several engines with the same action keep it as it is sent.
+    """
 
     action: EngineCommand[Any]
     reply: Callable[[Any], None]
+    packed: Once[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,14 +22,14 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Abort, Command, Stop
+from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.kind import StartedModel, TellProgress
 from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.engine.state import StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
-from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.channel import Channel, Packed, UnreadableError, pack
 from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
 from mlx_parallm.peers.messages import (
     Beat,
@@ -386,7 +387,7 @@ class Link:
         if isinstance(message, PendingQuery):
             number = message.number = next(self._numbers)
             self._queries[number] = message.answer
-            self._send(Query(message.ask), number)
+            self._send(partial(pack, Query(message.ask)), number)
         elif isinstance(message, WithdrawnQuery):
             self._queries.pop(message.query.number, None)
             self._channel.send(Withdraw(), message.query.number)
@@ -396,7 +397,7 @@ class Link:
         else:
             number = next(self._numbers)
             self._replies[number] = message.reply
-            self._send(replace(message, reply=_ignore), number)
+            self._send(partial(_packed, message), number)
 
     def settle(self, number: int, value: Any) -> None:
         """Give the result of the command or query of this number to its caller."""
@@ -412,9 +413,9 @@ class Link:
             _, query = self._queries.popitem()
             _settle(query, EngineDeadError("The engine's process has ended."))
 
-    def _send(self, message: Any, number: int) -> None:
+    def _send(self, packed: Callable[[], Packed], number: int) -> None:
         try:
-            self._channel.send(message, number)
+            self._channel.send_packed(packed(), number)
         except ControlError as refusal:
             logger.exception("a command cannot be sent")
             self.settle(number, refusal)
@@ -428,6 +429,14 @@ def _settle(future: Future[Any], value: Any) -> None:
             future.set_result(value)
     except InvalidStateError:
         logger.debug("an answer came after its caller was cancelled")
+
+
+def _packed(command: Submit | Call) -> Packed:
+    """Return what is sent of a command: the same for all engines that are given it."""
+    if isinstance(command, Call) and command.packed is not None:
+        bare = Call(action=command.action, reply=_ignore)
+        return command.packed.get(partial(pack, bare))
+    return pack(replace(command, reply=_ignore))
 
 
 def _ignore(_: Any) -> None:

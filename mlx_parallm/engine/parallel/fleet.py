@@ -17,6 +17,7 @@ from mlx_parallm.engine.commands import (
     Call,
     EngineCommand,
     NeedsDecision,
+    Once,
     StateJournal,
     Stop,
     Submit,
@@ -246,9 +247,10 @@ class Fleet:
         ranks = [rank for rank, member in enumerate(self._members) if member.is_serving]
         gathering = Gathering(command, ranks)
         self._gatherings.append(gathering)
+        packed = Once[Any]()
         for rank in ranks:
             reply = partial(self._replied, gathering, rank)
-            self._members[rank].life.put(Call(action=command.action, reply=reply))
+            self._members[rank].life.put(Call(action=command.action, reply=reply, packed=packed))
 
     def _decided(self, command: Call, action: NeedsDecision, decision: Any) -> None:
         """Carry out what was decided, before any command that came meanwhile."""
