@@ -71,7 +71,7 @@ def measure_round(args: Namespace, folder: Path, seed: int) -> dict[str, Any]:
     texts = folder / "texts.json"
     texts.write_text(json.dumps(texts_of_lengths(lengths, seed)))
     results: dict[str, Any] = {"tokens": sum(lengths)}
-    options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
+    options = [*shlex.split(args.server_options), "--result-cache-bytes", "0"]
     with mlx_parallm_server(args.model, [*options, "--dtype", dtype_of(args)]) as server:
         results |= served(server, texts, args, folder)
     results["loop"] = in_loop(args, texts)

@@ -59,7 +59,7 @@ def main() -> int:
     model = prepare_model(args.model)
     models = {SERVED_NAME: model, EMBEDDER_NAME: make_embedder(args.embedder)}
     # The result cache is off, because cached results cost nothing.
-    options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
+    options = [*shlex.split(args.server_options), "--result-cache-bytes", "0"]
     with tempfile.TemporaryDirectory() as folder, server_of_models(models, options) as server:
         texts = write_texts(Path(folder), args.num_texts)
         warm_up(server, args.num_streams)

@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--reference-python", required=True, help="has transformers and torch")
     args = parser.parse_args()
     make_masked_lm(args.model)
-    options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
+    options = [*shlex.split(args.server_options), "--result-cache-bytes", "0"]
     with mlx_parallm_server(args.model, options) as server, reference(args) as pipeline:
         fill(server, texts_of(WARM_UP_SEED, args), args.clients)
         rounds = [

@@ -56,7 +56,7 @@ MOST_HEALTH_S = 0.1
 MOST_KEPT = 1.1
 HEALTH_PAUSE_S = 0.05
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
-# MOST_IMAGE_GROWTH_BYTES: --max-body-size-per-key is 256 MiB, and strings of bodies are copies.
+# MOST_IMAGE_GROWTH_BYTES: --max-body-bytes-per-key is 256 MiB, and strings of bodies are copies.
 MOST_IMAGE_GROWTH_BYTES = 1024 * 1024 * 1024
 
 

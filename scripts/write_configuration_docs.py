@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mlx_parallm.cli.former_settings import FORMER_SETTINGS, FormerSetting
 from mlx_parallm.cli.settings import GROUPS, SETTINGS, Setting
 
 #: Sentences of a description in a cell of a table; the others follow below the table.
@@ -31,7 +32,8 @@ A misspelt flag ends the process with status 2 and a suggestion.
 - The keys of a file are the names of the flags, or their aliases; an unknown key is an error.
 - A wrong value ends the process with status 2 and a message that names the setting and its source.
 - `--no-NAME` turns a switch off; in the environment and in files switches take `true` or `false`.
-- Sizes take `512M` or `8GiB` (powers of 1024).
+- Settings that end in `-bytes` take sizes such as `512M` or `8GiB` (powers of 1024).
+- Timeouts and intervals are in seconds; settings that end in `-ms` are in milliseconds.
 - An empty environment variable counts as not set.
 - At start, a warning lists variables that begin with `MLX_PARALLM_` but name no setting.
 
@@ -66,6 +68,17 @@ Exceptions are those of address and access, and those of files and batches.
 `make docs` generates this page.
 """
 
+FORMER = """\
+## Former settings
+
+These go with the next version.
+Until then flags, variables and files may have them: they are read as before, with a warning.
+A former setting beside its replacement, both as flags, is an error, and so in the other places.
+
+| setting | use instead |
+|---|---|
+"""
+
 
 def render() -> str:
     """Return the whole page."""
@@ -78,6 +91,7 @@ def render() -> str:
         notes = [note for setting in settings for note in notes_of(setting)]
         if notes:
             parts.append("\n".join(notes) + "\n")
+    parts.append(FORMER + "\n".join(former_row(former) for former in FORMER_SETTINGS) + "\n")
     return "\n".join(parts)
 
 
@@ -105,6 +119,14 @@ def row(setting: Setting) -> str:
         " ".join(sentences_of(setting)[:CELL_SENTENCES]),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def former_row(former: FormerSetting) -> str:
+    """Return the row of a former setting."""
+    advice = former.advice
+    if former.new is not None:
+        advice = advice.replace(former.new, f"`--{former.new}`")
+    return f"| `{former.name}` | {advice} |"
 
 
 def default(setting: Setting) -> str:

@@ -16,7 +16,12 @@ from tqdm import tqdm
 from mlx_parallm.api.app import create_app
 from mlx_parallm.batch_jobs.lines import numbered_lines
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
-from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.configure import (
+    add_settings,
+    read_settings,
+    warn_of_former_settings,
+    warn_of_unknown_variables,
+)
 from mlx_parallm.cli.engines import open_engine, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import progress_shown
@@ -47,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         server_config.log_format,
     )
     warn_of_unknown_variables()
+    warn_of_former_settings(args)
     if args.concurrency is not None and args.concurrency < 1:
         raise ConfigError(f"--concurrency: must be at least 1, not {args.concurrency}")
     most = server_config.data_parallel_size * engine_config.scheduler.max_num_seqs

@@ -14,6 +14,14 @@ from typing import Any, cast
 
 import yaml
 
+from mlx_parallm.cli.former_settings import (
+    FOLDED,
+    FORMER_SETTINGS,
+    RENAMED,
+    check_names,
+    overridden_by,
+    warning_of,
+)
 from mlx_parallm.cli.setting_values import PerModel, check_owner, owner_names, per_model
 from mlx_parallm.cli.settings import (
     DEFAULTS,
@@ -35,6 +43,8 @@ MODEL = "model"
 MODELS_ARGUMENT = "models"
 #: ``ENGINE_PARTS``: the parts of the configuration that are fields of ``EngineConfig``.
 ENGINE_PARTS = ("adapters", "loading", "ranks", "cache", "memory", "encoders", "scheduler")
+#: ``ACCEPTED``: every setting that is read, by its present or a former name.
+ACCEPTED = (*SETTINGS, *(former.setting for former in FORMER_SETTINGS))
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 ORDER = (
     "Flags override environment variables, which override the file, which overrides the defaults."
@@ -61,6 +71,11 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS
                 flags = [f"--{name}" for name in setting.names]
                 flags += [f"-{setting.short}"] if setting.short is not None else []
                 group.add_argument(*flags, **_flag_options(setting))
+        for former in FORMER_SETTINGS:
+            if former.setting.group == name:
+                options = _flag_options(former.setting)
+                options["help"] = argparse.SUPPRESS
+                group.add_argument(f"--{former.name}", **options)
     parser.epilog = f"{ORDER} A setting's variable is {ENVIRONMENT_PREFIX}NAME."
 
 
@@ -83,19 +98,41 @@ def read_settings(
         ConfigError: a value is wrong, a key is unknown, or the file cannot be read.
     """
     sourced_values: dict[str, SourcedValue] = {}
+    for given in _sources(args, environment):
+        check_names({name: value.source for name, value in given.items()})
+        for name in overridden_by(given):
+            sourced_values.pop(name, None)
+        sourced_values.update(given)
+    return build_config({RENAMED.get(name, name): value for name, value in sourced_values.items()})
+
+
+def _sources(
+    args: argparse.Namespace, environment: Mapping[str, str]
+) -> list[dict[str, SourcedValue]]:
+    """Return what each source gives, by the names that are used there; later ones override."""
     file = getattr(args, "config", None) or environment.get(CONFIG_VARIABLE)
-    if file:
-        sourced_values.update(from_file(Path(file)))
-    sourced_values.update(from_environment(environment))
-    sourced_values.update(from_flags(args))
-    return build_config(sourced_values)
+    return [
+        from_file(Path(file)) if file else {},
+        from_environment(environment),
+        from_flags(args),
+    ]
+
+
+def warn_of_former_settings(
+    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Log a warning for each setting that goes with the next version, with what replaces it."""
+    for given in _sources(args, environment):
+        for former in FORMER_SETTINGS:
+            if former.name in given:
+                logger.warning("%s", warning_of(former, given[former.name].source))
 
 
 def from_flags(args: argparse.Namespace) -> dict[str, SourcedValue]:
     """Return the settings of flags; models from positional arguments come before --model's."""
     sourced_values = {
         setting.name: SourcedValue(_flag_value(setting, args), f"--{setting.name}")
-        for setting in SETTINGS
+        for setting in ACCEPTED
         if hasattr(args, _attribute(setting))
     }
     models = getattr(args, MODELS_ARGUMENT, None)
@@ -115,7 +152,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Return the settings of environment variables; empty ones do not count."""
     return {
         setting.name: SourcedValue(environment[setting.variable], f"variable {setting.variable}")
-        for setting in SETTINGS
+        for setting in ACCEPTED
         if environment.get(setting.variable)
     }
 
@@ -123,7 +160,7 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, SourcedValue]:
 def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
     """Log variables that have the settings' prefix but name no setting, with suggestions."""
     known = {variable_of(name): entry.variable for entry in SETTINGS for name in entry.names}
-    settings = {CONFIG_VARIABLE, *known.values()}
+    settings = {CONFIG_VARIABLE, *(setting.variable for setting in ACCEPTED)}
     unknown = [
         _with_hint(name, known)
         for name, value in sorted(environment.items())
@@ -147,7 +184,7 @@ def from_file(path: Path) -> dict[str, SourcedValue]:
     Raises:
         ConfigError: the file cannot be read, or a key is unknown or set twice.
     """
-    names = {name: setting.name for setting in SETTINGS for name in setting.names}
+    names = {name: setting.name for setting in ACCEPTED for name in setting.names}
     sourced_values: dict[str, SourcedValue] = {}
     unknown: list[str] = []
     for key, value in _load(path).items():
@@ -169,19 +206,7 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
     Raises:
         ConfigError: a value is wrong; the message names the setting and where it was set.
     """
-    parts: dict[str, dict[str, Any]] = {part: {} for part in DEFAULTS}
-    for setting in SETTINGS:
-        if setting.name in sourced_values:
-            # SETTINGS begins with the models, so their paths are known here.
-            paths = parts["model"].get("paths", (None,))
-            value = _parse(setting, sourced_values[setting.name], paths)
-            fields = parts[setting.part]
-            # Settings of one field, such as keys from a file, add to one another.
-            fields[setting.field] = (
-                fields[setting.field] + value if setting.field in fields else value
-            )
-    if "max_body_bytes" in parts["server"]:
-        parts["server"]["max_picture_body_bytes"] = parts["server"]["max_body_bytes"]
+    parts = _parts(sourced_values)
     server = ServerConfig(**parts["server"], media=_media(parts["media"]))
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
@@ -198,6 +223,27 @@ def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConf
         **parts["engine"],
     )
     return engine, server
+
+
+def _parts(sourced_values: Mapping[str, SourcedValue]) -> dict[str, dict[str, Any]]:
+    """Return the fields that are set, in each part of the configuration."""
+    parts: dict[str, dict[str, Any]] = {part: {} for part in DEFAULTS}
+    shares: dict[str, Any] = {}
+    for setting in (*SETTINGS, *(former.setting for former in FOLDED)):
+        if setting.name not in sourced_values:
+            continue
+        # SETTINGS begins with the models, so their paths are known here.
+        paths = parts["model"].get("paths", (None,))
+        value = _parse(setting, sourced_values[setting.name], paths)
+        shares |= {target: share(value) for target, share in setting.shares}
+        if setting.target:
+            fields, field = parts[setting.part], setting.field
+            # Settings of one field, such as keys from a file, add to one another.
+            fields[field] = fields[field] + value if field in fields else value
+    for target, value in shares.items():
+        part, _, field = target.partition(".")
+        parts[part].setdefault(field, value)
+    return parts
 
 
 def _media(part: dict[str, Any]) -> MediaLimits:

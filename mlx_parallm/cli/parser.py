@@ -63,7 +63,10 @@ class CommandParser(argparse.ArgumentParser):
         return f"{word} (did you mean {hint}?)" if hint else word
 
     def _flags(self) -> Iterator[str]:
-        yield from (flag for flag in self._option_string_actions if flag.startswith("--"))
+        for flag, action in self._option_string_actions.items():
+            # Hidden flags are former names.
+            if flag.startswith("--") and action.help != argparse.SUPPRESS:
+                yield flag
         for parser in self._commands():
             yield from parser._flags()
 

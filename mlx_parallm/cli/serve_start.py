@@ -15,7 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlx_parallm.api.http.listener import bind_all, inherit
-from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.configure import (
+    read_settings,
+    warn_of_former_settings,
+    warn_of_unknown_variables,
+)
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.ranks import LAUNCHER, is_open_pipe, with_ranks
 from mlx_parallm.config import EngineConfig, ServerConfig
@@ -36,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
+    warn_of_former_settings(args)
     check_folders(engine_config)
     engine_config = with_ranks(engine_config, server_config, os.environ)
     # This is asked before the models load: a launcher that ends meanwhile must be noticed.

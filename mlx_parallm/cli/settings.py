@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class Setting:
     Attributes:
         name: the flag without its dashes, and the key in a file.
         target: ``part.field`` of the configuration; parts are model, adapters, loading, cache,
-            scheduler, encoders, engine, server and media.
+            scheduler, encoders, engine, server and media. Empty: only ``shares`` has fields.
         parse: returns the field's value for a text or a file's value.
         group: its heading in ``--help``.
         help: a description.
@@ -59,6 +60,7 @@ class Setting:
         metavar: the name of its value in ``--help``.
         inverted: True for a switch whose flag means the opposite of its field.
         per_model: True if MODEL=VALUE sets it for one of several models.
+        shares: further fields that its value sets, each by a function of it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Setting:
     metavar: str | None = None
     inverted: bool = False
     per_model: bool = False
+    shares: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
 
     @property
     def part(self) -> str:
@@ -106,6 +109,8 @@ class Setting:
     @property
     def default(self) -> Any:
         """The default value of the setting, which for inverted switches is not the field's."""
+        if not self.target:
+            return None
         value = getattr(DEFAULTS[self.part], self.field, ())
         return not value if self.inverted else value
 
@@ -125,9 +130,22 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def _part(divisor: int, least: int = 0) -> Callable[[int], int]:
+    """Return a function that divides a size; ``least`` bounds the result, unless the size is 0."""
+    return lambda size: max(size // divisor, least) if size else 0
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 def _setting(name: str, target: str, parse: Parse, group: str, text: str, **more: Any) -> Setting:
     return Setting(name=name, target=target, parse=parse, group=group, help=text, **more)
 
+
+TOKENIZE_BYTES = DEFAULTS["server"].max_tokenize_bytes
+IMAGE_BYTES = DEFAULTS["media"].max_bytes
+STORED_RESPONSES = DEFAULTS["server"].max_stored_responses
 
 SETTINGS: tuple[Setting, ...] = (
     _setting(
@@ -198,10 +216,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
              "seed of requests without one.", metavar="N"),
     _setting("allowed-model-roots", "loading.allowed_roots", values.listed, MODELS,
-             "folders below which requests may name encoders to load while the server runs.",
+             "folders below which requests may name pooling models to load while the server runs.",
              metavar="FOLDER"),
     _setting("allowed-model-repos", "loading.allowed_repos", values.listed, MODELS,
-             "hub ids of encoders that requests may load, and so download, such as "
+             "hub ids of pooling models that requests may load, and so download, such as "
              "org/name, org/* or *; none if not given.", metavar="ID"),
     _setting("adapter-dir", "adapters.directory", values.text, ADAPTERS,
              "a folder of adapters (LoRA, DoRA): clients may name each folder in it as a model, "
@@ -218,9 +236,9 @@ SETTINGS: tuple[Setting, ...] = (
              "most adapters of a model in memory; at the limit an idle one from a folder is "
              "unloaded.",
              metavar="N"),
-    _setting("max-adapter-size", "server.max_adapter_bytes", values.size, ADAPTERS,
+    _setting("max-adapter-bytes", "server.max_adapter_bytes", values.size, ADAPTERS,
              "largest upload of an adapter, such as 1GiB.", metavar="SIZE"),
-    _setting("max-weights-size", "server.max_weights_bytes", values.size, ADAPTERS,
+    _setting("max-weights-bytes", "server.max_weights_bytes", values.size, ADAPTERS,
              "largest upload of weights of a model, such as 8GiB.", metavar="SIZE"),
     _setting("max-lora-rank", "adapters.max_rank", values.integer(1), ADAPTERS,
              "largest rank of an adapter.", metavar="N"),
@@ -255,17 +273,17 @@ SETTINGS: tuple[Setting, ...] = (
              "tokens in a block of KV.", metavar="TOKENS"),
     _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,
              "reuse the KV of equal prefixes."),
-    _setting("encoder-cache-size", "encoders.cache_bytes", values.size_or_none, MEMORY,
-             "memory of each encoder's cache of results for equal inputs; 0 turns it off.",
-             metavar="SIZE"),
-    _setting("encoder-memory", "loading.max_encoder_bytes", values.size, MEMORY,
-             "most bytes of the weights of all encoders together, such as 4GiB; no limit if not "
-             "given. At the limit the least recently used encoders are evicted, and loaded again "
+    _setting("result-cache-bytes", "", values.size_or_none, MEMORY,
+             "memory of each cache of a model's results: those of a pooling model for equal "
+             "inputs (64MiB if not given), and the hidden states that the training sessions of a "
+             "model keep (256MiB if not given). 0 keeps none.",
+             metavar="SIZE",
+             shares=(("encoders.cache_bytes", _same), ("server.training_cache_bytes", _same))),
+    _setting("pooling-memory-bytes", "loading.max_encoder_bytes", values.size, MEMORY,
+             "most bytes of the weights of all pooling models together, such as 4GiB; no limit if "
+             "not given. At the limit the least recently used ones are evicted, and loaded again "
              "by their next request.",
              metavar="SIZE"),
-    _setting("training-cache", "server.training_cache_bytes", values.size_or_none, MEMORY,
-             "memory of the hidden states that the training sessions of a model keep; 0 keeps "
-             "none. See docs/training.md.", metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
     _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),
@@ -276,9 +294,6 @@ SETTINGS: tuple[Setting, ...] = (
                        "fit, by the measured times of earlier steps. If not given, only the token "
                        "budget cuts it.",
              metavar="MS"),
-    _setting("max-batch-wait-ms", "encoders.max_batch_wait_ms", values.number(0), BATCHING,
-             "how long an input of an encoder may wait for others to fill its batch, in "
-             "milliseconds.", metavar="MS"),
     _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
              BATCHING, "most running sequences of one API key; no limit if not given.",
              metavar="N"),
@@ -314,9 +329,9 @@ SETTINGS: tuple[Setting, ...] = (
              "and loopback addresses; * for any. If not given, a server that listens beyond the "
              "loopback interface accepts any.", metavar="HOST"),
     _setting("cache-scope", "server.cache_scope", values.choice(*CACHE_SCOPES), ADDRESS,
-             "which requests share cached prefixes and cached results of encoders: key or server. "
-             "With key, these are requests of one API key; with server, all requests. The default "
-             "is key if several keys are set, admin keys included, else server."),
+             "which requests share cached prefixes and cached results of pooling models: key or "
+             "server. With key, these are requests of one API key; with server, all requests. The "
+             "default is key if several keys are set, admin keys included, else server."),
     _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
              "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
     _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,
@@ -332,12 +347,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-images-per-request", "media.max_images", values.image_count, REQUESTS,
              "most images of a request; also as vLLM's JSON, such as {\"image\": 16}.",
              aliases=("limit-mm-per-prompt",), metavar="N"),
-    _setting("max-image-bytes", "media.max_bytes", values.size, REQUESTS,
-             "largest file of an image, such as 20MB.", metavar="SIZE"),
     _setting("max-image-pixels", "media.max_pixels", values.integer(1, MOST_PIXELS), REQUESTS,
              "most pixels of an image, as sent and as the model's image processor resizes it.",
              metavar="N"),
-    _setting("media-timeout-s", "media.timeout_s", values.number(0, above=True), REQUESTS,
+    _setting("media-timeout", "media.timeout_s", values.number(0, above=True), REQUESTS,
              "seconds that fetching an image may take, redirects included.", metavar="SECONDS"),
     _setting("allowed-media-domains", "media.allowed_domains", values.listed, REQUESTS,
              "hosts from which requests may let the server fetch images; * for any public host. "
@@ -352,14 +365,16 @@ SETTINGS: tuple[Setting, ...] = (
              "log-probabilities of sampled tokens, for requests that name no mode: raw_logprobs "
              "or processed_logprobs. Raw ones are the model's own; processed ones are those of "
              "the distribution that tokens were drawn from. See docs/logprobs.md."),
-    _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
-             "largest body of a request for generation or tokens, such as 8MiB. If not "
-             "given, it is 64MiB where a served model takes images.", metavar="SIZE"),
-    _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
-             "largest body of a request that only tokenises, counts tokens or turns them into "
-             "text, such as 1MiB, images not counted; more is answered with 413.",
-             metavar="SIZE"),
-    _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
+    _setting("max-body-bytes", "server.max_body_bytes", values.size, REQUESTS,
+             "largest body of a request for generation, such as 8MiB; more is answered with 413. "
+             "If not given, it is 64MiB where a served model takes images. A body that is only "
+             "tokenised, counted or turned into text may have an eighth, or 1MiB if that is more, "
+             "images not counted. An image's file may have a third, or 20MiB if that is more.",
+             metavar="SIZE",
+             shares=(("server.max_picture_body_bytes", _same),
+                     ("server.max_tokenize_bytes", _part(8, TOKENIZE_BYTES)),
+                     ("media.max_bytes", _part(3, IMAGE_BYTES)))),
+    _setting("max-body-bytes-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
              "most bytes of one API key's request bodies held at once, such as 256MiB; beyond it "
              "requests are answered with 429.", metavar="SIZE"),
     _setting("client-timeout", "server.client_timeout_s", values.number(0), REQUESTS,
@@ -373,12 +388,12 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),
-    _setting("max-stored-responses", "server.max_stored_responses", values.integer(0), REQUESTS,
-             "most responses kept in memory for /v1/responses, so that later requests can continue "
-             "them; 0 keeps none.", metavar="N"),
-    _setting("max-stored-responses-size", "server.max_stored_bytes", values.size, REQUESTS,
-             "most bytes of all stored responses, conversations included, such as 256MiB.",
-             metavar="SIZE"),
+    _setting("max-stored-responses-bytes", "server.max_stored_bytes", values.size_or_none, REQUESTS,
+             "most bytes of the responses kept in memory for /v1/responses, so that later requests "
+             "can continue them: conversations included, such as 256MiB; 0 keeps none. There may "
+             "be a response for each 256KiB, and 1024 at least.",
+             metavar="SIZE",
+             shares=(("server.max_stored_responses", _part(256 << 10, STORED_RESPONSES)),)),
     _setting("verifier-urls", "server.verifier_urls", values.listed, REQUESTS,
              "URLs that rollouts may call for the reward of a sample; requests must name them "
              "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),
@@ -387,18 +402,19 @@ SETTINGS: tuple[Setting, ...] = (
              "a time can use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on "
              "a Mac in ~/Library/Application Support.",
              metavar="FOLDER"),
-    _setting("max-file-size", "server.max_file_bytes", values.size, STORAGE,
+    _setting("max-file-bytes", "server.max_file_bytes", values.size, STORAGE,
              "largest file that can be uploaded, such as 200MiB.", metavar="SIZE"),
-    _setting("max-files-size", "server.max_files_bytes", values.size, STORAGE,
-             "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
-    _setting("max-training-sessions", "server.max_training_sessions", values.integer(0), STORAGE,
-             "most training sessions; beyond it new ones are refused with 409.", metavar="N"),
-    _setting("max-training-session-size", "server.max_training_session_bytes", values.size, STORAGE,
-             "most bytes of the data and the log of a training session; beyond it the session is "
-             "paused.", metavar="SIZE"),
-    _setting("max-training-size", "server.max_training_bytes", values.size, STORAGE,
-             "most bytes of the data and the logs of all training sessions together; beyond it "
-             "sessions are paused, and new ones are refused with 409.", metavar="SIZE"),
+    _setting("max-data-bytes", "", values.size, STORAGE,
+             "most bytes of what clients keep in --data-dir; 20GiB if not given. Files may have "
+             "half of it together; beyond that, uploads are refused. The data and logs of all "
+             "training sessions may have the other half, and one session a twentieth of the "
+             "whole; beyond that, sessions are paused, and new ones are refused with 409. There "
+             "may be a session for each 200MiB.",
+             metavar="SIZE",
+             shares=(("server.max_files_bytes", _part(2)),
+                     ("server.max_training_bytes", _part(2)),
+                     ("server.max_training_session_bytes", _part(20)),
+                     ("server.max_training_sessions", _part(200 << 20, 1)))),
     _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
              STORAGE, "most sequences of batches in the engine at once; the rest is for other "
                       "requests. If not given: half of --max-num-seqs, or of "

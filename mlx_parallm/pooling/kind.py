@@ -42,7 +42,9 @@ class PoolingKind(Kind):
     @override
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
         max_bytes = settings.loading.max_encoder_bytes
-        return None if max_bytes is None else MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
+        if max_bytes is None:
+            return None
+        return MemoryLimit(max_bytes, "Pooling models", "--pooling-memory-bytes")
 
     @override
     def serves(self, config: ModelConfig, path: Path) -> bool:

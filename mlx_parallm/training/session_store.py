@@ -141,13 +141,13 @@ class SessionStore:
         limits = self._limits
         if len(self._sessions) >= limits.max_sessions:
             raise ConflictError(
-                f"There are {len(self._sessions)} training sessions already, and "
-                f"--max-training-sessions is {limits.max_sessions}; delete one first."
+                f"There are {len(self._sessions)} training sessions already, and there may be "
+                f"{limits.max_sessions} (see --max-data-bytes); delete one first."
             )
         if num_bytes >= limits.max_session_bytes:
             raise InvalidRequestError(
-                f"The data takes {num_bytes} bytes as tokens, and --max-training-session-size is "
-                f"{limits.max_session_bytes}.",
+                f"The data takes {num_bytes} bytes as tokens, and a session may have "
+                f"{limits.max_session_bytes} (see --max-data-bytes).",
                 param="data",
             )
         if self.num_bytes + num_bytes >= limits.max_bytes:
@@ -158,8 +158,8 @@ class SessionStore:
         limits = self._limits
         if session.files.num_bytes >= limits.max_session_bytes:
             raise ConflictError(
-                "The session is full: its data and log have reached --max-training-session-size, "
-                f"{limits.max_session_bytes} bytes."
+                f"The session is full: its data and log have reached {limits.max_session_bytes} "
+                "bytes (see --max-data-bytes)."
             )
         if self.num_bytes >= limits.max_bytes:
             raise _full(limits.max_bytes)
@@ -167,6 +167,6 @@ class SessionStore:
 
 def _full(max_bytes: int) -> ConflictError:
     return ConflictError(
-        f"The training sessions have reached --max-training-size, {max_bytes} bytes; delete one "
-        "first."
+        f"The training sessions have reached {max_bytes} bytes together (see --max-data-bytes); "
+        "delete one first."
     )

@@ -52,7 +52,7 @@ SESSION: dict[str, Any] = {
 def server() -> Iterator[ServerProcess]:
     # The result cache is off, so that answers beside a session are computed.
     models = ("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
-    process = ServerProcess(*models, "--encoder-cache-size", "0")
+    process = ServerProcess(*models, "--result-cache-bytes", "0")
     process.wait_until_ready()
     yield process
     process.stop()

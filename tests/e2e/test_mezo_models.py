@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(root: Path) -> Iterator[ServerProcess]:
     # Weights may be wider in memory than in their files; both together are never loaded.
     most = 2 * max(num_bytes(MLM), num_bytes(SENTIMENT))
-    flags = ("--encoder-memory", str(most), "--allowed-model-roots", str(root))
+    flags = ("--pooling-memory-bytes", str(most), "--allowed-model-roots", str(root))
     process = ServerProcess("--model", "demo:mlm", "demo:sentiment", *flags)
     process.wait_until_ready()
     yield process

@@ -146,7 +146,7 @@ def test_encoders_make_way_and_come_back(root: Path) -> None:
     size = (root / "one" / "model.safetensors").stat().st_size
     folders = [str(root / "one"), str(root / "two")]
     names = ["--served-model-name", f"{folders[0]}=one", f"{folders[1]}=two"]
-    small = ServerProcess("--model", *folders, *names, "--encoder-memory", str(size * 3 // 2))
+    small = ServerProcess("--model", *folders, *names, "--pooling-memory-bytes", str(size * 3 // 2))
     try:
         small.wait_until_ready()
         states = []

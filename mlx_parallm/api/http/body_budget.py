@@ -156,7 +156,7 @@ class _Body:
     def _count(self, size: int) -> None:
         if not self._held.grow(size):
             raise OverloadedError(
-                "The bodies of your other requests use all of --max-body-size-per-key; wait for "
+                "The bodies of your other requests use all of --max-body-bytes-per-key; wait for "
                 "their answers."
             )
         self._check_size(self._held.amount)

@@ -65,7 +65,7 @@ INPUT = BodyLimit(
     lambda config: config.max_body_bytes,
     size_with_images=lambda config: max(config.max_body_bytes, config.max_picture_body_bytes),
 )
-TOKENIZE_HINT = " See --max-tokenize-bytes."
+TOKENIZE_HINT = " See --max-body-bytes."
 TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=TOKENIZE_HINT)
 #: Conversations of which tokens are counted; their texts have the limit of ``TOKENIZE``.
 COUNT = BodyLimit(

@@ -89,7 +89,7 @@ class Prelude:
         return await on_body(len(await self.request.body()), work)
 
     async def check_texts(self, image_urls: Iterable[str]) -> None:
-        """Refuse to count the tokens of more than ``--max-tokenize-bytes`` besides images.
+        """Refuse to count the tokens of more than ``max_tokenize_bytes`` besides images.
 
         Args:
             image_urls: of the images in the body, each as often as it has it.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.configure import (
+    ACCEPTED,
     add_models,
     add_settings,
     read_settings,
@@ -32,7 +33,7 @@ COMPOSED = {
     "model.kv_cache_dtype",
     "cache.num_engines",
     "memory.num_engines",
-    "server.max_picture_body_bytes",
+    "encoders.max_batch_wait_ms",
     "media.max_pixels_in_flight",
     "media.max_fetched_bytes",
     "server.media",
@@ -76,7 +77,9 @@ def test_nothing_given_is_the_defaults() -> None:
 
 
 def test_every_field_of_the_configuration_has_a_setting() -> None:
-    targets = {setting.target for setting in SETTINGS}
+    targets = {setting.target for setting in SETTINGS} | {
+        target for setting in SETTINGS for target, _ in setting.shares
+    }
     missing = {
         f"{part}.{field.name}" for part, config in DEFAULTS.items() for field in fields(config)
     }
@@ -84,7 +87,7 @@ def test_every_field_of_the_configuration_has_a_setting() -> None:
 
 
 def test_names_aliases_and_variables_are_unique() -> None:
-    names = [name for setting in SETTINGS for name in (setting.name, *setting.aliases)]
+    names = [name for setting in ACCEPTED for name in setting.names]
     assert len(names) == len(set(names))
 
 
@@ -97,8 +100,8 @@ def test_names_aliases_and_variables_are_unique() -> None:
         (["--mlx-cache-bytes", "0"], "0", "mlx-cache-bytes: 0", 0),
         (["--wired-memory-bytes", "8GiB"], "8G", "wired_memory_bytes: 8589934592", 2**33),
         (["--kv-cache-dtype", "int8"], "int8", "kv-cache-dtype: int8", "int8"),
-        (["--encoder-cache-size", "0"], "0", "encoder-cache-size: 0", 0),
-        (["--max-body-size", "512K"], "512k", "max-body-size: 512KiB", 2**19),
+        (["--pooling-memory-bytes", "4G"], "4GiB", "pooling-memory-bytes: 4g", 2**32),
+        (["--max-body-bytes", "512K"], "512k", "max-body-bytes: 512KiB", 2**19),
         (["--api-key", "a", "b"], "a,b", "api-key: [a, b]", ("a", "b")),
         (["--allowed-origins", '["*"]'], '["*"]', "allowed_origins: '*'", ("*",)),
         (
@@ -321,7 +324,7 @@ def test_the_demonstration_model_can_be_named() -> None:
         (["--kv-memory-fraction", "1.5"], "above 0 up to 1"),
         (["--kv-memory-fraction", "nan"], "--kv-memory-fraction"),
         (["--shutdown-timeout", "inf"], "--shutdown-timeout"),
-        (["--max-body-size", "8 apples"], "--max-body-size: must be a number of bytes"),
+        (["--max-body-bytes", "8 apples"], "--max-body-bytes: must be a number of bytes"),
         (["--speculative-config", "ngram"], "--speculative-config: must be a JSON object"),
         (["--speculative-config", "[1]"], "--speculative-config: must be a JSON object"),
         (
@@ -490,7 +493,7 @@ def test_a_misspelt_flag_has_a_hint(
 def test_an_explicit_body_limit_holds_for_images_too() -> None:
     _, default = read()
     assert (default.max_body_bytes, default.max_picture_body_bytes) == (2**23, 2**26)
-    _, server = read("--max-body-size", "1MiB")
+    _, server = read("--max-body-bytes", "1MiB")
     assert (server.max_body_bytes, server.max_picture_body_bytes) == (2**20, 2**20)
 
 

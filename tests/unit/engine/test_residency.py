@@ -81,7 +81,7 @@ class ScriptedLoader(ModelLoader):
 
 
 def residency_of(loader: ScriptedLoader, max_bytes: int | None) -> Residency:
-    limit = max_bytes and MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
+    limit = max_bytes and MemoryLimit(max_bytes, "Pooling models", "--pooling-memory-bytes")
     return Residency(loader, {POOLING_TRAITS.name: limit} if limit else {})
 
 

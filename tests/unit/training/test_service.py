@@ -410,9 +410,9 @@ async def test_sessions_and_their_logs_are_bounded(opened: Open) -> None:
     service = opened(SessionLimits(max_sessions=2, max_session_bytes=num_bytes))
     session = await begin(service)
     await begin(service)
-    with pytest.raises(ConflictError, match=r"2 training sessions.*--max-training-sessions"):
+    with pytest.raises(ConflictError, match="2 training sessions"):
         await begin(service)
-    with pytest.raises(ConflictError, match=r"full.*--max-training-session-size"):
+    with pytest.raises(ConflictError, match=r"full.*--max-data-bytes"):
         await service.step(session.config.id, 5, None)
     assert 1 <= session.num_steps < 5
     assert session.state.status is Status.PAUSED
@@ -420,7 +420,9 @@ async def test_sessions_and_their_logs_are_bounded(opened: Open) -> None:
 
 async def test_data_that_no_session_may_have_is_refused(opened: Open, tmp_path: Path) -> None:
     service = opened(SessionLimits(max_session_bytes=len(encoded(EXAMPLES))))
-    with pytest.raises(InvalidRequestError, match="--max-training-session-size") as refusal:
+    with pytest.raises(
+        InvalidRequestError, match=r"a session may have.*--max-data-bytes"
+    ) as refusal:
         await begin(service)
     assert refusal.value.param == "data"
     assert list((tmp_path / "sessions").glob("mezo_*")) == []
@@ -430,12 +432,12 @@ async def test_all_sessions_together_are_bounded(opened: Open) -> None:
     num_bytes = len(encoded(EXAMPLES))
     service = opened(SessionLimits(max_bytes=2 * num_bytes + 300))
     first, second = await begin(service), await begin(service)
-    with pytest.raises(ConflictError, match="--max-training-size"):
+    with pytest.raises(ConflictError, match="--max-data-bytes"):
         await begin(service)
     service.run(first.config.id, 100)
     [_ async for _ in service.follow(first.config.id, 0)]
     assert 1 <= first.num_steps < 100
-    assert "--max-training-size" in (first.state.reason or "")
+    assert "--max-data-bytes" in (first.state.reason or "")
     await service.delete(second.config.id)
     service.resume(first.config.id)
     await first.wait_for_steps(first.num_steps)

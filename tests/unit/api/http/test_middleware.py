@@ -304,4 +304,4 @@ async def test_what_only_tokenises_has_a_bound_that_names_its_setting(path: str)
     async with client_of(app_of(ServerConfig(max_tokenize_bytes=MEDIUM))) as client:
         response = await client.post(path, content=b" " * (MEDIUM + 1))
     assert response.status_code == 413
-    assert f"{MEDIUM} bytes. See --max-tokenize-bytes." in response.json()["error"]["message"]
+    assert f"{MEDIUM} bytes. See --max-body-bytes." in response.json()["error"]["message"]
