@@ -29,8 +29,8 @@ from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import KVLayout, leaves, probe_layout
-from mlx_parallm.worker.generation.memory import query_heads
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.memory import query_heads
+from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype

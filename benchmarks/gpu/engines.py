@@ -31,7 +31,7 @@ from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import plan_kv, query_heads
+from mlx_parallm.worker.generation.load.memory import plan_kv, query_heads
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from tests.builders.random_models import RandomModel, flatten

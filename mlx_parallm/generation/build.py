@@ -48,9 +48,9 @@ from mlx_parallm.worker.device.properties import (
     free_memory_bytes,
     give_back_memory,
 )
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.memory import learned_positions
-from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.memory import learned_positions
+from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.training.sessions import TrainingSessions

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import CompiledAttention

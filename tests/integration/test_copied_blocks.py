@@ -13,7 +13,7 @@ from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.types.tracing import Phase
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.compiled_attention import CompiledAttention
 from tests.integration.test_parity_generate import loaded_model

@@ -26,7 +26,7 @@ from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.types.training import Distribution, TrainableSpec
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.ops import Op, OpenTraining, Pending, PoolBatch, Step
 from mlx_parallm.worker.worker import Worker

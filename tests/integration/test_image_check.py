@@ -10,15 +10,15 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation import path_choice
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.inputs import forward, image_check
 from mlx_parallm.worker.generation.inputs.forward import DeepstackSeam
-from mlx_parallm.worker.generation.inputs.image_check import ImageText
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load import path_choice
+from mlx_parallm.worker.generation.load.image_check import ImageText
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.path_choice import ALONE
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.path_choice import ALONE
-from mlx_parallm.worker.generation.plan import DecoderChoices
 from tests.golden_images import vision_names
 from tests.image_mutations import (
     LOADED_MUTATIONS,

@@ -21,7 +21,7 @@ from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
-from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN
+from mlx_parallm.worker.generation.load.memory import DEFAULT_MAX_MODEL_LEN
 from mlx_parallm.worker.worker import Worker
 
 

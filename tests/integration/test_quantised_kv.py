@@ -20,7 +20,7 @@ from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.worker.attention.quantisation import dequantise, quantisation_of, quantise
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,

@@ -19,7 +19,7 @@ from mlx_parallm.types.request import Grammar
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import (

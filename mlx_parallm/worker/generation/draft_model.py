@@ -16,9 +16,9 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
-from mlx_parallm.worker.generation.memory import max_scores
-from mlx_parallm.worker.generation.path_choice import choose_path
-from mlx_parallm.worker.generation.plan import DecoderChoices
+from mlx_parallm.worker.generation.load.memory import max_scores
+from mlx_parallm.worker.generation.load.path_choice import choose_path
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import single_rows, token_array
 from mlx_parallm.worker.sampling.check import choose_sampling

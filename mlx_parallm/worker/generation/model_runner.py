@@ -25,15 +25,15 @@ from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.worker.generation.inputs.forward import input_forward
-from mlx_parallm.worker.generation.inputs.image_check import ImageCheck
 from mlx_parallm.worker.generation.inputs.rows import ImageTokens, find_embedding
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
-from mlx_parallm.worker.generation.memory import max_scores
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.image_check import ImageCheck
+from mlx_parallm.worker.generation.load.memory import max_scores
+from mlx_parallm.worker.generation.load.path_choice import choose_path
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.rank_steps import RankTokens
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import PendingTokens, StepRows, place_proposals

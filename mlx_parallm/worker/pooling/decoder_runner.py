@@ -15,7 +15,11 @@ from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
-from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, config_value, context_length
+from mlx_parallm.worker.generation.load.memory import (
+    DEFAULT_MAX_MODEL_LEN,
+    config_value,
+    context_length,
+)
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach

@@ -17,9 +17,9 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.load.memory import context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.load.plan import DecoderChoices, GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.plan import DecoderChoices, GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.ops import (
