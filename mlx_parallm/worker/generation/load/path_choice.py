@@ -19,7 +19,6 @@ from mlx_parallm.worker.generation.cache_layout import (
     leaves,
 )
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.load.discovery import CacheUsers, find_cache_users
 from mlx_parallm.worker.generation.load.image_check import ImageCheck
 from mlx_parallm.worker.generation.load.self_check import (
@@ -31,6 +30,7 @@ from mlx_parallm.worker.generation.load.self_check import (
     rehearse,
     stock_texts,
 )
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
