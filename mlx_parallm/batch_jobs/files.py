@@ -1,41 +1,37 @@
-"""Files of clients on disk, each a content and a description, stored atomically.
+"""Files of clients: contents in a folder, and records of them in the database.
 
-A file exists once its description does: ``ID.data`` is written before ``ID.json``. Content without
-a description, left by a crash, is removed when the folder is opened.
+A file exists once its record does, which is written after the content. Content without a record,
+left by a crash, is removed when the folder is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from bisect import insort
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from mlx_parallm.batch_jobs.stored import read_records
-from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.batch_jobs.records import CONTENT, FILE_PREFIX, FileRecord
 from mlx_parallm.storage import disk
-from mlx_parallm.storage.ids import IdMaker, page_of
-from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
+from mlx_parallm.storage.database import Connection, Database, put, read
+from mlx_parallm.storage.disk import finished, in_thread
+from mlx_parallm.storage.ids import AFTER_ALL, BEFORE_ALL, IdMaker
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    RequestTooLargeError,
+    StorageError,
+)
 
 # MIN_CHARGE: bytes charged for an empty file, so that the limit of bytes bounds their number.
 MIN_CHARGE = 4096
 UNFINISHED = "new-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """A stored file. Times are Unix seconds; ``owner`` is a digest of an API key."""
-
-    id: str
-    owner: str
-    filename: str
-    purpose: str
-    num_bytes: int
-    created_at: int
-    expires_at: int | None = None
+# EXPIRED: SQL: the time of a file is over, and no batch that goes on reads it.
+EXPIRED = "expires_at <= :now AND id NOT IN (SELECT input_file_id FROM batches WHERE NOT has_ended)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,35 +99,37 @@ class Upload:
 
 
 class FileStore:
-    """The files of a folder. Its methods belong to one thread; those of uploads do not."""
+    """The files of a folder. Its methods belong to one event loop; those of uploads do not."""
 
     def __init__(
         self,
         folder: Path,
+        database: Database,
         limits: FileLimits,
         ids: IdMaker,
         now: Callable[[], float] = time.time,
     ) -> None:
-        disk.make_folder(folder)
+        """Read all records, and remove contents without one."""
         self._folder = folder
+        self._database = database
         self._limits = limits
         self._ids = ids
         self._now = now
-        self._records = {record.id: record for record in read_records(folder, FileRecord)}
-        self._sorted = sorted(self._records)
-        self._stored = sum(_charge(record.num_bytes) for record in self._records.values())
         self._uploads: set[Upload] = set()
-        self._users: dict[str, set[str]] = {}
-        self._remove_leftovers()
+        records = database.run_now(lambda db: read(db, FileRecord, "files"))
+        self._stored = sum(_charge(record.num_bytes) for record in records)
+        # No file expires before this time; none may at it.
+        self._next_expiry = 0.0
+        self._remove_leftovers({record.content_name for record in records})
 
-    def begin(self, *, is_limited: bool = True) -> Upload:
+    async def begin(self, *, is_limited: bool = True) -> Upload:
         """Start a new file; ``is_limited`` is False for results, which must not be lost.
 
         Raises:
             RequestTooLargeError: there is no room for any file.
             StorageError: the disk refused it.
         """
-        self.sweep()
+        await self.sweep()
         upload = Upload(self, self._folder / self._ids.make(UNFINISHED), is_limited=is_limited)
         self._uploads.add(upload)
         try:
@@ -166,31 +164,26 @@ class FileStore:
             created_at=created_at,
             expires_at=created_at + expires_after_s if expires_after_s is not None else None,
         )
-        await in_thread(self._publish, upload, record)
-        self.forget(upload)
-        self._enter(record)
+        await finished(self._commit(upload, record))
         return record
 
     def new_id(self) -> str:
         """Return an id for a file."""
-        return self._ids.make("file-")
+        return self._ids.make(FILE_PREFIX)
 
-    def get(self, file_id: str, owner: str) -> FileRecord:
+    async def get(self, file_id: str, owner: str) -> FileRecord:
         """Return a file of this owner.
 
         Raises:
             NotFoundError: the owner has no file of this id.
         """
-        record = self._records.get(file_id)
-        if record is None or record.owner != owner or self._is_over(record):
-            raise NotFoundError(f"No such file: {file_id[:64]!r}.", param="file_id")
-        return record
+        return await self._database.run(partial(self._get, file_id, owner))
 
-    def path(self, file_id: str) -> Path:
-        """Return the path of a file's content; this store must have made the id."""
-        return self._folder / f"{file_id}.data"
+    def path(self, record: FileRecord) -> Path:
+        """Return the path of a file's content."""
+        return self._folder / record.content_name
 
-    def list(
+    async def list(
         self,
         owner: str,
         *,
@@ -199,48 +192,33 @@ class FileStore:
         limit: int,
         descending: bool = True,
     ) -> tuple[list[FileRecord], bool]:
-        """Return a page of an owner's files by age, and True if more follow."""
-        self.sweep()
-        owned = [
-            name
-            for name in self._sorted
-            if self._records[name].owner == owner
-            and (purpose is None or self._records[name].purpose == purpose)
-        ]
-        page = page_of(owned, after=after, limit=limit, descending=descending)
-        return [self._records[name] for name in page.ids], page.has_more
+        """Return a page of an owner's files by age, and True if more follow.
 
-    def delete(self, file_id: str, owner: str) -> None:
+        ``after`` is the last id of the page before, which need not exist any more.
+        """
+        await self.sweep()
+        beyond, order, start = ("<", "DESC", AFTER_ALL) if descending else (">", "ASC", BEFORE_ALL)
+        source = (
+            f"files WHERE owner = ? AND id {beyond} ? AND purpose = ifnull(?, purpose)"
+            f" ORDER BY id {order} LIMIT ?"
+        )
+        values = (owner, after or start, purpose, limit + 1)
+        records = await self._database.run(lambda db: read(db, FileRecord, source, values))
+        return records[:limit], len(records) > limit
+
+    async def delete(self, file_id: str, owner: str) -> None:
         """Remove a file of this owner.
 
         Raises:
             NotFoundError: the owner has no file of this id.
             InvalidRequestError: a batch still reads it.
         """
-        record = self.get(file_id, owner)
-        if users := self._users.get(file_id):
-            raise InvalidRequestError(
-                f"The file is the input of {min(users)}, which has not ended.",
-                param="file_id",
-                code="file_in_use",
-            )
-        self._remove(record)
+        await finished(self._remove(partial(self._choose_unused, file_id, owner)))
 
-    def use(self, file_id: str, user: str) -> None:
-        """Protect a file from deletion until ``release``; the refusal names ``user``."""
-        self._users.setdefault(file_id, set()).add(user)
-
-    def release(self, file_id: str, user: str) -> None:
-        """Undo ``use``."""
-        users = self._users.get(file_id, set())
-        users.discard(user)
-        if not users:
-            self._users.pop(file_id, None)
-
-    def sweep(self) -> None:
+    async def sweep(self) -> None:
         """Remove expired files."""
-        for record in [record for record in self._records.values() if self._is_over(record)]:
-            self._remove(record)
+        if self._now() >= self._next_expiry:
+            await finished(self._remove(self._choose_expired))
 
     def check_room(self, num_bytes: int) -> None:
         """Check that a file of this size fits beside the stored files and uploads.
@@ -261,40 +239,88 @@ class FileStore:
         """Stop counting an upload, which has ended."""
         self._uploads.discard(upload)
 
-    def _is_over(self, record: FileRecord) -> bool:
-        over = record.expires_at is not None and record.expires_at <= self._now()
-        return over and record.id not in self._users
+    def _get(self, file_id: str, owner: str, db: Connection) -> FileRecord:
+        source = f"files WHERE id = :id AND owner = :owner AND NOT ifnull({EXPIRED}, FALSE)"
+        values = {"id": file_id, "owner": owner, "now": self._now()}
+        for record in read(db, FileRecord, source, values):
+            return record
+        raise NotFoundError(f"No such file: {file_id[:64]!r}.", param="file_id")
 
-    def _publish(self, upload: Upload, record: FileRecord) -> None:
-        upload.sync()
-        with disk.storage_errors():
-            upload.path.replace(self.path(record.id))
-        disk.replace_json(self._folder / f"{record.id}.json", asdict(record))
+    def _choose_unused(self, file_id: str, owner: str, db: Connection) -> list[FileRecord]:
+        record = self._get(file_id, owner, db)
+        users = "SELECT min(id) FROM batches WHERE input_file_id = ? AND NOT has_ended"
+        (user,) = db.execute(users, (file_id,)).fetchone()
+        if user is not None:
+            raise InvalidRequestError(
+                f"The file is the input of {user}, which has not ended.",
+                param="file_id",
+                code="file_in_use",
+            )
+        return [record]
 
-    def _enter(self, record: FileRecord) -> None:
-        old = self._records.get(record.id)
-        if old is None:
-            insort(self._sorted, record.id)
-        else:
-            self._stored -= _charge(old.num_bytes)
-        self._records[record.id] = record
-        self._stored += _charge(record.num_bytes)
+    def _choose_expired(self, db: Connection) -> list[FileRecord]:
+        now = self._now()
+        (following,) = db.execute("SELECT min(expires_at) FROM files").fetchone()
+        self._next_expiry = math.inf if following is None else following
+        return read(db, FileRecord, f"files WHERE {EXPIRED}", {"now": now})
 
-    def _remove(self, record: FileRecord) -> None:
-        with disk.storage_errors():
-            # The description goes before the content, so that a crash leaves no broken file.
-            (self._folder / f"{record.id}.json").unlink(missing_ok=True)
-            self.path(record.id).unlink(missing_ok=True)
-        del self._records[record.id]
-        self._sorted.remove(record.id)
-        self._stored -= _charge(record.num_bytes)
+    async def _commit(self, upload: Upload, record: FileRecord) -> None:
+        path = self.path(record)
+        await in_thread(_publish, upload, path)
+        try:
+            replaced = await self._database.run(partial(_put, record))
+        except StorageError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        self.forget(upload)
+        self._stored += _charge(record.num_bytes) - sum(_charge(old.num_bytes) for old in replaced)
+        if record.expires_at is not None:
+            self._next_expiry = min(self._next_expiry, record.expires_at)
+        await _unlink([old for old in map(self.path, replaced) if old != path])
 
-    def _remove_leftovers(self) -> None:
-        """Remove content without a description; an unreadable description keeps its content."""
+    async def _remove(self, choose: Callable[[Connection], list[FileRecord]]) -> None:
+        """Remove the files that ``choose`` returns. Contents go last: see ``_remove_leftovers``."""
+
+        def remove(db: Connection) -> list[FileRecord]:
+            records = choose(db)
+            db.executemany("DELETE FROM files WHERE id = ?", [(record.id,) for record in records])
+            return records
+
+        records = await self._database.run(remove)
+        self._stored -= sum(_charge(record.num_bytes) for record in records)
+        await _unlink([self.path(record) for record in records])
+
+    def _remove_leftovers(self, names: set[str]) -> None:
+        """Remove contents and uploads whose commit or removal a crash prevented."""
         for path in self._folder.iterdir():
-            is_orphan = path.suffix == ".data" and not path.with_suffix(".json").exists()
-            if is_orphan or path.suffix == ".part" or path.name.startswith(UNFINISHED):
+            is_orphan = path.suffix == CONTENT and path.name not in names
+            if is_orphan or path.name.startswith(UNFINISHED):
                 path.unlink(missing_ok=True)
+
+
+def _publish(upload: Upload, path: Path) -> None:
+    upload.sync()
+    with disk.storage_errors():
+        upload.path.replace(path)
+        disk.sync_folder(path.parent)
+
+
+def _put(record: FileRecord, db: Connection) -> list[FileRecord]:
+    """Put a record; return that of its id before, if there was one."""
+    replaced = read(db, FileRecord, "files WHERE id = ?", (record.id,))
+    put(db, "files", record)
+    return replaced
+
+
+async def _unlink(paths: Sequence[Path]) -> None:
+    def unlink() -> None:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    if paths:
+        with disk.storage_errors():
+            await in_thread(unlink)
 
 
 def _charge(num_bytes: int) -> int:

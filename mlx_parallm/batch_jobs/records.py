@@ -1,4 +1,4 @@
-"""The record of a batch, and the order of its states.
+"""The records of files and of batches, and the order of the states of a batch.
 
 validating ─▶ in_progress ─▶ finalizing ─▶ completed
 │              ├──────▶ finalizing ─▶ expired        (its time is over)
@@ -8,11 +8,53 @@ failed
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from mlx_parallm.storage.ids import time_of
+
 COMPLETION_WINDOW_S = 24 * 3600
+FILE_PREFIX = "file-"
+# CONTENT: ends the names of contents.
+CONTENT = ".content"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A stored file. Times are Unix seconds; ``owner`` is a digest of an API key."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+    @property
+    def content_name(self) -> str:
+        """The name of its content: all that a user needs of the record, if that is lost."""
+        expiry = "" if self.expires_at is None else self.expires_at
+        return f"{self.id}.{self.owner}.{self.purpose}.{expiry}{CONTENT}"
+
+    @classmethod
+    def of_content(cls, name: str, num_bytes: int) -> FileRecord:
+        """Return the record of a content without one: ``filename`` is lost, and is the id now.
+
+        Raises:
+            ValueError: it is no name of a content.
+        """
+        file_id, owner, purpose, expiry = name.removesuffix(CONTENT).split(".")
+        return cls(
+            id=file_id,
+            owner=owner,
+            filename=file_id,
+            purpose=purpose,
+            num_bytes=num_bytes,
+            created_at=time_of(file_id, FILE_PREFIX),
+            expires_at=int(expiry) if expiry else None,
+        )
 
 
 class State(StrEnum):
@@ -33,7 +75,7 @@ ENDED = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELLED
 
 @dataclass(slots=True, kw_only=True)
 class BatchRecord:
-    """A batch as stored on disk. Times are Unix seconds; ``owner`` is a digest of an API key.
+    """A batch. Times are Unix seconds; ``owner`` is a digest of an API key.
 
     ``completed`` and ``failed`` count lines; while the batch runs, those on disk lag behind.
     """
@@ -73,7 +115,3 @@ class BatchRecord:
         self.status = state
         if state is not State.VALIDATING:
             setattr(self, f"{state}_at", int(now))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object for the disk."""
-        return asdict(self)

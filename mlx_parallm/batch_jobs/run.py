@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.batch_jobs import answers
@@ -25,9 +26,9 @@ from mlx_parallm.batch_jobs.lines import (
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_results
 from mlx_parallm.batch_jobs.store import BatchStore
-from mlx_parallm.batch_jobs.threads import in_thread
 from mlx_parallm.fairness import SharedBudget
-from mlx_parallm.types.errors import ShuttingDownError
+from mlx_parallm.storage.disk import in_thread
+from mlx_parallm.types.errors import NotFoundError, ShuttingDownError
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class BatchRun:
     def __init__(self, record: BatchRecord, context: RunContext) -> None:
         self._record = record
         self._context = context
-        self._source = context.files.path(record.input_file_id)
+        self._source = Path()
         self._cancelled = asyncio.Event()
         self._is_stopping = False
         self._usage = Usage()
@@ -104,14 +105,16 @@ class BatchRun:
             ShuttingDownError: the server ends; the next one resumes the batch.
             StorageError: the disk failed; a later run may succeed.
         """
+        files, record = self._context.files, self._record
         try:
+            self._source = files.path(await files.get(record.input_file_id, record.owner))
             if self._record.status == State.VALIDATING:
                 await self._validate()
             if self._record.status == State.IN_PROGRESS:
                 await self._answer_within_time()
             if not self._record.has_ended:
                 await self._finish()
-        except FileNotFoundError:
+        except (NotFoundError, FileNotFoundError):
             await self.fail("input_file_missing", "The input file does not exist any more.")
 
     async def fail(self, code: str, message: str) -> None:
@@ -242,7 +245,7 @@ class BatchRun:
         # Opening the journal cuts off a partial entry, and creates it if no line was ever begun.
         (await in_thread(Journal, journal)).close()
         with contextlib.ExitStack() as stack:
-            output, errors = files.begin(is_limited=False), files.begin(is_limited=False)
+            output, errors = [await files.begin(is_limited=False) for _ in range(2)]
             stack.callback(output.abandon)
             stack.callback(errors.abandon)
             reason = CANCELLED if is_cancelled else EXPIRED

@@ -13,10 +13,9 @@ from pathlib import Path
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
-from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.fairness import SharedBudget
-from mlx_parallm.storage import disk
-from mlx_parallm.storage.ids import IdMaker
+from mlx_parallm.storage.disk import in_thread
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -28,36 +27,6 @@ logger = logging.getLogger(__name__)
 # RETRY_S: seconds until a folder in use by another process, or a full disk, is tried again.
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
-
-
-class Storage:
-    """Everything stored in a data folder."""
-
-    def __init__(
-        self, folder: Path, limits: FileLimits, now: Callable[[], float] = time.time
-    ) -> None:
-        """Open the folder, creating it if needed.
-
-        Raises:
-            StorageInUseError: another process uses it.
-            StorageError: it cannot be used.
-        """
-        with disk.storage_errors():
-            disk.make_folder(folder)
-            self._lock = disk.FolderLock(folder)
-            try:
-                ids = IdMaker()
-                self.files = FileStore(folder / "files", limits, ids, now)
-                self.batches = BatchStore(folder / "batches", ids)
-            except BaseException:
-                self._lock.release()
-                raise
-        for record in self.batches.unfinished():
-            self.files.use(record.input_file_id, record.id)
-
-    def close(self) -> None:
-        """Release the folder, so that another process can open it."""
-        self._lock.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,19 +73,19 @@ class BatchService:
         self._delay = delay
         self._places = SharedBudget(limits.max_samples)
         self._opened: Storage | None = None
+        self._open_once = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
 
-    @property
-    def files(self) -> FileStore:
-        """The stored files; the first access creates the folder if needed.
+    async def files(self) -> FileStore:
+        """Return the stored files; the first call creates the folder if needed.
 
         Raises:
             StorageInUseError: another process uses the folder.
             StorageError: the folder cannot be used.
         """
-        return self._storage.files
+        return (await self._storage()).files
 
     def start(self) -> None:
         """Lock the folder, creating it if needed, and resume batches of an earlier process.
@@ -133,7 +102,7 @@ class BatchService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._opened is not None:
-            self._opened.close()
+            await in_thread(self._opened.close)
             self._opened = None
 
     async def create(self, owner: str, order: BatchOrder) -> BatchRecord:
@@ -144,8 +113,8 @@ class BatchService:
             OverloadedError: too many of the owner's batches have not ended.
             StorageError: the disk refused it.
         """
-        storage = self._storage
-        self._check_input(order.input_file_id, owner)
+        storage = await self._storage()
+        await _check_input(storage.files, order.input_file_id, owner)
         created_at = int(self._now())
         record = BatchRecord(
             id=storage.batches.new_id(),
@@ -158,23 +127,22 @@ class BatchService:
             output_expires_after_s=order.output_expires_after_s,
         )
         await storage.batches.add(record)
-        storage.files.use(record.input_file_id, record.id)
-        self._drive(owner)
+        self._drive(storage, owner)
         return record
 
-    def get(self, batch_id: str, owner: str) -> BatchRecord:
+    async def get(self, batch_id: str, owner: str) -> BatchRecord:
         """Return a batch of this owner, with current counts.
 
         Raises:
             NotFoundError: the owner has no batch of this id.
         """
-        return self._storage.batches.get(batch_id, owner)
+        return await (await self._storage()).batches.get(batch_id, owner)
 
-    def list(
+    async def list(
         self, owner: str, *, after: str | None = None, limit: int
     ) -> tuple[list[BatchRecord], bool]:
         """Return a page of an owner's batches, newest first, and True if more follow."""
-        return self._storage.batches.list(owner, after=after, limit=limit)
+        return await (await self._storage()).batches.list(owner, after=after, limit=limit)
 
     async def cancel(self, batch_id: str, owner: str) -> BatchRecord:
         """Cancel a batch: pending lines are skipped, and those in the engine are aborted.
@@ -183,8 +151,8 @@ class BatchService:
             NotFoundError: the owner has no batch of this id.
             InvalidRequestError: the batch has ended, or is about to.
         """
-        storage = self._storage
-        record = storage.batches.get(batch_id, owner)
+        storage = await self._storage()
+        record = await storage.batches.get(batch_id, owner)
         if record.status == State.CANCELLING:
             return record
         if record.status not in (State.VALIDATING, State.IN_PROGRESS):
@@ -198,34 +166,28 @@ class BatchService:
         if batch_id in self._runs:
             self._runs[batch_id].cancel()
         await storage.batches.save(record)
-        self._drive(owner)
+        self._drive(storage, owner)
         return record
 
-    @property
-    def _storage(self) -> Storage:
-        if self._opened is None:
-            self._opened = Storage(self._folder, self._limits.files, self._now)
-            for record in self._opened.batches.unfinished():
-                self._drive(record.owner)
-        return self._opened
+    async def _storage(self) -> Storage:
+        async with self._open_once:
+            if self._opened is not None:
+                return self._opened
+            storage = await in_thread(self._open)
+            for record in storage.batches.unfinished():
+                self._drive(storage, record.owner)
+            return storage
 
-    def _check_input(self, file_id: str, owner: str) -> None:
-        try:
-            purpose = self.files.get(file_id, owner).purpose
-        except NotFoundError as missing:
-            raise InvalidRequestError(
-                str(missing), param="input_file_id", code="file_not_found"
-            ) from None
-        if purpose != "batch":
-            raise InvalidRequestError(
-                f"The file's purpose must be batch, not {purpose}.", param="input_file_id"
-            )
+    def _open(self) -> Storage:
+        # Set here, because a caller that is cancelled meanwhile would not close it.
+        self._opened = storage = Storage(self._folder, self._limits.files, self._now)
+        return storage
 
     async def _open_when_free(self) -> None:
         was_logged = False
         while self._opened is None:
             try:
-                _ = self._storage
+                await self._storage()
             except StorageError as problem:
                 if not was_logged:
                     logger.warning(
@@ -236,18 +198,18 @@ class BatchService:
         if was_logged:
             logger.info("files and batches are served from %s", self._folder)
 
-    def _drive(self, owner: str) -> None:
+    def _drive(self, storage: Storage, owner: str) -> None:
         if owner not in self._drivers:
-            driver = asyncio.ensure_future(self._run_batches_of(owner))
+            driver = asyncio.ensure_future(self._run_batches_of(storage, owner))
             self._drivers[owner] = driver
 
-    async def _run_batches_of(self, owner: str) -> None:
+    async def _run_batches_of(self, storage: Storage, owner: str) -> None:
         """Run an owner's batches one after the other until none is left."""
         num_troubles = 0
         try:
-            while left := self._storage.batches.unfinished(owner):
+            while left := storage.batches.unfinished(owner):
                 try:
-                    await self._run(left[0])
+                    await self._run(storage, left[0])
                     num_troubles = 0
                 except StorageError as problem:
                     logger.error("batch %s waits: %s", left[0].id, problem)  # noqa: TRY400
@@ -258,8 +220,7 @@ class BatchService:
         finally:
             del self._drivers[owner]
 
-    async def _run(self, record: BatchRecord) -> None:
-        storage = self._storage
+    async def _run(self, storage: Storage, record: BatchRecord) -> None:
         context = RunContext(
             batches=storage.batches,
             files=storage.files,
@@ -280,5 +241,16 @@ class BatchService:
                 logger.exception("batch %s failed", record.id)
                 await run.fail("server_error", "The server failed; its log says why.")
         logger.info("batch %s has the status %s", record.id, record.status)
-        if record.has_ended:
-            storage.files.release(record.input_file_id, record.id)
+
+
+async def _check_input(files: FileStore, file_id: str, owner: str) -> None:
+    try:
+        purpose = (await files.get(file_id, owner)).purpose
+    except NotFoundError as missing:
+        raise InvalidRequestError(
+            str(missing), param="input_file_id", code="file_not_found"
+        ) from None
+    if purpose != "batch":
+        raise InvalidRequestError(
+            f"The file's purpose must be batch, not {purpose}.", param="input_file_id"
+        )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from bisect import insort
+from dataclasses import replace
 from pathlib import Path
 
 from mlx_parallm.batch_jobs.records import BatchRecord
-from mlx_parallm.batch_jobs.stored import read_records
-from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.storage import disk
-from mlx_parallm.storage.ids import IdMaker, page_of
+from mlx_parallm.storage.database import Connection, Database, Values, put, read
+from mlx_parallm.storage.ids import AFTER_ALL, IdMaker
 from mlx_parallm.types.errors import NotFoundError, OverloadedError
 
 # MAX_OPEN: most unfinished batches of an owner. MAX_KEPT: most batches of an owner.
@@ -19,20 +16,22 @@ MAX_KEPT = 10_000
 
 
 class BatchStore:
-    """Records of batches, in memory and on disk. Its methods belong to one thread."""
+    """The records of batches. Its methods belong to one event loop.
 
-    def __init__(self, folder: Path, ids: IdMaker) -> None:
-        disk.make_folder(folder)
+    The database has all records. Those of unfinished batches are in memory too, where their runs
+    change them; ``save`` writes such a change.
+    """
+
+    def __init__(self, folder: Path, database: Database, ids: IdMaker) -> None:
+        """Read the unfinished batches, and remove the journals of those that have ended."""
         self._folder = folder
+        self._database = database
         self._ids = ids
-        self._saving = asyncio.Lock()
-        self._records = {record.id: record for record in read_records(folder, BatchRecord)}
-        self._sorted = sorted(self._records)
-        for path in folder.iterdir():
-            record = self._records.get(path.stem)
-            is_done = path.suffix == ".journal" and record is not None and record.has_ended
-            if is_done or path.suffix == ".part":
-                path.unlink(missing_ok=True)
+        records = database.run_now(lambda db: read(db, BatchRecord, "batches ORDER BY id"))
+        self._unfinished = {record.id: record for record in records if not record.has_ended}
+        for record in records:
+            if record.has_ended:
+                self.journal_path(record.id).unlink(missing_ok=True)
 
     def new_id(self) -> str:
         """Return an id for a batch."""
@@ -45,61 +44,64 @@ class BatchStore:
             OverloadedError: too many of the owner's batches have not ended.
             StorageError: the disk refused it.
         """
-        owned = [batch for batch in self._all() if batch.owner == record.owner]
-        if sum(not batch.has_ended for batch in owned) >= MAX_OPEN:
-            raise OverloadedError(
-                f"{MAX_OPEN} batches have not ended; wait or cancel some.", retry_after_s=60
-            )
-        await self.save(record)
-        self._records[record.id] = record
-        insort(self._sorted, record.id)
-        if len(owned) >= MAX_KEPT:
-            self._remove(next(batch for batch in owned if batch.has_ended))
+
+        def insert(db: Connection) -> None:
+            counts = "SELECT count(*), total(NOT has_ended) FROM batches WHERE owner = ?"
+            num_kept, num_open = db.execute(counts, (record.owner,)).fetchone()
+            if num_open >= MAX_OPEN:
+                raise OverloadedError(
+                    f"{MAX_OPEN} batches have not ended; wait or cancel some.", retry_after_s=60
+                )
+            if num_kept >= MAX_KEPT:
+                oldest = "SELECT min(id) FROM batches WHERE owner = ? AND has_ended"
+                db.execute(f"DELETE FROM batches WHERE id = ({oldest})", (record.owner,))
+            put(db, "batches", record)
+
+        await self._database.run(insert)
+        self._unfinished[record.id] = record
 
     async def save(self, record: BatchRecord) -> None:
-        """Write a record to disk.
+        """Write a record as it is now.
 
         Raises:
             StorageError: the disk refused it.
         """
-        # Writes are serialised, so that the record on disk is the latest.
-        async with self._saving:
-            path = self._folder / f"{record.id}.json"
-            await in_thread(disk.replace_json, path, record.to_json())
+        copy = replace(record)
+        await self._database.run(lambda db: put(db, "batches", copy))
+        if copy.has_ended:
+            self._unfinished.pop(record.id, None)
 
-    def get(self, batch_id: str, owner: str) -> BatchRecord:
+    async def get(self, batch_id: str, owner: str) -> BatchRecord:
         """Return a batch of this owner.
 
         Raises:
             NotFoundError: the owner has no batch of this id.
         """
-        record = self._records.get(batch_id)
-        if record is None or record.owner != owner:
-            raise NotFoundError(f"No such batch: {batch_id[:64]!r}.", param="batch_id")
-        return record
+        source, values = "batches WHERE id = ? AND owner = ?", (batch_id, owner)
+        for record in await self._read(source, values):
+            return record
+        raise NotFoundError(f"No such batch: {batch_id[:64]!r}.", param="batch_id")
 
-    def list(
+    async def list(
         self, owner: str, *, after: str | None = None, limit: int
     ) -> tuple[list[BatchRecord], bool]:
-        """Return a page of an owner's batches, newest first, and True if more follow."""
-        owned = [batch.id for batch in self._all() if batch.owner == owner]
-        page = page_of(owned, after=after, limit=limit, descending=True)
-        return [self._records[name] for name in page.ids], page.has_more
+        """Return a page of an owner's batches, newest first, and True if more follow.
+
+        ``after`` is the last id of the page before, which need not exist any more.
+        """
+        source = "batches WHERE owner = ? AND id < ? ORDER BY id DESC LIMIT ?"
+        records = await self._read(source, (owner, after or AFTER_ALL, limit + 1))
+        return records[:limit], len(records) > limit
 
     def unfinished(self, owner: str | None = None) -> list[BatchRecord]:
         """Return the unfinished batches, oldest first, of ``owner``; None: of all owners."""
-        batches = [batch for batch in self._all() if not batch.has_ended]
+        batches = [batch for batch in self._unfinished.values() if not batch.has_ended]
         return [batch for batch in batches if owner in (None, batch.owner)]
 
     def journal_path(self, batch_id: str) -> Path:
         """Return the path of a batch's journal."""
         return self._folder / f"{batch_id}.journal"
 
-    def _all(self) -> list[BatchRecord]:
-        return [self._records[name] for name in self._sorted]
-
-    def _remove(self, record: BatchRecord) -> None:
-        with disk.storage_errors():
-            (self._folder / f"{record.id}.json").unlink(missing_ok=True)
-        del self._records[record.id]
-        self._sorted.remove(record.id)
+    async def _read(self, source: str, values: Values) -> list[BatchRecord]:
+        records = await self._database.run(lambda db: read(db, BatchRecord, source, values))
+        return [self._unfinished.get(record.id, record) for record in records]

@@ -1,1 +1,1 @@
-"""Crash-safe files in a data folder, and ids that sort by time; for batches and training."""
+"""Crash-safe files in a data folder, its lock, ids that sort by time, and a database."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from mlx_parallm.types.errors import StorageError, StorageInUseError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 # FULL_SYNC: on macOS ``fsync`` leaves data in the drive's cache, and this call of ``fcntl`` empties
@@ -22,6 +25,24 @@ FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY, errno.ENODEV)
 # MAX_HOLDER_BYTES: bytes read of the text that a lock's holder wrote about itself.
 MAX_HOLDER_BYTES = 1000
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run ``work`` on a thread and return its result; see ``finished``."""
+    return await finished(asyncio.to_thread(work, *args, **kwargs))
+
+
+async def finished(work: Awaitable[T]) -> T:
+    """Return the result of work on a thread.
+
+    A cancelled caller still waits for the end of the work, so that it can close what the work uses.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 @contextlib.contextmanager

@@ -1,12 +1,14 @@
-"""Ids that sort by time of creation, and pages of lists of them."""
+"""Ids that sort by time of creation."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+
+# BEFORE_ALL, AFTER_ALL: texts that sort before and after all ids.
+BEFORE_ALL, AFTER_ALL = "", "\x7f"
 
 
 class IdMaker:
@@ -22,26 +24,13 @@ class IdMaker:
         return f"{prefix}{self._last_ns:016x}{secrets.token_hex(8)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Some ids of a list; ``has_more`` is True if more follow."""
+def time_of(made_id: str, prefix: str) -> int:
+    """Return the Unix seconds at which an id was made.
 
-    ids: tuple[str, ...]
-    has_more: bool
-
-
-def page_of(ids: Sequence[str], *, after: str | None, limit: int, descending: bool) -> Page:
-    """Return the next ``limit`` ids after ``after``, which need not exist any more.
-
-    Args:
-        ids: all ids, ascending.
-        after: the last id of the page before; None for the first page.
-        limit: most ids of a page.
-        descending: True if pages begin with the newest.
+    Raises:
+        ValueError: it is none of an ``IdMaker``.
     """
-    if descending:
-        end = len(ids) if after is None else bisect_left(ids, after)
-        start = max(0, end - limit)
-        return Page(tuple(reversed(ids[start:end])), start > 0)
-    start = 0 if after is None else bisect_right(ids, after)
-    return Page(tuple(ids[start : start + limit]), start + limit < len(ids))
+    digits = made_id.removeprefix(prefix)
+    if not re.fullmatch("[0-9a-f]{32}", digits):
+        raise ValueError(f"no id of {prefix}")
+    return int(digits[:16], 16) // 10**9

@@ -59,14 +59,14 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> dict[str, Any]:
     """List the caller's batches, newest first; ``after`` is the last id of the previous page."""
-    records, has_more = batches.list(client, after=after, limit=limit)
+    records, has_more = await batches.list(client, after=after, limit=limit)
     return list_object([batch_object(record) for record in records], has_more)
 
 
 @routes.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """Return the state of a batch."""
-    return batch_object(batches.get(batch_id, client))
+    return batch_object(await batches.get(batch_id, client))
 
 
 @routes.post("/v1/batches/{batch_id}/cancel")

@@ -15,8 +15,9 @@ from mlx_parallm.api.http.multipart import FormReader
 from mlx_parallm.api.http.openapi import FILES
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.uploads import validated
-from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
-from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.batch_jobs.files import FileStore, Upload
+from mlx_parallm.batch_jobs.records import FileRecord
+from mlx_parallm.storage.disk import in_thread
 
 routes = Routes(FILES, short=True)
 
@@ -34,10 +35,11 @@ FORM = {
 async def create_file(request: Request, client: ClientDep, batches: BatchesDep) -> Response:
     """Store a file, as a form with ``file`` and ``purpose``."""
     form = FormReader(request.headers.get("content-type", ""), FILE_FIELD)
-    upload = batches.files.begin()
+    files = await batches.files()
+    upload = await files.begin()
     try:
         await _receive(request, form, upload)
-        record = await _store(batches.files, form, upload, client)
+        record = await _store(files, form, upload, client)
     finally:
         upload.abandon()
     return JSONResponse(file_object(record))
@@ -53,7 +55,8 @@ async def list_files(
     purpose: str | None = None,
 ) -> dict[str, Any]:
     """List the caller's files by age; ``after`` is the last id of the previous page."""
-    records, has_more = batches.files.list(
+    files = await batches.files()
+    records, has_more = await files.list(
         client, purpose=purpose, after=after, limit=limit, descending=order == "desc"
     )
     return list_object([file_object(record) for record in records], has_more)
@@ -62,22 +65,25 @@ async def list_files(
 @routes.get("/v1/files/{file_id}")
 async def retrieve_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """Return the description of a file."""
-    return file_object(batches.files.get(file_id, client))
+    files = await batches.files()
+    return file_object(await files.get(file_id, client))
 
 
 @routes.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """Delete a file, unless a running batch reads it."""
-    batches.files.delete(file_id, client)
+    files = await batches.files()
+    await files.delete(file_id, client)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
 @routes.get("/v1/files/{file_id}/content", response_class=FileResponse)
 async def retrieve_content(file_id: str, client: ClientDep, batches: BatchesDep) -> FileResponse:
     """Return the content of a file."""
-    record = batches.files.get(file_id, client)
+    files = await batches.files()
+    record = await files.get(file_id, client)
     return FileResponse(
-        batches.files.path(record.id),
+        files.path(record),
         media_type="application/octet-stream",
         filename=record.filename,
         headers={"x-content-type-options": "nosniff"},

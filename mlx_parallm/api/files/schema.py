@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictInt
 
-from mlx_parallm.batch_jobs.files import FileRecord
-from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 
 DAY_S = 24 * 3600
 MIN_EXPIRY_S = 3600

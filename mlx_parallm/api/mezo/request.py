@@ -252,15 +252,16 @@ async def rows_of(
     if batches is None:
         raise InvalidRequestError("Files are kept with --data-dir only.", param=DATA)
     owner = await get_client(request)
+    files = await batches.files()
     try:
-        record = batches.files.get(data, owner)
+        record = await files.get(data, owner)
     except NotFoundError as problem:
         raise NotFoundError(str(problem), param=DATA) from None
     if record.purpose != PURPOSE:
         raise InvalidRequestError(
             f"{data} is of purpose {record.purpose!r}, not {PURPOSE!r}.", param=DATA
         )
-    path = batches.files.path(data)
+    path = files.path(record)
     return await asyncio.to_thread(lambda: parsed_rows(path.read_bytes()))
 
 

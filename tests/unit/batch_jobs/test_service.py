@@ -88,12 +88,11 @@ class World:
         self.service.start()
 
     async def upload(self, content: bytes, owner: str = "me", purpose: str = "batch") -> str:
-        upload = self.service.files.begin()
+        files = await self.service.files()
+        upload = await files.begin()
         upload.claim(len(content))
         upload.write(content)
-        record = await self.service.files.commit(
-            upload, owner=owner, filename="in", purpose=purpose
-        )
+        record = await files.commit(upload, owner=owner, filename="in", purpose=purpose)
         return record.id
 
     async def create(self, num_lines: int, owner: str = "me", **more: Any) -> BatchRecord:
@@ -104,7 +103,7 @@ class World:
 
     async def until(self, record: BatchRecord, is_so: Callable[[BatchRecord], bool]) -> BatchRecord:
         while True:
-            current = self.service.get(record.id, record.owner)
+            current = await self.service.get(record.id, record.owner)
             if is_so(current):
                 return current
             await asyncio.sleep(0)
@@ -112,15 +111,20 @@ class World:
     async def end_of(self, record: BatchRecord) -> BatchRecord:
         return await self.until(record, lambda current: current.has_ended)
 
-    def results(self, record: BatchRecord) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        def read(file_id: str | None) -> list[dict[str, Any]]:
+    async def results(
+        self, record: BatchRecord
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        files = await self.service.files()
+
+        async def read(file_id: str | None) -> list[dict[str, Any]]:
             if file_id is None:
                 return []
-            assert self.service.files.get(file_id, record.owner).num_bytes
-            text = self.service.files.path(file_id).read_text("utf-8")
+            file = await files.get(file_id, record.owner)
+            assert file.num_bytes
+            text = files.path(file).read_text("utf-8")
             return [json.loads(line) for line in text.splitlines()]
 
-        return read(record.output_file_id), read(record.error_file_id)
+        return await read(record.output_file_id), await read(record.error_file_id)
 
 
 def lines(count: int, **more: Any) -> bytes:
@@ -146,7 +150,7 @@ async def test_a_batch_from_beginning_to_end(world: World) -> None:
     record = await world.create(10, model="m")
     assert record.status == State.VALIDATING
     record = await world.end_of(record)
-    output, errors = world.results(record)
+    output, errors = await world.results(record)
     assert [answer["custom_id"] for answer in output] == [f"c{n}" for n in range(10) if n % 4 != 1]
     assert [answer["custom_id"] for answer in errors] == ["c1", "c5", "c9"]
     assert output[0]["response"] == {"status_code": 200, "request_id": "id", "body": good(0).body}
@@ -161,7 +165,7 @@ async def test_a_batch_from_beginning_to_end(world: World) -> None:
         "total_tokens": 35,
     }  # fmt: skip
     await world.restart()
-    assert world.service.get(record.id, "me") == record
+    assert await world.service.get(record.id, "me") == record
     assert not list(world.folder.rglob("*.journal"))
 
 
@@ -183,7 +187,7 @@ async def test_a_server_that_ends_anywhere_answers_every_line_once(
     hang.set()
     world.handler = answer_at_once
     record = await world.end_of(record)
-    output, errors = world.results(record)
+    output, errors = await world.results(record)
     assert errors == []
     assert [answer["response"]["body"]["answer"] for answer in output] == list(range(12))
     # Only lines in flight are sent twice.
@@ -225,7 +229,7 @@ async def test_a_failing_server_is_asked_again_some_times_and_a_busy_one_until_i
 
     world.handler = trouble
     record = await world.end_of(await world.create(6))
-    output, errors = world.results(record)
+    output, errors = await world.results(record)
     assert [answer["custom_id"] for answer in output] == ["c0", "c2", "c4", "c5"]
     assert [answer["response"]["status_code"] for answer in errors] == [500, 501]
     counts = Counter(number for _, number in world.sent)
@@ -270,10 +274,11 @@ async def test_owners_take_turns(world: World) -> None:
     first_b = next(place for place, (owner, _) in enumerate(world.sent) if owner == "b")
     assert first_b <= NUM_PLACES + 1
     with pytest.raises(NotFoundError):
-        world.service.get(records[0].id, "b")
+        await world.service.get(records[0].id, "b")
     with pytest.raises(NotFoundError):
         await world.service.cancel(records[0].id, "b")
-    assert [listed.id for listed in world.service.list("a", limit=9)[0]] == [records[0].id]
+    listed, has_more = await world.service.list("a", limit=9)
+    assert ([batch.id for batch in listed], has_more) == ([records[0].id], False)
 
 
 async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: World) -> None:
@@ -290,7 +295,7 @@ async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: 
     assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
     assert (await world.service.cancel(waiting.id, "me")).status == State.CANCELLING
     record, waiting = await world.end_of(record), await world.end_of(waiting)
-    output, errors = world.results(record)
+    output, errors = await world.results(record)
     assert [answer["custom_id"] for answer in output] == ["c0", "c1", "c2", "c3"]
     assert [answer["custom_id"] for answer in errors] == [f"c{n}" for n in range(4, 10)]
     assert {answer["error"]["code"] for answer in errors} == {"batch_cancelled"}
@@ -301,7 +306,7 @@ async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: 
     with pytest.raises(InvalidRequestError, match="cancelled"):
         await world.service.cancel(record.id, "me")
     # The batch's input may be deleted now.
-    world.service.files.delete(record.input_file_id, "me")
+    await (await world.service.files()).delete(record.input_file_id, "me")
 
 
 async def test_an_expired_batch_keeps_its_answers_and_tells_of_the_rest(world: World) -> None:
@@ -316,7 +321,7 @@ async def test_an_expired_batch_keeps_its_answers_and_tells_of_the_rest(world: W
     world.now += 24 * 3600
     await world.restart()
     record = await world.end_of(record)
-    output, errors = world.results(record)
+    output, errors = await world.results(record)
     assert [answer["custom_id"] for answer in output] == ["c0", "c1"]
     assert [answer["error"]["code"] for answer in errors] == ["batch_expired"] * 3
     assert record.status == "expired"
@@ -356,7 +361,7 @@ async def test_open_batches_of_an_owner_are_bounded_and_their_input_stays(world:
         await world.service.create("me", order)
     await world.restart()
     with pytest.raises(InvalidRequestError, match="input"):
-        world.service.files.delete(record.input_file_id, "me")
+        await (await world.service.files()).delete(record.input_file_id, "me")
 
 
 async def test_a_batch_is_cancelled_though_the_disk_refuses_to_note_it(
@@ -387,7 +392,8 @@ async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:
     world.handler = hang
     record = await world.create(3)
     await world.until(record, lambda current: current.status == State.IN_PROGRESS)
-    world.service.files.path(record.input_file_id).unlink()
+    files = await world.service.files()
+    files.path(await files.get(record.input_file_id, "me")).unlink()
     await world.restart()
     record = await world.end_of(record)
     assert [error["code"] for error in record.errors or ()] == ["input_file_missing"]
@@ -409,7 +415,8 @@ async def test_a_crash_while_the_files_are_written_does_not_double_them(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = await world.create(4)
-    commit = world.service.files.commit
+    store = await world.service.files()
+    commit = store.commit
     committed = asyncio.Event()
 
     async def commit_and_hang(*args: Any, **kwargs: Any) -> Any:
@@ -417,13 +424,13 @@ async def test_a_crash_while_the_files_are_written_does_not_double_them(
         committed.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(world.service.files, "commit", commit_and_hang)
+    monkeypatch.setattr(store, "commit", commit_and_hang)
     await committed.wait()
     await world.restart()
     record = await world.end_of(record)
     assert record.status == "completed"
-    assert len(world.results(record)[0]) == 4
-    files, _ = world.service.files.list("me", limit=99)
+    assert len((await world.results(record))[0]) == 4
+    files, _ = await (await world.service.files()).list("me", limit=99)
     assert {file.id for file in files} == {record.input_file_id, record.output_file_id}
     assert Counter(number for _, number in world.sent).most_common(1)[0][1] == 1
 
@@ -432,14 +439,16 @@ async def test_a_folder_that_is_not_there_is_made_at_start(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.service.start()
-    await asyncio.sleep(0)
+    while not (world.folder / "records.db").exists():  # noqa: ASYNC110 - a thread makes it
+        await asyncio.sleep(0)
     second = World(world.folder)
     second.service.start()
-    await asyncio.sleep(0)
+    while "not available" not in caplog.text:  # noqa: ASYNC110 - a thread finds it out
+        await asyncio.sleep(0)
     # Neither batch has had a request yet.
     assert f"Another server (process {os.getpid()}) uses the data folder" in caplog.text
     assert str(world.folder) in caplog.text
-    assert world.service.list("me", limit=1) == ([], False)
+    assert await world.service.list("me", limit=1) == ([], False)
     await second.service.stop()
 
 
@@ -455,7 +464,7 @@ async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> N
     second = World(world.folder)
     second.service.start()
     with pytest.raises(StorageInUseError, match=f"Another server .process {os.getpid()}. uses"):
-        second.service.list("me", limit=1)
+        await second.service.list("me", limit=1)
     await world.service.stop()
     assert (await second.end_of(record)).completed == 2
     await second.service.stop()

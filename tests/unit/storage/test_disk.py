@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import os
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import mlx_parallm
-from mlx_parallm.batch_jobs.files import FileLimits, FileStore
+from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.journal import Entry, Journal
+from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.storage import disk
-from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.training.records import SessionState
 from mlx_parallm.training.session_files import SessionFiles
 from mlx_parallm.types.errors import StorageError
@@ -69,17 +69,17 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
 def put_file(folder: Path) -> None:
     async def put() -> None:
         limits = FileLimits(max_file_bytes=100, max_total_bytes=10_000)
-        store = FileStore(folder, limits, IdMaker())
-        upload = store.begin()
-        upload.claim(1)
-        upload.write(b"x")
-        await store.commit(upload, owner="me", filename="a", purpose="batch")
+        with closing(Storage(folder / "data", limits)) as storage:
+            upload = await storage.files.begin()
+            upload.claim(1)
+            upload.write(b"x")
+            await storage.files.commit(upload, owner="me", filename="a", purpose="batch")
 
     asyncio.run(put())
 
 
 def append_answer(folder: Path) -> None:
-    with contextlib.closing(Journal(folder / "journal")) as journal:
+    with closing(Journal(folder / "journal")) as journal:
         journal.append([Entry(1, {})])
 
 
@@ -96,7 +96,8 @@ REPLACED = ["file", "folder"]
     [
         (lambda folder: disk.replace_json(folder / "a.json", {}), REPLACED),
         (append_answer, ["folder", "file"]),
-        (put_file, ["file", *REPLACED]),
+        # The content, and the folder with its name; see ``test_database`` for the record.
+        (put_file, REPLACED),
         # The examples, the state, and last the settings, which make it a session.
         (create_session, ["file", *REPLACED, *REPLACED]),
     ],
