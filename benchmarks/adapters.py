@@ -24,13 +24,13 @@ from benchmarks.checks import Check, conclude
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.config import CacheConfig
+from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import KVLayout, leaves, probe_layout
-from mlx_parallm.worker.generation.memory import query_heads
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype

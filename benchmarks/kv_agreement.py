@@ -21,11 +21,13 @@ from benchmarks.checks import Check, conclude
 from demo.packing import encode_conversations
 from mlx_parallm.config import KV_CACHE_DTYPES, CacheConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, TokenLogprob
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv, query_heads
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import load_model
 
@@ -101,7 +103,7 @@ class Scored:
     """
 
     def __init__(self, kv_cache_dtype: str, dtype: str, texts: Sequence[Conversation]) -> None:
-        runner, self.bytes = make_runner(kv_cache_dtype, dtype, texts)
+        runner, self.bytes = embedded_runner(kv_cache_dtype, dtype, texts)
         self.backend = runner.info.attention_backend
         self.entries: list[list[TokenLogprob]] = [[] for _ in texts]
         longest = max(len(text.token_ids) for text in texts)
@@ -129,7 +131,7 @@ class Scored:
         return [entry.top[0][0] for entry in self.entries[index][-COMPARED:]]
 
 
-def make_runner(
+def embedded_runner(
     kv_cache_dtype: str, dtype: str, texts: Sequence[Conversation]
 ) -> tuple[ModelRunner, int]:
     """Return a runner of the embedded model with KV for all texts, and the bytes of a block."""
@@ -140,7 +142,7 @@ def make_runner(
     longest = max(len(text.token_ids) for text in texts)
     scheduler = SchedulerConfig(max_num_seqs=len(texts))
     plan = plan_kv(layouts, loaded.config, cache, scheduler, longest, backend)
-    runner = ModelRunner(loaded, layouts, plan, plan.wanted_blocks, backend)
+    runner = make_runner(loaded, layouts, plan, plan.wanted_blocks, backend)[0]
     return runner, plan.block_bytes
 
 

@@ -11,8 +11,8 @@ from mlx_parallm.config import CacheConfig, ModelConfig, SchedulerConfig, Specul
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.golden_images import GoldenImages, read_vision, write_vision
@@ -63,14 +63,14 @@ def new_runner(
     )
     drafting = None
     if draft is not None:
-        drafting = DraftModel(
+        drafting = make_draft(
             draft,
             probe_layout(draft.model),
             backend(BLOCK_SIZE),
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-        )
-    return ModelRunner(loaded, layouts, plan, NUM_BLOCKS, attention, drafting)
+        )[0]
+    return make_runner(loaded, layouts, plan, NUM_BLOCKS, attention, drafting)[0]
 
 
 def longest_uncut(name: str) -> int:

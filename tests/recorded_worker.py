@@ -16,10 +16,9 @@ from mlx_parallm.pooling.build import PoolingBuilder
 from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.worker.attention import backend_choice
 from mlx_parallm.worker.attention.backend_choice import BackendChoice
-from mlx_parallm.worker.generation import path_choice
-from mlx_parallm.worker.generation.inputs import image_check
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.generation.load import image_check, path_choice
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.lora import adapter_check, adapter_store
 from mlx_parallm.worker.ops import Allocate, Load, Op, Pending
 from mlx_parallm.worker.sampling import check as sampling_check

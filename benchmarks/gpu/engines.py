@@ -26,13 +26,14 @@ from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
 from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import plan_kv, query_heads
-from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from tests.builders.random_models import RandomModel, flatten
 
@@ -157,9 +158,9 @@ def make_engine(
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
-    runner = ModelRunner(
+    runner = make_runner(
         loaded, layouts, plan, num_blocks, backend, drafting, grammars=grammars, tracer=tracer
-    )
+    )[0]
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(
@@ -242,9 +243,9 @@ def _draft_model(model: RandomModel, cache: CacheConfig, num_blocks: int) -> Dra
         flatten(model)
     loaded, layouts = model.loaded, probe_layout(model.model)
     choice = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config))
-    return DraftModel(
+    return make_draft(
         loaded, layouts, choice.backend, num_blocks=num_blocks, block_size=cache.block_size
-    )
+    )[0]
 
 
 def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

@@ -98,11 +98,11 @@ def read_settings(
         ConfigError: a value is wrong, a key is unknown, or the file cannot be read.
     """
     sourced_values: dict[str, SourcedValue] = {}
-    for given in _sources(args, environment):
-        check_names({name: value.source for name, value in given.items()})
-        for name in overridden_by(given):
+    for values in _sources(args, environment):
+        check_names({name: value.source for name, value in values.items()})
+        for name in overridden_by(values):
             sourced_values.pop(name, None)
-        sourced_values.update(given)
+        sourced_values.update(values)
     return build_config({RENAMED.get(name, name): value for name, value in sourced_values.items()})
 
 
@@ -122,10 +122,10 @@ def warn_of_former_settings(
     args: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Log a warning for each setting that goes with the next version, with what replaces it."""
-    for given in _sources(args, environment):
+    for values in _sources(args, environment):
         for former in FORMER_SETTINGS:
-            if former.name in given:
-                logger.warning("%s", warning_of(former, given[former.name].source))
+            if former.name in values:
+                logger.warning("%s", warning_of(former, values[former.name].source))
 
 
 def from_flags(args: argparse.Namespace) -> dict[str, SourcedValue]:

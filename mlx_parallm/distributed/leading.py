@@ -20,7 +20,7 @@ from mlx_parallm.distributed.metrics import RankMetrics
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.worker.device.ranks import join_ranks
-from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)

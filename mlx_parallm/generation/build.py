@@ -29,6 +29,7 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.images.form import ImageForm, image_form
+from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
@@ -48,9 +49,8 @@ from mlx_parallm.worker.device.properties import (
     free_memory_bytes,
     give_back_memory,
 )
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.memory import learned_positions
-from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.ops import Allocate, Load
 from mlx_parallm.worker.training.sessions import TrainingSessions

@@ -10,7 +10,7 @@ from typing_extensions import override
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.model_input import HostArray, InputChanges, InputStages
 from mlx_parallm.types.step import NO_CHANGES, Runner, ScheduledBatch, StepInFlight
-from mlx_parallm.worker.generation.plan import GenerationPlan
+from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.ops import ComputeInputs, DropInputs, DropTensors, Pending, Step, tensor_ops
 from mlx_parallm.worker.worker import Worker
 

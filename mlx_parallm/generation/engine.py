@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -273,7 +274,7 @@ class GenerationEngine(ServedEngine):
         self, batch: ScheduledBatch, begin_s: float, updates: list[SequenceUpdate]
     ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
-        step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
+        step = self._attempt(batch, partial(self._runner.submit, batch), updates)
         self._counted_s = self._clock()
         return None if step is None else _Begun(batch, step, self._counted_s - begin_s)
 

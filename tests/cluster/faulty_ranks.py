@@ -33,8 +33,8 @@ from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.ops import DropPrepared, Load, Pending, PrepareWeights, Step
 from mlx_parallm.worker.worker import Device, PendingLoad, Tensors, Worker, WorkerModel
 

@@ -33,8 +33,8 @@ from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.ranks import Ranks, join_ranks
 from mlx_parallm.worker.device.shared_tensors import SharedTensor
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Allocate,

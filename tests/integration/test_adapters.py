@@ -18,8 +18,8 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.kv_pools import KVPools
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.path_choice import choose_path
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.layers.row_layers import Columns

@@ -14,7 +14,7 @@ from mlx_parallm.worker.generation.attention_overrides import (
     soft_capped_attention,
 )
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.path_choice import PathChoice, choose_path
+from mlx_parallm.worker.generation.load.path_choice import PathChoice, choose_path
 from mlx_parallm.worker.generation.seam import ModelSeams, ModuleSeam
 from tests.integration.test_parity_generate import build_model
 

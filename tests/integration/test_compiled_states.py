@@ -13,7 +13,8 @@ from mlx.utils import tree_map
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import CompiledAttention
@@ -54,7 +55,7 @@ def runner_of(
     attention = backend(block_size)
     scheduler = SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, config, CacheConfig(block_size=block_size), scheduler, 96, attention)
-    return ModelRunner(loaded, layouts, plan, 96, attention)
+    return make_runner(loaded, layouts, plan, 96, attention)[0]
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -13,8 +13,8 @@ from mlx_parallm.worker.attention import dense
 from mlx_parallm.worker.attention.dense import rows_within
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import max_scores
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.memory import max_scores
+from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths import split
 from mlx_parallm.worker.generation.row_groups import RowGroup, make_groups
 from tests.builders.architectures.configs import config_of

@@ -26,8 +26,8 @@ from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.types.training import Distribution, TrainableSpec
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
-from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.ops import Op, OpenTraining, Pending, PoolBatch, Step
 from mlx_parallm.worker.worker import Worker
 from tests import adapter_files
@@ -249,7 +249,7 @@ def test_a_runner_of_ranks_fails_without_waiting_for_its_device(
     cache, scheduler = CacheConfig(block_size=16), SchedulerConfig()
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 32, attention)
     faults = DeviceFaults(may_wait=may_wait)
-    runner = ModelRunner(loaded, layouts, plan, 4, attention, faults=faults)
+    runner = make_runner(loaded, layouts, plan, 4, attention, faults=faults)[0]
     chunk = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(5, 6), block_table=(0,))
     step = runner.submit(ScheduledBatch(step_id=0, sequences=(chunk,)))
     calls: list[str] = []

@@ -14,7 +14,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers

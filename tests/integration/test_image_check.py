@@ -10,15 +10,16 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation import path_choice
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.inputs import forward, image_check
+from mlx_parallm.worker.generation.inputs import forward
 from mlx_parallm.worker.generation.inputs.forward import DeepstackSeam
-from mlx_parallm.worker.generation.inputs.image_check import ImageText
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load import image_check, path_choice
+from mlx_parallm.worker.generation.load.image_check import ImageText
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.path_choice import ALONE
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.path_choice import ALONE
-from mlx_parallm.worker.generation.plan import DecoderChoices
 from tests.golden_images import vision_names
 from tests.image_mutations import (
     LOADED_MUTATIONS,
@@ -37,12 +38,20 @@ def load(
     attention: AttentionBackend | None = None,
     choices: DecoderChoices | None = None,
 ) -> ModelRunner:
+    return load_with_choices(name, attention, choices)[0]
+
+
+def load_with_choices(
+    name: str,
+    attention: AttentionBackend | None = None,
+    choices: DecoderChoices | None = None,
+) -> tuple[ModelRunner, DecoderChoices]:
     loaded = loaded_of(name) if name in vision_names() else loaded_model(name)
     layouts, config = probe_layout(loaded.model), CacheConfig(block_size=BLOCK_SIZE)
     attention = attention or ReferenceAttention(BLOCK_SIZE)
     scheduler = SchedulerConfig(max_num_seqs=4)
     plan = plan_kv(layouts, loaded.config, config, scheduler, MAX_LEN, attention)
-    return ModelRunner(loaded, layouts, plan, 64, attention, choices=choices)
+    return make_runner(loaded, layouts, plan, 64, attention, choices=choices)
 
 
 #: ``MISTAKES``: those with all rows show in any model, and are tried in one of each path.
@@ -65,14 +74,14 @@ def test_a_mistake_with_rows_of_images_is_found_at_load(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mutation(monkeypatch)
-    runner = load(name)
+    runner, choices = load_with_choices(name)
     assert not takes_images(runner)
     assert runner.info.path in {"packed", "split"}, "texts are computed as before"
     (warning,) = [each for each in caplog.messages if "takes no images" in each]
     assert "differ from mlx_lm's by" in warning
     # A worker that takes the choices over refuses images too, for the same reason.
     caplog.clear()
-    assert not takes_images(load(name, choices=runner.choices))
+    assert not takes_images(load(name, choices=choices))
     assert warning in caplog.messages
 
 
@@ -127,7 +136,7 @@ def test_rows_on_several_axes_do_not_run_alone(
 
     monkeypatch.setattr(path_choice, "check_path", none)
     for name in ("llava", "qwen2_vl"):
-        runner = load(name)
-        assert runner.choices.path == ALONE
+        runner, choices = load_with_choices(name)
+        assert choices.path == ALONE
         assert takes_images(runner) == (name == "llava")
     assert "takes no images" in caplog.text

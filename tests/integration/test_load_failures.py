@@ -17,11 +17,11 @@ from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.models.checkpoints.decoder_sizes import DEFAULT_MAX_MODEL_LEN
 from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
-from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN
 from mlx_parallm.worker.worker import Worker
 
 

@@ -21,7 +21,8 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.builders.architectures.configs import WINDOW, config_of, decoder_of
@@ -98,7 +99,7 @@ def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttent
     attention = backend(BLOCK_SIZE)
     cache = CacheConfig(block_size=BLOCK_SIZE)
     plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
-    return ModelRunner(loaded, layouts, plan, 96, attention)
+    return make_runner(loaded, layouts, plan, 96, attention)[0]
 
 
 @cache

@@ -16,10 +16,11 @@ from mlx_parallm.types.step import ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.inputs.runs import InputRun
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.path_choice import ALONE
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.path_choice import ALONE
-from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import embedding_tables
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,
@@ -97,7 +98,7 @@ def runner_of(
         attention,
     )
     choices = DecoderChoices(is_cast=False, attention=attention.name, path=path)
-    return ModelRunner(loaded, layouts, plan, 96, attention, choices=choices, takes_embeds=True)
+    return make_runner(loaded, layouts, plan, 96, attention, choices=choices, takes_embeds=True)[0]
 
 
 def embedded(name: str, token_ids: tuple[int, ...]) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import qwen3
 
-from mlx_parallm.worker.generation.paths.self_check import CheckedText, check_path, stock_texts
+from mlx_parallm.worker.generation.load.self_check import CheckedText, check_path, stock_texts
 
 VOCAB = 40
 LOUD = 7  # the token whose logit is far from all others

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.models.checkpoints.decoder_sizes import context_length
 from mlx_parallm.models.loading import open_encoder
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
-from mlx_parallm.worker.generation.memory import context_length
 from tests.decoder_folders import read_decoder, read_generator, write_words
 from tests.embedder_folder import write_embedder
 from tests.encoder_folders import read_golden, write_golden

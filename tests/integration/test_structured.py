@@ -19,7 +19,8 @@ from mlx_parallm.types.request import Grammar
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.runner import make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import (
@@ -61,7 +62,7 @@ def shared(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
     plan = plan_kv(
         layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 320, attention
     )
-    return ModelRunner(loaded, layouts, plan, 512, attention, grammars=small_compiler())
+    return make_runner(loaded, layouts, plan, 512, attention, grammars=small_compiler())[0]
 
 
 def grammar(spec: GrammarSpec, **more: Any) -> Grammar:

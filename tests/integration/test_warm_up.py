@@ -17,7 +17,7 @@ from mlx_parallm.serving.build import build_engines
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from mlx_parallm.worker.generation.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.worker import Worker

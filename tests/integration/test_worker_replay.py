@@ -41,7 +41,7 @@ from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import StepOutput
 from mlx_parallm.types.weights import SLEEP_TAGS
-from mlx_parallm.worker.generation.plan import GenerationPlan
+from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
 from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
 from tests import adapter_files

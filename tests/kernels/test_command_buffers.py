@@ -22,7 +22,7 @@ from mlx_parallm.worker.attention.kernel_attend import AttendKernels
 from mlx_parallm.worker.attention.kernel_backend import MetalAttention
 from mlx_parallm.worker.attention.quantisation import quantisation_of
 from mlx_parallm.worker.generation.cache_layout import KVLayout
-from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
-from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.load.path_choice import choose_path
 from mlx_parallm.worker.layers.delta_net import (
     NetKernels,
     delta_net,

@@ -8,8 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
-from mlx_parallm.generation.kv_cache.block_pool import BlockPool
-from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
 UNFINDABLE = -1

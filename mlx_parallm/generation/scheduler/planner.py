@@ -9,9 +9,8 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.turns import TARGET_SHARE
 from mlx_parallm.generation.inputs.runs import StageAllowance
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.scheduler.running import RunningSet
+from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
-from mlx_parallm.generation.scheduler.shares import ClientShares
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.stage_cost import StageCost
 from mlx_parallm.generation.scheduler.step_cost import (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
 from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
-from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation.proposer import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent

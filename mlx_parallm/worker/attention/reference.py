@@ -144,9 +144,9 @@ class ReferenceAttention:
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
         scores = Scores(scale, window, sinks, soft_cap)
-        outputs = [
-            self._attend_group(pool, group, group.take(queries), scores) for group in plan.groups
-        ]
+        outputs: list[mx.array] = []
+        for group in plan.groups:
+            outputs.append(self._attend_group(pool, group, group.take(queries), scores))
         for chunk in plan.chunks:
             outputs.append(self._attend_chunk(pool, chunk, queries, scores))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)

@@ -12,18 +12,10 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
-from mlx_parallm.worker.attention.base import AttentionBackend
-from mlx_parallm.worker.generation.cache_layout import CacheLayout
-from mlx_parallm.worker.generation.memory import max_scores
-from mlx_parallm.worker.generation.path_choice import choose_path
-from mlx_parallm.worker.generation.plan import DecoderChoices
-from mlx_parallm.worker.generation.row_selection import vocab_size_of
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import single_rows, token_array
-from mlx_parallm.worker.sampling.check import choose_sampling
 from mlx_parallm.worker.sampling.sampler import Sampler
-from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 # FEW_TOKENS: if no sequence has more known tokens, they run as decode rows. After a draft that was
 # right there are two.
@@ -38,43 +30,27 @@ class DraftModel:
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        layouts: tuple[CacheLayout, ...],
-        backend: AttentionBackend,
+        path: ForwardPath,
+        sampler: Sampler,
         *,
-        num_blocks: int,
-        block_size: int,
-        choices: DecoderChoices | None = None,
+        vocab_size: int,
+        runs_ahead: bool,
+        weight_bytes: int,
     ) -> None:
-        """Choose how the draft model runs; ``choices`` of an earlier load are taken over.
+        """Prepare.
 
-        Raises:
-            ConfigError: the model keeps a state, which cannot be rolled back.
-            ModelLoadError: the model has no embedding.
+        Args:
+            path: runs the model's forward.
+            sampler: draws its tokens.
+            vocab_size: the number of rows of its embedding table.
+            runs_ahead: True if nothing waits for the device between two forwards.
+            weight_bytes: the size of its weights, in bytes.
         """
-        vocab_size, dtype = vocab_size_of(loaded), DTYPES.get(loaded.dtype, mx.float32)
-        chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
-        choice = choose_path(
-            loaded.model,
-            layouts,
-            backend,
-            vocab_size=vocab_size,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=loaded.dtype,
-            chosen=chosen.path,
-            max_scores=max_scores(layouts, loaded.config, dtype),
-        )
-        self._path = choice.path
-        if self._path.has_state:
-            raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
-        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
-        self._sampler = Sampler(kernels)
-        #: All choices for this model, made here or taken over.
-        self.choices = replace(chosen, path=choice.name, samples_by_kernel=kernels is not None)
+        self._path = path
+        self._sampler = sampler
         self._vocab_size = vocab_size
-        self._runs_ahead = backend.runs_ahead
-        self.weight_bytes = loaded.weight_bytes
+        self._runs_ahead = runs_ahead
+        self.weight_bytes = weight_bytes
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays that the step wrote; they must be evaluated with its outputs."""

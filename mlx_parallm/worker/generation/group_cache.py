@@ -20,8 +20,8 @@ from mlx_parallm.worker.generation.cache_layout import (
     StateLayout,
     leaves,
 )
-from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.paged_cache import (
+    KVPools,
     PackedStep,
     PagedLayerCache,
     UnsupportedAttentionError,

@@ -2,223 +2,100 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import replace
 
 import mlx.core as mx
+from typing_extensions import override
 
-from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
-from mlx_parallm.models.vision.features import Tower
-from mlx_parallm.models.vision.with_tower import TOWER
-from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.model_input import InputKind
-from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
-from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepOutput
-from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
-from mlx_parallm.worker.attention.base import AttentionBackend
-from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.types.request import ALL_TOKENS
+from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepOutput
+from mlx_parallm.types.tracing import Phase, StepTracer
 from mlx_parallm.worker.device.faults import DeviceFaults
-from mlx_parallm.worker.generation.cache_layout import CacheLayout
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
-from mlx_parallm.worker.generation.inputs.forward import input_forward
-from mlx_parallm.worker.generation.inputs.image_check import ImageCheck
-from mlx_parallm.worker.generation.inputs.rows import ImageTokens, find_embedding
+from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
-from mlx_parallm.worker.generation.memory import max_scores
-from mlx_parallm.worker.generation.path_choice import choose_path
-from mlx_parallm.worker.generation.paths.alone import AlonePath
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.rank_steps import RankTokens
-from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.step_rows import PendingTokens, StepRows, place_proposals
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.generation.submitted_step import ModelStep
-from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
-from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.sampling.check import choose_sampling
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult
-from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
-from mlx_parallm.worker.weights.model_weights import ModelWeights
-
-logger = logging.getLogger(__name__)
 
 
-class ModelRunner:
-    """Runs the steps of one model. Implements ``Runner``.
+class ModelRunner(Runner):
+    """Runs the steps of one model.
 
     Every call must come from the thread that loaded the model.
     """
 
-    def __init__(  # noqa: PLR0913 - settings, by name
+    def __init__(  # noqa: PLR0913 - parts, by name
         self,
-        loaded: LoadedModel,
-        layouts: tuple[CacheLayout, ...],
-        plan: KVPlan,
-        num_blocks: int,
-        backend: AttentionBackend,
-        draft: DraftModel | None = None,
+        path: ForwardPath,
+        forward: InputForward,
+        sampler: Sampler,
+        info: RunnerInfo,
         *,
-        grammars: GrammarCompiler | None = None,
-        logprobs_mode: str = RAW_LOGPROBS,
-        tracer: StepTracer | None = None,
-        choices: DecoderChoices | None = None,
-        takes_embeds: bool = False,
-        faults: DeviceFaults | None = None,
+        inputs: InputComputer,
+        adapters: AdapterStore,
+        live: LiveModel,
+        stock: StockModel,
+        draft: DraftModel | None,
+        grammars: GrammarMasks | None,
+        ranks: Ranks | None,
+        tracer: StepTracer,
+        faults: DeviceFaults,
     ) -> None:
-        """Choose how the model runs.
+        """Prepare; see ``load.runner.make_runner``.
 
         Args:
-            loaded: the model.
-            layouts: the layouts of its caches.
-            plan: its KV: the block size and the longest sequence.
-            num_blocks: the number of KV blocks in the pool.
-            backend: the attention backend.
-            draft: the draft model, with as many blocks of the same size; None if there is none.
-            grammars: compiles the grammars of constrained samples; None if there can be none.
-            logprobs_mode: the mode of requests that name none.
-            tracer: records the phases of every step; None records nothing.
-            choices: the choices of an earlier load, which are taken over; None to make them.
-            takes_embeds: True if prompts may bring rows that replace embeddings, if the model
-                allows it.
-            faults: the failures of the device; None if no other model uses it.
+            path: runs the forward of packed rows.
+            forward: runs forwards by the path, with inputs besides tokens.
+            sampler: draws tokens.
+            info: facts about the model.
+            inputs: computes the features of inputs besides tokens.
+            adapters: those that batches may name.
+            live: replaces and frees the model's weights and KV.
+            stock: the model as training sessions run it.
+            draft: the draft model; None if there is none.
+            grammars: the masks of constrained samples; None if there can be none.
+            ranks: the processes that compute the model together; None for one process.
+            tracer: records the phases of every step.
+            faults: the failures of the device.
         """
-        chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
-        ranks = None if loaded.sharding is None else loaded.sharding.ranks
-        self._tracer, self._faults = tracer or NoTracer(), faults or DeviceFaults()
+        self._path = path
+        self._forward = forward
+        self._sampler = sampler
+        self.info = info
+        self.inputs = inputs
+        self.adapters = adapters
+        self.live = live
+        self.stock = stock
         self._draft = draft
-        self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
+        self._grammars = GrammarRows(grammars)
+        self._ranks = ranks and RankTokens(ranks, runs_ahead=info.runs_ahead)
+        self._tracer = tracer
+        self._faults = faults
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
-        vocab_size = vocab_size_of(loaded)
-        dtype = DTYPES.get(loaded.dtype, mx.float32)
-        kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
-        tower: Tower | None = getattr(loaded.model, TOWER, None)
-        embedding = (
-            find_embedding(loaded.model, vocab_size, dtype, _image_tokens(loaded), ranks)
-            if takes_embeds or tower is not None
-            else None
-        )
-        self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
-        forward = input_forward(loaded, embedding)
 
-        def make_check() -> ImageCheck:
-            assert tower is not None, "a model without a tower takes no images"
-            return ImageCheck(loaded.model, forward, dtype, tower.num_added_layers)
-
-        choice = choose_path(
-            loaded.model,
-            layouts,
-            backend,
-            vocab_size=vocab_size,
-            num_blocks=num_blocks,
-            block_size=plan.block_size,
-            dtype=loaded.dtype,
-            chosen=chosen.path,
-            ranks=ranks,
-            make_check=None if tower is None else make_check,
-            max_scores=max_scores(layouts, loaded.config, dtype, ranks.size if ranks else 1),
-        )
-        self._path = choice.path
-        #: True if the first step of each shape takes longer than others: see ``warm_up``.
-        self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
-        products = product_dtype(loaded.dtype)
-        change_kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel, ranks)
-        self._path.adapters.kernels = change_kernels
-        #: All choices for this model, made here or taken over.
-        self.choices = replace(
-            chosen,
-            path=choice.name,
-            why_no_images=chosen.why_no_images or choice.why_no_images,
-            samples_by_kernel=kernels is not None,
-            adapts_by_kernel=change_kernels is not None,
-        )
-        layers = AdaptedLayers(
-            loaded.model, products, self._path.adapters, loaded.sharding, config=loaded.config
-        )
-        #: The adapters that batches may name.
-        self.adapters = AdapterStore(layers)
-        #: The model as training sessions run it.
-        self.stock = StockModel(
-            loaded.model, choice.selector, self._path.adapters, layers, plan.max_model_len
-        )
-        #: Replaces and frees the model's weights and KV.
-        self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
-        if self._path.name in {"sequential", "alone"}:
-            logger.warning("%s computes one sequence at a time", loaded.path.name)
-        self.info = self._facts(loaded, plan, num_blocks, backend, vocab_size)
-        self._ranks = ranks and RankTokens(ranks, runs_ahead=self.info.runs_ahead)
-        self._forward = forward.on(self._path)
-        #: Computes the features of inputs besides tokens.
-        self.inputs = self._computer(loaded, tower, dtype)
-        self.info = self._with_inputs(takes_embeds=takes_embeds)
-
-    def _with_inputs(self, *, takes_embeds: bool) -> RunnerInfo:
-        """Return the facts about the model with those about inputs besides tokens."""
-        embedding, takes_images = self._forward.embedding, self.inputs.tower is not None
-        if embedding is None:
-            return self.info
-        kinds = {
-            InputKind.PROMPT_EMBEDS: takes_embeds and not embedding.needs_tokens,
-            InputKind.IMAGE: takes_images,
-        }
-        return replace(
-            self.info,
-            input_width=embedding.width,
-            input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
-            num_tower_stages=self.inputs.num_stages,
-        )
-
-    def _computer(self, loaded: LoadedModel, tower: Tower | None, dtype: mx.Dtype) -> InputComputer:
-        """Return what computes inputs; a model that cannot run images takes none."""
-        forward = self._forward
-        why_not = self.choices.why_no_images or forward.why_no_images
-        if tower is not None and why_not is not None:
-            logger.warning("%s takes no images: %s", loaded.path.name, why_not)
-            tower = None
-        return InputComputer(
-            tower,
-            dtype,
-            two_way=forward.two_way,
-            waits=not self.info.runs_ahead,
-        )
-
-    def _facts(
-        self,
-        loaded: LoadedModel,
-        plan: KVPlan,
-        num_blocks: int,
-        backend: AttentionBackend,
-        vocab_size: int,
-    ) -> RunnerInfo:
-        path, draft = self._path, self._draft
-        return RunnerInfo(
-            path=path.name,
-            vocab_size=vocab_size,
-            max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
-            num_blocks=num_blocks,
-            block_size=plan.block_size,
-            kv_bytes=0 if isinstance(path, AlonePath) else num_blocks * plan.block_bytes,
-            weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
-            has_state=path.has_state,
-            attention_backend=backend.name,
-            dtype=loaded.dtype,
-            kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
-            runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
-            is_compiled=path.is_compiled,
-        )
+    @property
+    def prepares_shapes(self) -> bool:
+        """True if the first step of each shape takes longer than others: see ``warm_up``."""
+        return isinstance(self._path, PackedPath) and self._path.pads_rows
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step and wait for its results."""
         return self.submit(batch).wait()
 
+    @override
     def submit(self, batch: ScheduledBatch) -> ModelStep:
         """See ``Runner.submit``.
 
@@ -357,11 +234,3 @@ class ModelRunner:
             for sequence, first in rows.scored
             if (top := sequence.prompt_logprobs) is not None
         }
-
-
-def _image_tokens(loaded: LoadedModel) -> ImageTokens | None:
-    """Return what the text model reads in place of an image's ids; None without a tower."""
-    if getattr(loaded.model, TOWER, None) is None:
-        return None
-    text = loaded.config.get("text_config") or loaded.config
-    return ImageTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))

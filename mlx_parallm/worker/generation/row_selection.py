@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.checkpoints.decoder_sizes import config_value
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.device.ranks import Ranks, agreed
-from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.weights.loader import LoadedModel

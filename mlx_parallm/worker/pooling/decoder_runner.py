@@ -9,13 +9,17 @@ import mlx.core as mx
 import numpy as np
 from typing_extensions import override
 
+from mlx_parallm.models.checkpoints.decoder_sizes import (
+    DEFAULT_MAX_MODEL_LEN,
+    config_value,
+    context_length,
+)
 from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways, splits_window
 from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
 from mlx_parallm.worker.device.properties import give_back_memory
-from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, config_value, context_length
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach

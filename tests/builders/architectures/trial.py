@@ -14,8 +14,8 @@ from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, leaves, probe_layout
-from mlx_parallm.worker.generation.path_choice import PathChoice, checked_length, choose_path
-from mlx_parallm.worker.generation.paths.self_check import (
+from mlx_parallm.worker.generation.load.path_choice import PathChoice, checked_length, choose_path
+from mlx_parallm.worker.generation.load.self_check import (
     TOLERANCE,
     CheckedText,
     largest_difference,

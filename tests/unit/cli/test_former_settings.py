@@ -63,9 +63,12 @@ def sources_of(former: FormerSetting, tmp_path: Path) -> dict[str, argparse.Name
 def test_every_former_setting_is_read_as_before_with_a_warning(
     former: FormerSetting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for source, given in sources_of(former, tmp_path).items():
-        environment = {given: VALUE} if isinstance(given, str) else {}
-        args = parser().parse_args([]) if isinstance(given, str) else given
+    for source, args_or_variable in sources_of(former, tmp_path).items():
+        args, environment = parser().parse_args([]), dict[str, str]()
+        if isinstance(args_or_variable, str):
+            environment = {args_or_variable: VALUE}
+        else:
+            args = args_or_variable
         configuration = read_settings(args, environment)
         assert value_at(former.setting.target, configuration) == int(VALUE)
         caplog.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +14,7 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
-from mlx_parallm.worker.generation.kv_pools import KVPools
-from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep, PagedLayerCache
 from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_selection import RowSelector
@@ -101,8 +101,9 @@ class PackedPath(ForwardPath):
             token_ids, slots = _padded(token_ids, slots, num_rows)
         else:
             step = PackedStep.of(self._backend, sequences, self.two_way)
-        with self.adapters.during(AdapterRows.of_step(slots), head_rows):
-            logits = self._selector.run(lambda: self._forward(token_ids, step), head_rows)
+        adapters = None if slots is None else AdapterRows.of_step(slots)
+        with self.adapters.during(adapters, head_rows):
+            logits = self._selector.run(partial(self._forward, token_ids, step), head_rows)
         if compiled is not None:
             compiled.learn(step.plan)
         return logits

@@ -12,8 +12,7 @@ from typing_extensions import override
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.kv_pools import KVPools
-from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.row_groups import make_groups
 from mlx_parallm.worker.generation.state_store import GroupStateCache

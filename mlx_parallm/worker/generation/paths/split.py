@@ -14,9 +14,8 @@ from typing_extensions import override
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
-from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
 from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups

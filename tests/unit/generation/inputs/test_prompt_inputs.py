@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
-from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 from mlx_parallm.types.step import ScheduledSequence

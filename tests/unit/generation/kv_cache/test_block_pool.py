@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_parallm.generation.kv_cache.block_pool import BlockPool
+from mlx_parallm.generation.kv_cache.blocks import BlockPool
 
 
 def pool_of_cached(*contents: bytes) -> tuple[BlockPool, list[int]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 
 SIZE = 4

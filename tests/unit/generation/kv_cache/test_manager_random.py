@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 
 SIZE = 4

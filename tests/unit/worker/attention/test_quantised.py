@@ -24,7 +24,7 @@ from mlx_parallm.worker.attention.quantisation import (
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import KVLayout
-from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.load.memory import plan_kv
 
 BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)
 SHAPE = LayerShape(num_kv_heads=2, key_dim=80, value_dim=24, dtype=mx.float32)

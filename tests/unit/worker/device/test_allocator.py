@@ -21,7 +21,7 @@ from mlx_parallm.worker.device.allocator import (
     most_wired_bytes,
 )
 from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes
-from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from tests.fake_mac.mac import ALL, GIB, WORKING_SETS, FakeMac
 
 Become = Callable[..., FakeMac]

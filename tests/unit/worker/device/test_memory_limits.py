@@ -18,7 +18,7 @@ from mlx_parallm.worker.device.memory_limits import (
     host_free_bytes,
 )
 from mlx_parallm.worker.device.properties import allocate
-from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from tests.fake_mac.mac import FakeMac
 
 MIB = 1 << 20

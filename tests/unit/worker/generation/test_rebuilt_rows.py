@@ -23,7 +23,7 @@ from mlx_parallm.types.step import DraftInput, SampleSpec, ScheduledBatch, Sched
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.draft_model import drafted, known_tokens
-from mlx_parallm.worker.generation.inputs.image_check import ImageText
+from mlx_parallm.worker.generation.load.image_check import ImageText
 from mlx_parallm.worker.generation.row_groups import make_groups
 from mlx_parallm.worker.generation.step_rows import single_rows, spread_proposals
 from mlx_parallm.worker.generation.warm_up import on_block
@@ -94,11 +94,11 @@ FROM_NOTHING: dict[str, tuple[set[str], set[str]]] = {
         TOKENS | {"sample"},
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE - {"sample"},
     ),
-    "worker/generation/paths/self_check.py": (
+    "worker/generation/load/self_check.py": (
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,
     ),
-    "worker/generation/inputs/image_check.py": (
+    "worker/generation/load/image_check.py": (
         # ``with_rows`` adds inputs and offsets.
         TOKENS,
         {"adapter_slot", "version", "inputs", "rope_offsets"} | OF_CHOICE,

@@ -16,8 +16,8 @@ from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.device.ranks import Ranks, all_succeed
-from mlx_parallm.worker.generation.loading import GenerationLoader
-from mlx_parallm.worker.generation.plan import GenerationSpec
+from mlx_parallm.worker.generation.load.loading import GenerationLoader
+from mlx_parallm.worker.generation.load.plan import GenerationSpec
 from mlx_parallm.worker.ops import Load
 from mlx_parallm.worker.sharding.check import check_shardable
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model

@@ -9,7 +9,7 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.inputs.rows import find_embedding
-from mlx_parallm.worker.generation.path_choice import ALONE, choose_path
+from mlx_parallm.worker.generation.load.path_choice import ALONE, choose_path
 from mlx_parallm.worker.generation.row_selection import install_row_selection
 from mlx_parallm.worker.weights.loader import CastRule
 from tests.builders.architectures.configs import VOCAB_SIZE, config_of

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from mlx_parallm.models.checkpoints.decoder_sizes import context_length, query_heads
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
 from mlx_parallm.types.kv_plan import KVPlan
@@ -17,9 +18,10 @@ from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.load.memory import plan_kv
+from mlx_parallm.worker.generation.load.plan import DecoderChoices, GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.load.runner import make_draft, make_runner
 from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.plan import DecoderChoices, GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.row_selection import vocab_size_of
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.ops import (
@@ -317,15 +319,15 @@ class GeneratorModel(WorkerModel):
         """Allocate the KV pool, choose how the model runs, and return the complete plan."""
         weights, self._weights = self._weights, None
         assert weights is not None, "the model has a KV pool already"
-        earlier, kv, draft = weights.earlier, weights.plan.kv, None
+        earlier, kv, draft, draft_choices = weights.earlier, weights.plan.kv, None, None
         if op.draft is not None:
             model: Any = self._device.take(op.draft)
             chosen = None if earlier is None else earlier.draft
             draft_weights: _Weights = model.take_weights()
-            draft = _draft_of(draft_weights, chosen, kv.block_size, op.num_blocks)
+            draft, draft_choices = _draft_of(draft_weights, chosen, kv.block_size, op.num_blocks)
             # A block has KV of both models, for the same number of tokens.
             kv = replace(kv, block_bytes=kv.block_bytes + draft_weights.plan.kv.block_bytes)
-        runner = self._allocated = ModelRunner(
+        runner, choices = make_runner(
             weights.loaded,
             weights.layouts,
             kv,
@@ -339,11 +341,12 @@ class GeneratorModel(WorkerModel):
             takes_embeds=weights.spec.settings.enable_prompt_embeds,
             faults=self._device.faults,
         )
+        self._allocated = runner
         return replace(
             weights.plan,
             kv=kv,
-            choices=runner.choices,
-            draft=None if draft is None else draft.choices,
+            choices=choices,
+            draft=draft_choices,
             info=runner.info,
             prepares_shapes=runner.prepares_shapes,
         )
@@ -361,9 +364,9 @@ def _refuse_draft(spec: GenerationSpec, ranks: Ranks | None) -> None:
 
 def _draft_of(
     weights: _Weights, chosen: DecoderChoices | None, block_size: int, num_blocks: int
-) -> DraftModel:
-    """Return a draft model whose pools have the target model's blocks."""
-    return DraftModel(
+) -> tuple[DraftModel, DecoderChoices]:
+    """Return a draft model whose pools have the target model's blocks, and its choices."""
+    return make_draft(
         weights.loaded,
         weights.layouts,
         weights.attention.backend,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.models.checkpoints.decoder_sizes import (
+    DEFAULT_MAX_MODEL_LEN,
+    context_length,
+    query_heads,
+)
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.worker.attention.base import AttentionBackend
@@ -16,18 +20,6 @@ from mlx_parallm.worker.attention.dense import SCORE_BYTES, is_fused
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
 
-# LENGTH_KEYS and HEAD_KEYS are fields of config.json for the longest sequence and the number of
-# attention heads, in order of preference.
-LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-# LEARNED_POSITIONS: the field that sizes the table of positions, by model type, and its default.
-# A position beyond the table reads foreign memory, whatever the other fields say.
-LEARNED_POSITIONS = {
-    "gpt2": ("n_positions", 1024),
-    "gpt_bigcode": ("n_positions", 1024),
-    "opt": ("max_position_embeddings", 2048),
-}
-DEFAULT_MAX_MODEL_LEN = 4096
 # A model without KV still has block tables. NOMINAL_BYTES_PER_TOKEN bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
 
@@ -60,34 +52,6 @@ def plan_kv(
     )
 
 
-def context_length(config: dict[str, Any]) -> int | None:
-    """Return the longest sequence, in tokens, that a config.json allows.
-
-    It is None if no key has a number of tokens; 0 and -1 stand for no limit in some configs.
-    """
-    learned = learned_positions(config)
-    if learned is not None:
-        return learned
-    lengths = (config_value(config, key) for key in LENGTH_KEYS)
-    return next((length for length in lengths if length is not None and length > 0), None)
-
-
-def learned_positions(config: Mapping[str, Any]) -> int | None:
-    """Return how many positions a model has vectors for; None if it computes any position."""
-    field = LEARNED_POSITIONS.get(str(config.get("model_type")))
-    if field is None:
-        return None
-    name, default = field
-    length = config_value(config, name)
-    return default if length is None else length
-
-
-def query_heads(config: dict[str, Any]) -> int:
-    """Return the number of attention heads of a layer; 1 if a config.json does not say."""
-    heads = (config_value(config, key) for key in HEAD_KEYS)
-    return next((count for count in heads if count is not None), 1)
-
-
 def max_scores(
     layouts: tuple[CacheLayout, ...], config: dict[str, Any], dtype: mx.Dtype, num_ranks: int = 1
 ) -> float:
@@ -100,11 +64,3 @@ def max_scores(
     if fuses or backend_name() != "metal":
         return math.inf
     return SCORE_BYTES / (max(1, query_heads(config) // num_ranks) * dtype.size)
-
-
-def config_value(config: Mapping[str, Any], key: str) -> int | None:
-    """Return an integer field of a config.json, or of its ``text_config``; None if it has none."""
-    for part in (config, config.get("text_config") or {}):
-        if isinstance(part.get(key), int):
-            return part[key]
-    return None

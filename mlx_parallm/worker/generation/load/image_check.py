@@ -21,8 +21,7 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.rotary_rows import AXES
 from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
-from mlx_parallm.worker.generation.paths.base import ForwardPath
-from mlx_parallm.worker.generation.paths.self_check import (
+from mlx_parallm.worker.generation.load.self_check import (
     DECODE_STEPS,
     CheckedText,
     agrees_with,
@@ -30,6 +29,7 @@ from mlx_parallm.worker.generation.paths.self_check import (
     steps_of,
     stock_text,
 )
+from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 

@@ -18,14 +18,10 @@ from mlx_parallm.worker.generation.cache_layout import (
     StateLayout,
     leaves,
 )
-from mlx_parallm.worker.generation.discovery import CacheUsers, find_cache_users
 from mlx_parallm.worker.generation.group_cache import CacheViews
-from mlx_parallm.worker.generation.inputs.image_check import ImageCheck
-from mlx_parallm.worker.generation.kv_pools import KVPools
-from mlx_parallm.worker.generation.paths.alone import AlonePath
-from mlx_parallm.worker.generation.paths.base import ForwardPath
-from mlx_parallm.worker.generation.paths.packed import PackedPath
-from mlx_parallm.worker.generation.paths.self_check import (
+from mlx_parallm.worker.generation.load.discovery import CacheUsers, find_cache_users
+from mlx_parallm.worker.generation.load.image_check import ImageCheck
+from mlx_parallm.worker.generation.load.self_check import (
     CheckedText,
     blocks_needed,
     check_path,
@@ -34,6 +30,10 @@ from mlx_parallm.worker.generation.paths.self_check import (
     rehearse,
     stock_texts,
 )
+from mlx_parallm.worker.generation.paged_cache import KVPools
+from mlx_parallm.worker.generation.paths.alone import AlonePath
+from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.paths.split import SplitPath
 from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection

@@ -13,9 +13,9 @@ from hypothesis import given
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampledToken, SampleSpec
+from mlx_parallm.worker.generation.submitted_step import count_accepted, keep_valid
 from mlx_parallm.worker.sampling.sampler import Sampler
 from mlx_parallm.worker.sampling.truncation import draw_logits
-from mlx_parallm.worker.sampling.verify import count_accepted, keep_valid
 
 VOCAB = 8
 DRAWS = 4000

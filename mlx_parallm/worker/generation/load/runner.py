@@ -1,0 +1,261 @@
+"""Makes the runner of a loaded model, and a draft model: chooses how they run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.vision.features import Tower
+from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.types.request import RAW_LOGPROBS
+from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.worker.device.faults import DeviceFaults
+from mlx_parallm.worker.generation.cache_layout import CacheLayout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.inputs.forward import InputForward, input_forward
+from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, ImageTokens, find_embedding
+from mlx_parallm.worker.generation.inputs.runs import InputComputer
+from mlx_parallm.worker.generation.live_model import LiveModel
+from mlx_parallm.worker.generation.load.image_check import ImageCheck
+from mlx_parallm.worker.generation.load.memory import max_scores
+from mlx_parallm.worker.generation.load.path_choice import choose_path
+from mlx_parallm.worker.generation.load.plan import DecoderChoices
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.paths.alone import AlonePath
+from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.row_selection import vocab_size_of
+from mlx_parallm.worker.generation.stock_forward import StockModel
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.sampling.check import choose_sampling
+from mlx_parallm.worker.sampling.sampler import Sampler
+from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
+from mlx_parallm.worker.weights.model_weights import ModelWeights
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(  # noqa: PLR0913 - settings, by name
+    loaded: LoadedModel,
+    layouts: tuple[CacheLayout, ...],
+    plan: KVPlan,
+    num_blocks: int,
+    backend: AttentionBackend,
+    draft: DraftModel | None = None,
+    *,
+    grammars: GrammarCompiler | None = None,
+    logprobs_mode: str = RAW_LOGPROBS,
+    tracer: StepTracer | None = None,
+    choices: DecoderChoices | None = None,
+    takes_embeds: bool = False,
+    faults: DeviceFaults | None = None,
+) -> tuple[ModelRunner, DecoderChoices]:
+    """Return the runner of a model and all choices for it, made here or taken over.
+
+    Args:
+        loaded: the model.
+        layouts: the layouts of its caches.
+        plan: its KV: the block size and the longest sequence.
+        num_blocks: the number of KV blocks in the pool.
+        backend: the attention backend.
+        draft: the draft model, with as many blocks of the same size; None if there is none.
+        grammars: compiles the grammars of constrained samples; None if there can be none.
+        logprobs_mode: the mode of requests that name none.
+        tracer: records the phases of every step; None records nothing.
+        choices: the choices of an earlier load, which are taken over; None to make them.
+        takes_embeds: True if prompts may bring rows that replace embeddings, if the model allows
+            it.
+        faults: the failures of the device; None if no other model uses it.
+    """
+    chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+    ranks = None if loaded.sharding is None else loaded.sharding.ranks
+    vocab_size, dtype = vocab_size_of(loaded), _dtype_of(loaded)
+    kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel, ranks)
+    tower: Tower | None = getattr(loaded.model, TOWER, None)
+    embedding = (
+        find_embedding(loaded.model, vocab_size, dtype, _image_tokens(loaded), ranks)
+        if takes_embeds or tower is not None
+        else None
+    )
+    forward = input_forward(loaded, embedding)
+    choice = choose_path(
+        loaded.model,
+        layouts,
+        backend,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=plan.block_size,
+        dtype=loaded.dtype,
+        chosen=chosen.path,
+        ranks=ranks,
+        make_check=_image_check(loaded, forward, tower),
+        max_scores=max_scores(layouts, loaded.config, dtype, ranks.size if ranks else 1),
+    )
+    path = choice.path
+    if path.name in {"sequential", "alone"}:
+        logger.warning("%s computes one sequence at a time", loaded.path.name)
+    products = product_dtype(loaded.dtype)
+    path.adapters.kernels, _ = choose_change_kernels(products, chosen.adapts_by_kernel, ranks)
+    layers = AdaptedLayers(
+        loaded.model, products, path.adapters, loaded.sharding, config=loaded.config
+    )
+    adapters = AdapterStore(layers)
+    choices = replace(
+        chosen,
+        path=choice.name,
+        why_no_images=chosen.why_no_images or choice.why_no_images,
+        samples_by_kernel=kernels is not None,
+        adapts_by_kernel=path.adapters.kernels is not None,
+    )
+    info = _facts(loaded, plan, num_blocks, backend, path, draft)
+    forward = forward.on(path)
+    inputs = _computer(loaded, tower, forward, choices, waits=not info.runs_ahead)
+    runner = ModelRunner(
+        path,
+        forward,
+        Sampler(kernels, logprobs_mode=logprobs_mode),
+        _with_inputs(info, embedding, inputs, takes_embeds=takes_embeds),
+        inputs=inputs,
+        adapters=adapters,
+        live=LiveModel(ModelWeights(loaded), path, adapters, draft),
+        stock=StockModel(loaded.model, choice.selector, path.adapters, layers, plan.max_model_len),
+        draft=draft,
+        grammars=None if grammars is None else GrammarMasks(grammars),
+        ranks=ranks,
+        tracer=tracer or NoTracer(),
+        faults=faults or DeviceFaults(),
+    )
+    return runner, choices
+
+
+def make_draft(
+    loaded: LoadedModel,
+    layouts: tuple[CacheLayout, ...],
+    backend: AttentionBackend,
+    *,
+    num_blocks: int,
+    block_size: int,
+    choices: DecoderChoices | None = None,
+) -> tuple[DraftModel, DecoderChoices]:
+    """Return a draft model and all choices for it; ``choices`` of an earlier load are taken over.
+
+    Raises:
+        ConfigError: the model keeps a state, which cannot be rolled back.
+        ModelLoadError: the model has no embedding.
+    """
+    vocab_size, dtype = vocab_size_of(loaded), _dtype_of(loaded)
+    chosen = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+    choice = choose_path(
+        loaded.model,
+        layouts,
+        backend,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=loaded.dtype,
+        chosen=chosen.path,
+        max_scores=max_scores(layouts, loaded.config, dtype),
+    )
+    if choice.path.has_state:
+        raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
+    kernels, _ = choose_sampling(vocab_size, dtype, chosen.samples_by_kernel)
+    draft = DraftModel(
+        choice.path,
+        Sampler(kernels),
+        vocab_size=vocab_size,
+        runs_ahead=backend.runs_ahead,
+        weight_bytes=loaded.weight_bytes,
+    )
+    return draft, replace(chosen, path=choice.name, samples_by_kernel=kernels is not None)
+
+
+def _dtype_of(loaded: LoadedModel) -> mx.Dtype:
+    return DTYPES.get(loaded.dtype, mx.float32)
+
+
+def _image_tokens(loaded: LoadedModel) -> ImageTokens | None:
+    """Return what the text model reads in place of an image's ids; None without a tower."""
+    if getattr(loaded.model, TOWER, None) is None:
+        return None
+    text = loaded.config.get("text_config") or loaded.config
+    return ImageTokens(int(text.get("hidden_size", 0)), int(text.get("pad_token_id") or 0))
+
+
+def _image_check(
+    loaded: LoadedModel, forward: InputForward, tower: Tower | None
+) -> Callable[[], ImageCheck] | None:
+    """Return what makes the check of rows of images; None for a model without a tower."""
+    if tower is None:
+        return None
+    return lambda: ImageCheck(loaded.model, forward, _dtype_of(loaded), tower.num_added_layers)
+
+
+def _facts(
+    loaded: LoadedModel,
+    plan: KVPlan,
+    num_blocks: int,
+    backend: AttentionBackend,
+    path: ForwardPath,
+    draft: DraftModel | None,
+) -> RunnerInfo:
+    return RunnerInfo(
+        path=path.name,
+        vocab_size=vocab_size_of(loaded),
+        max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
+        num_blocks=num_blocks,
+        block_size=plan.block_size,
+        kv_bytes=0 if isinstance(path, AlonePath) else num_blocks * plan.block_bytes,
+        weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
+        has_state=path.has_state,
+        attention_backend=backend.name,
+        dtype=loaded.dtype,
+        kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
+        runs_ahead=backend.runs_ahead and path.name in {"packed", "split"},
+        is_compiled=path.is_compiled,
+    )
+
+
+def _computer(
+    loaded: LoadedModel,
+    tower: Tower | None,
+    forward: InputForward,
+    choices: DecoderChoices,
+    *,
+    waits: bool,
+) -> InputComputer:
+    """Return what computes inputs; a model that cannot run images takes none."""
+    why_not = choices.why_no_images or forward.why_no_images
+    if tower is not None and why_not is not None:
+        logger.warning("%s takes no images: %s", loaded.path.name, why_not)
+        tower = None
+    return InputComputer(tower, _dtype_of(loaded), two_way=forward.two_way, waits=waits)
+
+
+def _with_inputs(
+    info: RunnerInfo, embedding: EmbeddingSeam | None, inputs: InputComputer, *, takes_embeds: bool
+) -> RunnerInfo:
+    """Return the facts about a model with those about inputs besides tokens."""
+    if embedding is None:
+        return info
+    kinds = {
+        InputKind.PROMPT_EMBEDS: takes_embeds and not embedding.needs_tokens,
+        InputKind.IMAGE: inputs.tower is not None,
+    }
+    return replace(
+        info,
+        input_width=embedding.width,
+        input_kinds=tuple(kind for kind, is_taken in kinds.items() if is_taken),
+        num_tower_stages=inputs.num_stages,
+    )
