@@ -1,4 +1,4 @@
-"""What the files of an encoder say: its architecture, a classifier's labels, a pair's score."""
+"""Readers of an encoder's files: its architecture, a classifier's labels, the score of a pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that computes on the CPU asks of the C library and of Linux."""
+"""Settings of the C library and of Linux for a process that computes on the CPU."""
 
 from __future__ import annotations
 
