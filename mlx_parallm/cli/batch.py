@@ -22,9 +22,8 @@ from mlx_parallm.cli.configure import (
     warn_of_former_settings,
     warn_of_unknown_variables,
 )
-from mlx_parallm.cli.engines import open_engine, with_engine_count
+from mlx_parallm.cli.engines import open_engine, progress_shown, with_engine_count
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.types.errors import ConfigError

@@ -32,8 +32,8 @@ from mlx_parallm.images.form import ImageForm, image_form
 from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing import registry
+from mlx_parallm.parsing.forced import call_writer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
+from urllib.parse import unquote
 
 from mlx_parallm.fairness import Client, SharedBudget
-from mlx_parallm.media.data_url import SCHEME as DATA_SCHEME
-from mlx_parallm.media.data_url import format_of, read_base64, read_data_url, read_strict_base64
 from mlx_parallm.media.decode import Pixels, decode_image, read_image
 from mlx_parallm.media.fetch import Fetcher
 from mlx_parallm.media.formats.stored import StoredImage
@@ -24,6 +25,15 @@ from mlx_parallm.types.errors import InvalidRequestError
 T = TypeVar("T")
 #: ``CheckSize``: takes width and height of an image as it is stored, and may refuse it.
 CheckSize = Callable[[int, int], None]
+DATA_SCHEME = "data:"
+# _HEADER: the part of a URL before the comma (RFC 2397). Its media type and parameters are not
+# read: clients label images wrongly, and the file's first bytes say what it is.
+_HEADER = re.compile(r"data:[^,\r\n]*;base64", re.IGNORECASE)
+# MAX_HEADER_CHARS: how far a comma is searched.
+MAX_HEADER_CHARS = 256
+#: Media types that say a format otherwise than by its name.
+ALIASES = {"jpg": "jpeg", "pjpeg": "jpeg", "apng": "png", "x-ms-bmp": "bmp", "x-bmp": "bmp"}
+NOT_A_DATA_URL = "The URL must have the form data:image/<format>;base64,<data>."
 
 
 class RunInThread(Protocol):
@@ -218,3 +228,50 @@ def _of_format(image: StoredImage, kind: str) -> StoredImage:
             "request says."
         )
     return image
+
+
+def read_data_url(url: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a ``data:`` URL.
+
+    Raises:
+        InvalidRequestError: it is not a base64 URL, or too long.
+    """
+    comma = url.find(",", 0, MAX_HEADER_CHARS)
+    if comma < 0 or not _HEADER.fullmatch(url, 0, comma):
+        raise InvalidRequestError(NOT_A_DATA_URL)
+    text = url[comma + 1 :]
+    return read_base64(unquote(text, "ascii") if "%" in text else text, limits)
+
+
+def format_of(media_type: str) -> str:
+    """Return the format of an image's media type."""
+    subtype = media_type.lower().removeprefix("image/")
+    return ALIASES.get(subtype, subtype)
+
+
+def read_base64(text: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a text in base64, which may have line breaks and lack its padding.
+
+    Raises:
+        InvalidRequestError: it is not base64, or too long.
+    """
+    digits = "".join(text.split()).rstrip("=")
+    return read_strict_base64(digits + "=" * (-len(digits) % 4), limits)
+
+
+def read_strict_base64(text: str, limits: MediaLimits) -> bytes:
+    """Return the bytes of a text in base64, without line breaks and with padding.
+
+    Raises:
+        InvalidRequestError: it is not base64, or too long.
+    """
+    limits.check_bytes(len(text) // 4 * 3 - 2)
+    # Python's strict mode still takes padding after complete groups.
+    is_padded = len(text) % 4 == 0 and not text.endswith("===")
+    try:
+        if is_padded:
+            return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        # Its message could repeat characters of the text.
+        pass
+    raise InvalidRequestError("The data are not valid base64.")

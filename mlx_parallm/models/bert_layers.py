@@ -15,8 +15,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.numerics.attention import softmax_attention
-from mlx_parallm.numerics.exp2 import is_exp_slow, silu
-from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.numerics.elementary import gelu, is_exp_slow, silu
 from mlx_parallm.types.errors import ModelLoadError
 
 Activation = Callable[[mx.array], mx.array]

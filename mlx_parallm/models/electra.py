@@ -17,7 +17,7 @@ from mlx_parallm.models.heads import (
     vocabulary_decoder,
     vocabulary_logits,
 )
-from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.numerics.elementary import gelu
 
 
 @dataclass

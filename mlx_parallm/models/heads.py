@@ -16,7 +16,7 @@ from typing_extensions import override
 from mlx_parallm.models.bert_layers import Activation, BertArgs
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
-from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.numerics.elementary import gelu
 
 #: ``PLAIN_TABLES``: classes of decoders that give logits by their weight and bias alone.
 PLAIN_TABLES = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
+from mlx_parallm.numerics.elementary import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
 
 # MIN_SCORES: below this many scores, the one fused operation is faster.
 MIN_SCORES = 4096

@@ -16,14 +16,13 @@ from mlx_parallm.engine.kind import BuiltModel, ModelFolder
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.models.checkpoints.encoders import is_encoder, names_reward, scores_are_logits
-from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
+from mlx_parallm.models.checkpoints.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.models.checkpoints.model_task import reads_on, task_of, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.decoder_build import chosen_tokens
 from mlx_parallm.pooling.engine import PoolingEngine
-from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
@@ -229,3 +228,59 @@ def pooling_spec(config: ModelConfig, path: Path, tokenizer: EncoderTokenizer) -
     return PoolingSpec(
         config=config, path=path, task=task, chosen=chosen, free_bytes=free_memory_bytes()
     )
+
+
+def with_late_interaction(
+    info: PoolingInfo, spec: LateSpec, tokenizer: EncoderTokenizer, *, reads_on: bool
+) -> PoolingInfo:
+    """Return the facts of a model that was trained for late interaction.
+
+    Args:
+        info: the facts without it.
+        spec: what its files say about it.
+        tokenizer: the model's tokenizer.
+        reads_on: True if tokens attend only to earlier tokens.
+
+    Raises:
+        ModelLoadError: a token that queries need is not in the vocabulary; or the model is causal,
+            and its queries are padded with tokens that others must not attend to.
+    """
+    query, query_text = _marked(spec.query_prefix, tokenizer)
+    document, document_text = _marked(spec.document_prefix, tokenizer)
+    settings = spec.settings
+    # Words that are no tokens never occur in a text.
+    skipped = (tokenizer.token_id(word) for word in spec.skipped)
+    if settings.expands_to and reads_on and not settings.attends_to_expansion:
+        raise ModelLoadError(
+            "A causal model cannot be served if its queries have tokens that others do not attend "
+            "to."
+        )
+    late = replace(
+        settings,
+        query_prefix=query,
+        document_prefix=document,
+        expansion_id=_expansion_id(spec, tokenizer) if settings.expands_to else None,
+        skipped_ids=frozenset(token_id for token_id in skipped if token_id is not None),
+    )
+    prefixes = {"query": query_text, "document": document_text}
+    changed = {name: text + info.prompts.get(name, "") for name, text in prefixes.items() if text}
+    return replace(info, late=late, prompts={**info.prompts, **changed})
+
+
+def _marked(prefix: str, tokenizer: EncoderTokenizer) -> tuple[tuple[int, ...], str]:
+    """Return a prefix as token ids, or as text if the vocabulary does not have it."""
+    if not prefix.strip():
+        return (), prefix
+    for token in (prefix, prefix.split()[0]):
+        token_id = tokenizer.token_id(token)
+        if token_id is not None:
+            return (token_id,), ""
+    return (), prefix
+
+
+def _expansion_id(spec: LateSpec, tokenizer: EncoderTokenizer) -> int:
+    token = spec.expansion_token or tokenizer.mask_token
+    token_id = None if token is None else tokenizer.token_id(token)
+    if token_id is None:
+        raise ModelLoadError(f"Queries are padded with {token}, which is not a token of the model.")
+    return token_id

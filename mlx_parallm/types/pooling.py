@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.request import EVERYBODY, CacheScope
 from mlx_parallm.types.work import Ends, RequestWork
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.work import RequestWork
@@ -21,6 +20,27 @@ ALL_TOKENS = -1
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Which requests may reuse cached results; the scope is part of every cache key.
+
+    The server sets it when a request enters; no field of a request can change it.
+
+    Attributes:
+        owner: the only client whose requests may reuse them; None: every client's may.
+    """
+
+    owner: str | None = None
+
+    def content_key(self, *parts: str | None) -> bytes:
+        """Return a cache key: equal iff the scopes and all parts are equal."""
+        # The repr of a tuple is unambiguous; a client could forge joined strings to collide.
+        return repr((self.owner, *parts)).encode()
+
+
+EVERYBODY = CacheScope()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

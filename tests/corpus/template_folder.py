@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from mlx_parallm.parsing.forced import call_writer
 from mlx_parallm.parsing.registry import detect_tool_format
-from mlx_parallm.parsing.written_calls import call_writer
 from mlx_parallm.tokenizer.jinja_chat import JinjaChat
 from mlx_parallm.tokenizer.loaded import LoadedTokenizer
 from mlx_parallm.tokenizer.plain import PlainTokenizer

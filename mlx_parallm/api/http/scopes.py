@@ -10,9 +10,8 @@ from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import PoolingClient, RequestClient
-from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest
 
 # BACKGROUND_PRIORITY: above every 64-bit number, and so behind every request of a client.
 BACKGROUND_PRIORITY = 2**64

@@ -12,8 +12,8 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.features import Layers
+from mlx_parallm.models.vision.functions import ACTIVATIONS
 from mlx_parallm.numerics.attention import softmax_attention
 
 

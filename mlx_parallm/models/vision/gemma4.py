@@ -12,7 +12,6 @@ import mlx.nn as nn
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order
 from mlx_parallm.models.vision.features import (
     Arrays,
@@ -22,7 +21,7 @@ from mlx_parallm.models.vision.features import (
     TwoWay,
     features_of,
 )
-from mlx_parallm.models.vision.rotary import turned
+from mlx_parallm.models.vision.functions import ACTIVATIONS, turned
 from mlx_parallm.numerics.attention import softmax_attention
 
 # LIMITS: the names of clipped layers' bounds.

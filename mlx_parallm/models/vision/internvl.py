@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from typing_extensions import override
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order, several_layers
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
+from mlx_parallm.models.vision.functions import ACTIVATIONS
 from mlx_parallm.numerics.attention import softmax_attention
 
 # NORM_EPS: of norms whose epsilon no config sets.

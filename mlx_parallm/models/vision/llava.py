@@ -13,11 +13,11 @@ import mlx.nn as nn
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.anyres import TileGrid, tile_grid
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig, ClipTransformer
 from mlx_parallm.models.vision.features import Arrays, Features, Stages, Tower, features_of
+from mlx_parallm.models.vision.functions import ACTIVATIONS
 
 
 class LlavaProjector(nn.Module):

@@ -15,10 +15,9 @@ import mlx.nn as nn
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
-from mlx_parallm.models.vision.rotary import turned
+from mlx_parallm.models.vision.functions import ACTIVATIONS, turned
 from mlx_parallm.numerics.attention import softmax_attention
 
 

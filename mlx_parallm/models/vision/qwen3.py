@@ -15,11 +15,11 @@ import mlx.nn as nn
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.vision.activations import ACTIVATIONS
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Features, Stages, Tower
+from mlx_parallm.models.vision.functions import ACTIVATIONS
 from mlx_parallm.models.vision.qwen import Grid, QwenAttention, QwenPatches, patch_turns, patches_of
-from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.numerics.elementary import gelu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

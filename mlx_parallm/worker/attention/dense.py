@@ -7,7 +7,7 @@ import sys
 
 import mlx.core as mx
 
-from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
+from mlx_parallm.numerics.elementary import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
 from mlx_parallm.worker.device.properties import backend_name
 
 # MIN_SCORES: below this many scores, the one fused operation is faster.

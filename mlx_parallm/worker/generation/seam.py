@@ -27,7 +27,7 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
 from mlx_parallm.kernels.language import CudaLanguage
-from mlx_parallm.numerics.exp2 import is_exp_slow, silu
+from mlx_parallm.numerics.elementary import is_exp_slow, silu
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.attention_overrides import ATTENTION_OVERRIDES, Override
 from mlx_parallm.worker.layers.delta_net import NETS, delta_net

@@ -14,9 +14,9 @@ import pytest
 from mlx_parallm import __version__
 from mlx_parallm.cli.doctor.advice import device_advice
 from mlx_parallm.cli.doctor.command import REJECTED
+from mlx_parallm.cli.engines import ProgressPrinter
 from mlx_parallm.cli.logs import ConsoleFormatter, JsonFormatter
 from mlx_parallm.cli.main import COMMANDS, main
-from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.cli.serve import is_exposed
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.media import check, decode

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from mlx_parallm.media.data_url import format_of, read_base64, read_data_url, read_strict_base64
+from mlx_parallm.media.reader import format_of, read_base64, read_data_url, read_strict_base64
 from mlx_parallm.media_limits import MediaLimits
 from mlx_parallm.types.errors import InvalidRequestError
 

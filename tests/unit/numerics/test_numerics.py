@@ -9,15 +9,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.numerics import attention, gelu
+from mlx_parallm.numerics import attention, elementary
 from mlx_parallm.numerics.attention import softmax_attention
-from mlx_parallm.numerics.gelu import gelu_by_powers
+from mlx_parallm.numerics.elementary import gelu_by_powers
 
 
 @pytest.fixture
 def slow_exp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take MLX for a build with a slow ``exp``, for arrays of any size."""
-    for module in (attention, gelu):
+    for module in (attention, elementary):
         monkeypatch.setattr(module, "is_exp_slow", lambda: True)
     monkeypatch.setattr(attention, "MIN_SCORES", 0)
 
@@ -31,10 +31,10 @@ def test_gelu_is_the_normal_distributions() -> None:
 
 @pytest.mark.usefixtures("slow_exp")
 def test_half_precision_and_few_elements_keep_the_stock_operation() -> None:
-    values = mx.linspace(-4, 4, gelu.MIN_ELEMENTS)
+    values = mx.linspace(-4, 4, elementary.MIN_ELEMENTS)
     for few in (values[:-1], values.astype(mx.float16)):
-        assert mx.array_equal(gelu.gelu(few), nn.gelu(few))
-    assert mx.allclose(gelu.gelu(values), nn.gelu(values), atol=1e-6)
+        assert mx.array_equal(elementary.gelu(few), nn.gelu(few))
+    assert mx.allclose(elementary.gelu(values), nn.gelu(values), atol=1e-6)
 
 
 def masks() -> dict[str, mx.array | None]:

@@ -10,10 +10,10 @@ import pytest
 
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.families.json_array import JSON_ARRAY
+from mlx_parallm.parsing.forced import call_writer
 from mlx_parallm.parsing.formats import ToolFormat
 from mlx_parallm.parsing.parts import ToolCallArguments, ToolCallBegin
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.written_calls import call_writer
 
 TOOL = {
     "type": "function",

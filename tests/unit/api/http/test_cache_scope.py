@@ -17,10 +17,9 @@ from mlx_parallm.api.files.service import LineSender
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
-from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 from tests.api_app import make_app

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.vectors.late_interaction import compared, max_sim, side_inputs
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec, read_late_spec
-from mlx_parallm.pooling.late_interaction import with_late_interaction
+from mlx_parallm.pooling.pending import with_late_interaction
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import LateInteraction, PoolingInput

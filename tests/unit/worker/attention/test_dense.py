@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.numerics.exp2 import MAX_EXPONENT, MIN_EXPONENT, exp2, silu
+from mlx_parallm.numerics.elementary import MAX_EXPONENT, MIN_EXPONENT, exp2, silu
 from mlx_parallm.worker.attention import dense
 from mlx_parallm.worker.attention.dense import dense_attention, rows_within, shared_prefix_attention
 

@@ -1,4 +1,4 @@
-"""Activations of towers, by the names of transformers."""
+"""Functions that towers share: activations by the names of transformers, and rotary positions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ from collections.abc import Callable, Mapping
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.numerics.exp2 import LOG2_E, MAX_EXPONENT, MIN_EXPONENT, exp2, is_exp_slow
-from mlx_parallm.numerics.exp2 import silu as _by_silu
-from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.numerics.elementary import (
+    LOG2_E,
+    MAX_EXPONENT,
+    MIN_EXPONENT,
+    exp2,
+    gelu,
+    is_exp_slow,
+)
+from mlx_parallm.numerics.elementary import silu as _by_silu
 
 
 def quick_gelu(x: mx.array) -> mx.array:
@@ -44,3 +50,15 @@ ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "gelu_pytorch_tanh": tanh_gelu,
     "silu": silu,
 }
+
+
+def turned(x: mx.array, turns: mx.array) -> mx.array:
+    """Return ``x`` with each pair of halves turned by its angle.
+
+    Args:
+        x: ``[images, patches, heads, size]``.
+        turns: angles ``[patches, size / 2]``.
+    """
+    cos, sin = mx.cos(turns)[:, None], mx.sin(turns)[:, None]
+    a, b = mx.split(x.astype(mx.float32), 2, axis=-1)
+    return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
