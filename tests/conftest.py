@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from fastapi.openapi.utils import get_openapi
 from httpx2._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import HealthCheck, settings
 
@@ -68,6 +70,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     mx.random.seed(0)
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_document_for_the_same_routes() -> Iterator[None]:
+    """Let FastAPI describe routes once: it takes a second of CPU time, for each application."""
+    described: dict[Any, tuple[Any, dict[str, Any]]] = {}
+
+    def describe(*, routes: Sequence[Any], **options: Any) -> dict[str, Any]:
+        key = (*map(id, routes), repr(sorted(options.items())))
+        if key not in described:
+            # The routes are kept, so that no others have their ids.
+            described[key] = routes, get_openapi(routes=routes, **options)
+        return copy.deepcopy(described[key][1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastapi.applications.get_openapi", describe)
+        yield
 
 
 @pytest.fixture(scope="session")
