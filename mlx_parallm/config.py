@@ -267,7 +267,7 @@ class RanksConfig:
         size: how many there are; 1 for a process that is alone.
         backend: the name of MLX's backend by which they reach each other.
         host: the address of rank 0 that the others connect to; None for those that the launcher
-            told, or else those of the machine.
+            passed, or else those of the machine.
         timeout_s: seconds without progress after which a rank is taken for lost.
         join_timeout_s: seconds that ranks wait for each other at the start.
     """
@@ -412,5 +412,5 @@ class ServerConfig:
         """True if requests of one API key never reuse results of another's."""
         if self.cache_scope is not None:
             return self.cache_scope == KEY_SCOPE
-        # If only the admin key is set, model routes need no key, so clients cannot be told apart.
+        # If only the admin key is set, model routes need no key, so clients have no identity.
         return bool(self.api_keys) and len({*self.api_keys, *self.admin_api_keys}) > 1

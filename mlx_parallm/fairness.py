@@ -222,7 +222,7 @@ class _Waiting(NamedTuple):
 
 
 class Holding:
-    """What one request takes of a budget piece by piece, and gives back at once.
+    """Share of a budget that one request takes piece by piece, and gives back at once.
 
     A client with no other request may take more than its share.
     """

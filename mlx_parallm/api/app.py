@@ -214,7 +214,7 @@ def create_request_app(
 
 
 def answers_in_any_process() -> Callable[[str, str], bool]:
-    """Return what tells whether a method and a path are answered in every HTTP process.
+    """Return a predicate of a method and a path: whether every HTTP process answers them.
 
     All routes count: a path of the first process may fit the pattern of a route that is not.
     """

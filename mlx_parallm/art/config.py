@@ -20,7 +20,7 @@ START_TIMEOUT_S = 120.0
 
 
 class WeightSync(StrEnum):
-    """How the server gets the weights of a training step.
+    """Transfer of a training step's weights to the server.
 
     lora: the checkpoint is an adapter; the server loads it as ``name@step`` beside the others.
     disk: the checkpoint is a whole model; the server replaces its weights between two steps.
@@ -83,7 +83,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the server is started and updated.
+    """Settings for starting and updating the server.
 
     Attributes:
         mem_fraction_static: share of the free memory that KV may take.

@@ -121,7 +121,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _end(processes: Sequence[ChildProcess]) -> None:
-    """Stop the first process, which tells the others to end; kill what has not ended in time."""
+    """Stop the first process, which stops the others; kill what has not ended in time."""
     if processes[0].poll() is None:
         processes[0].terminate()
     deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Tells the tokens of each engine of a server in a run, by the label ``engine`` of its metrics."""
+"""Counts the tokens of each engine of a server in a run, by the metric label ``engine``."""
 
 from __future__ import annotations
 

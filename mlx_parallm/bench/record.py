@@ -41,7 +41,7 @@ class RequestRecord:
         finish_reason: the reason of the last choice that finished.
         prompt_tokens: the prompt's tokens, from ``usage``.
         cached_tokens: how many of these came from the server's prefix cache.
-        image_tokens: how many of the prompt's tokens are of images, where the server tells it.
+        image_tokens: how many of the prompt's tokens are of images, if the server reports it.
         output_tokens: the output's tokens, from ``usage``.
         status: the HTTP status; None if there was no response.
         error: why the request failed; None if it did not.

@@ -61,7 +61,7 @@ def format_errors(records: Sequence[RequestRecord]) -> str:
 def format_short_outputs(records: Sequence[RequestRecord], *, ignores_eos: bool) -> str:
     """Return a note on outputs far shorter than requested; empty if there are none.
 
-    ``ignores_eos``: True if the requests told the server to ignore the end-of-sequence.
+    ``ignores_eos``: True if the requests set ``ignore_eos``.
     """
     answered = [record for record in records if record.error is None]
     requested = sum(record.max_tokens for record in answered)

@@ -201,7 +201,7 @@ class _Outcome:
     Attributes:
         records: of each request.
         shares: what each of several engines did; empty if there are not several.
-        costs: what the processes of the server, if it tells that, and the load client used.
+        costs: what the processes of the server, if it reports that, and the load client used.
     """
 
     records: list[RequestRecord]

@@ -1,4 +1,4 @@
-"""How the processes of ``peers.launch`` begin."""
+"""Entry points of the processes that ``peers.launch`` starts."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def follow(engine_config: EngineConfig) -> int:
     Raises:
         ConfigError: this rank differs from rank 0, or cannot reach it.
     """
-    # The launcher signals all ranks, or ssh hangs up. Rank 0 drains, then tells this one to end.
+    # The launcher signals all ranks, or ssh hangs up. Rank 0 drains, then ends this one.
     ignore_signals()
     prepare_device_process()
     # This process has MLX, unlike one that speaks HTTP.

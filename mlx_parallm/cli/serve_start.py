@@ -1,6 +1,6 @@
 """The beginning of ``mlx_parallm serve``: what can be refused before the server's modules load.
 
-Those take seconds. A wrong path, a port in use and a setting that cannot be are told before.
+Those take seconds. A wrong path, a port in use and an impossible setting are reported before.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """How likely a completion is.
+    """Log-probability of a completion.
 
     Attributes:
         logprobs: one per token of the completion.

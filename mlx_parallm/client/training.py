@@ -74,7 +74,7 @@ class TrainingSession:
         prefix_cache: "available" or "unavailable".
         base: SHA-256 of the weights that it trains on.
         published: names of the adapters that it has published.
-        pending: names of the adapters whose losses it asks for, and that were not told yet.
+        pending: names of the adapters whose losses it waits for.
         warning: why it hardly learns; None: no reason is known.
         totals: costs of all steps.
         last: the latest step; None before the first.
@@ -107,7 +107,7 @@ class PerturbedAdapter:
     """An adapter whose loss a session asks for.
 
     Attributes:
-        name: the model that requests name, until the losses are told.
+        name: adapter name to request until its loss is reported.
         direction: index of its direction; None: it is not perturbed.
         sign: of the perturbation, 1 or -1.
     """
@@ -119,7 +119,7 @@ class PerturbedAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """How well a session's adapter predicts labels.
+    """Quality of the labels that a session's adapter predicts.
 
     Attributes:
         step: number of steps that the session had made.

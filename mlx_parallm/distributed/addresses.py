@@ -14,7 +14,7 @@ from typing import Any, cast
 from mlx_parallm.types.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-# ELSEWHERE: an address of documentation (RFC 5737). Nothing is sent there; the route to it tells
+# ELSEWHERE: an address of documentation (RFC 5737). Nothing is sent there; the route to it shows
 # which address of this machine others see.
 ELSEWHERE = ("192.0.2.1", 9)
 # BACKLOG: connections that the kernel holds until they are accepted.

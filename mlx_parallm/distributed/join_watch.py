@@ -4,7 +4,7 @@ MLX's ring gives up 31 s after a rank calls it, and one rank cannot call it agai
 in it. So a rank calls it once the others are known to be there.
 
 MLX keeps the GIL while it joins a group, so no thread of the process can notice; another process
-does, which imports little. Connecting to the ports of a ring does not tell which ranks run: a rank
+does, which imports little. Connecting to the ports of a ring does not show which ranks run: a rank
 takes every connection for its neighbour's, and does not listen while it connects to another. So the
 watching processes send each other datagrams, on the UDP ports of the same numbers.
 """
@@ -78,7 +78,7 @@ class Presence:
         Args:
             hosts: the "host:port" addresses of each rank, which it may have several of.
             rank: this rank.
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
 
         Raises:
             OSError, ValueError, LookupError: the addresses are not of this machine, or are none.
@@ -95,7 +95,7 @@ class Presence:
         }
         with ExitStack() as stack:
             self.ends = [stack.enter_context(_bound(_parse(each))) for each in hosts[rank]]
-            # A connected socket is told that nobody has the port.
+            # A connected socket gets an error if no process has the port.
             self._probes = [
                 stack.enter_context(_connected(address))
                 for addresses in self._others.values()
@@ -112,7 +112,7 @@ class Presence:
         self._stack.close()
 
     def tell(self) -> None:
-        """Tell all others that this rank is there."""
+        """Notify all others that this rank is there."""
         for addresses in self._others.values():
             for address in addresses:
                 for end in self.ends:

@@ -107,7 +107,7 @@ class LeaderLink:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> LeaderLink:
-        """Listen, tell the followers where, and wait until all have joined.
+        """Listen, send the followers the address, and wait until all have joined.
 
         Args:
             ranks: all ranks; this is rank 0.
@@ -115,7 +115,7 @@ class LeaderLink:
             timeout_s: most seconds to wait.
             port: the port; 0 for any.
             environment: the launcher's variables.
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
 
         Raises:
             ConfigError: the port is taken, or ranks are missing.

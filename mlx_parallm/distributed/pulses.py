@@ -124,7 +124,7 @@ class Pulses:
             rank: this rank; rank 0 gives the others their ops.
             others: the ranks whose beats come here.
             timeout_s: seconds without a beat or without progress after which ranks are lost.
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
         """
         self.ops = OpClock(timeout_s, clock)
         self._rank = rank

@@ -56,7 +56,7 @@ class Reception:
             listener: the socket.
             secret: what callers must know.
             callers: all connections that must come.
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
         """
         self._listener = listener
         self._secret = secret

@@ -45,7 +45,7 @@ class Watch:
             ends: the streams of beats, by rank; this takes them over.
             timeout_s: seconds without progress after which a rank counts as lost.
             on_lost: called once with the reason, on the thread.
-            clock: tells the time, in seconds.
+            clock: returns the time, in seconds.
         """
         self._ends = dict(ends)
         self._interval_s = min(BEAT_S, timeout_s / SHARE_OF_TIMEOUT)
@@ -114,7 +114,7 @@ class Watch:
             try:
                 self._unsent[rank] = data[end.send(data) :]
             except OSError:
-                # The stream is full, or has ended: what is read, or is not, tells which.
+                # The stream is full, or has ended: what is read, or is not, shows which.
                 continue
 
     def _hear(self, rank: int) -> bool:

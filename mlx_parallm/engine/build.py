@@ -63,8 +63,8 @@ def build_models(
         config: names the models.
         families: of metrics.
         worker: is to have the models.
-        on_progress: is told how far the load is.
-        tracer: is told what every step does.
+        on_progress: is notified of the load's progress.
+        tracer: records every step; None if none does.
 
     Raises:
         ConfigError: two models have the same name, or the memory is too small.

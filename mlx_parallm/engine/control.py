@@ -35,7 +35,7 @@ SLEEP_LEVELS = (0, 1, 2)
 
 
 class PauseMode(StrEnum):
-    """How a pause treats the requests; the names are vLLM's.
+    """Treatment of running requests by a pause; the names are vLLM's.
 
     keep: they stay where they are, and new ones wait with them.
     wait: they end first; new ones are refused.

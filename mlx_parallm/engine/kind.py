@@ -108,7 +108,7 @@ class BuildContext:
         settings: of the server.
         families: of metrics.
         worker: has the models.
-        on_progress: is told how far the load is.
+        on_progress: is notified of the load's progress.
         tracer: records every step; None if none does.
     """
 

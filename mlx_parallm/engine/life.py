@@ -45,7 +45,7 @@ class EngineLife(Protocol):
         ...
 
     async def query(self, ask: StateQuery[T]) -> T:
-        """Return what the engines' state tells, without waiting for a step; ``ask`` can be pickled.
+        """Answer a query about the engines' state, without waiting for a step; ``ask`` is pickled.
 
         Raises:
             EngineDeadError: no engines are there.

@@ -36,7 +36,7 @@ class WeightsUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightsHistory:
-    """How a model's weights differ from those that it is loaded with.
+    """Difference of a model's weights from those that it is loaded with.
 
     Attributes:
         folder: the update from a folder that replaced all of them; None if there was none.

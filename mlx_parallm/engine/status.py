@@ -42,7 +42,7 @@ class Readiness(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """How busy one engine is.
+    """Load of one engine.
 
     Attributes:
         rank: its number, from 0.

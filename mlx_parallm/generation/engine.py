@@ -151,7 +151,7 @@ class GenerationEngine(ServedEngine):
 
     @property
     def stats(self) -> SchedulerStats:
-        """How full it is, and what it has counted so far."""
+        """Its load and its counters."""
         return self._scheduler.stats()
 
     @override

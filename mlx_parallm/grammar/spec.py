@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 
 
 class GrammarKind(StrEnum):
-    """How the text of a specification is read."""
+    """Language that a specification is written in."""
 
     JSON_SCHEMA = "json_schema"
     #: A JSON schema whose unsupported keywords are dropped.

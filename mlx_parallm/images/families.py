@@ -1,4 +1,4 @@
-"""How each family of models writes an image in a prompt.
+"""Notation of an image in a prompt, for each family of models.
 
 The forms are those of transformers' processors (``replace_image_token`` of each
 ``models/*/processing_*.py``), by which these models were trained; tests compare both.
@@ -35,7 +35,7 @@ class WrittenImage(NamedTuple):
 
 
 class ImageFamily(Protocol):
-    """How a family of models writes an image.
+    """Notation of an image in the prompts of one family of models.
 
     Attributes:
         placeholder: what chat templates write for an image.

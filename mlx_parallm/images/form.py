@@ -1,4 +1,4 @@
-"""How one model takes images."""
+"""Image inputs of one model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageTokenizer(Protocol):
-    """What images need of a tokenizer."""
+    """Methods of a tokenizer that images need."""
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token; None if it is not one token."""
@@ -30,7 +30,7 @@ class ImageTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageForm:
-    """How a model takes images. It can be pickled.
+    """Settings of a model's image inputs. They can be pickled.
 
     Attributes:
         family: how images are written.

@@ -42,7 +42,7 @@ class PreparedImage:
 
 @dataclass(frozen=True, slots=True)
 class PixelRange:
-    """How many pixels an image has after it was resized; None: as the model's processor says."""
+    """Bounds of an image's pixels after resizing; None: those of the model's processor."""
 
     least: int | None = None
     most: int | None = None

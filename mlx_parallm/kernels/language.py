@@ -20,7 +20,7 @@ METAL_WORDS = Path(__file__).with_name("metal_words.cu")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How attention is divided among threads; it changes speed, and results only by rounding.
+    """Division of attention among threads; it changes speed, and results only by rounding.
 
     Attributes:
         threadgroups: how many keep the device busy; rows are split if there are fewer.

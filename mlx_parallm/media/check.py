@@ -27,7 +27,7 @@ def _problem(name: str) -> str | None:
         Image.new("RGB", SIZE, "red").save(data, name)
         pixels = decode_image(read_file(data.getvalue()))
     except (ImportError, KeyError, OSError, InvalidRequestError) as problem:
-        # A decoder's own error is behind the one that clients are told.
+        # A decoder's own error is the cause of the one that clients get.
         reason = problem.__cause__ or problem
         return f"{type(reason).__name__}: {reason}"
     width, height = SIZE

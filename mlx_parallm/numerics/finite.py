@@ -12,7 +12,7 @@ from mlx_parallm.types.errors import ModelLoadError
 
 
 class FloatBits(NamedTuple):
-    """How a dtype stores floats: integers of its size, and the bits of infinity and of the sign."""
+    """Bits of a float's dtype: integers of its size, and the bits of infinity and of the sign."""
 
     signed: mx.Dtype
     unsigned: mx.Dtype

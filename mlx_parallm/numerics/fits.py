@@ -29,7 +29,7 @@ class OnlineFit:
     """Non-negative coefficients of a linear model, fitted to the latest samples.
 
     It minimises the relative error by coordinate descent from the last solution. Coefficients
-    that recent samples cannot tell apart stay as they were; earlier features explain what several
+    that recent samples cannot separate stay as they were; earlier features explain what several
     could.
     """
 
@@ -69,7 +69,7 @@ class OnlineFit:
 class PrefillFit:
     """The seconds that prefill adds to a step: a constant, and terms by tokens and positions read.
 
-    Samples are kept by the magnitude of their tokens: a run of chunks of one size tells nothing
+    Samples are kept by the magnitude of their tokens: a run of chunks of one size says nothing
     about other sizes, so it must not displace their samples. Each sample keeps the features of its
     decode rows, because their cost may be learned later.
     """

@@ -36,7 +36,7 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringOutput:
-    """How well the texts of a pair fit."""
+    """Score of a pair of texts."""
 
     score: float
 

@@ -109,7 +109,7 @@ class OfflineSession:
 
     @property
     def num_steps(self) -> int:
-        """How many steps it has made."""
+        """Number of steps made."""
         return self._session.num_steps
 
     @property

@@ -83,7 +83,7 @@ class CallText:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """Notation of tool calls by a family of models.
 
     Attributes:
         name: its name on the command line, as in vLLM's ``--tool-call-parser``.
@@ -123,7 +123,7 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks reasoning.
+    """Markers of reasoning of a family of models.
 
     Attributes:
         name: its name on the command line, as in vLLM's ``--reasoning-parser``.

@@ -75,7 +75,7 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """How many characters were read."""
+        """Number of characters that were read."""
         return self._dropped + self._at
 
     def keep(self) -> None:

@@ -372,7 +372,7 @@ class Link:
     One thread sends, and the one that receives settles.
 
     Attributes:
-        is_ending: True if the process was told to stop.
+        is_ending: True if the process was asked to stop.
     """
 
     def __init__(self, channel: Channel) -> None:

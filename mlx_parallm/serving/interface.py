@@ -69,7 +69,7 @@ class PoolingClient(PoolingCalls, Protocol):
 
 
 class Versions(Protocol):
-    """The adapters and the versions of weights, as requests are told of them."""
+    """The adapters and the versions of weights that requests see."""
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """Return the loaded adapters of all models, as of the latest change of one."""
@@ -85,7 +85,7 @@ class RequestClient(Protocol):
 
     @property
     def control(self) -> Versions:
-        """Return what tells adapters and versions."""
+        """Return the view of adapters and versions."""
         ...
 
     @property
@@ -152,7 +152,7 @@ class RequestClient(Protocol):
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """End a request as ``abort`` does, and tell its reader.
+        """End a request as ``abort`` does, and notify its reader.
 
         Every sample gets a last event with the ``finish_reason`` "abort" and the text that was
         held back.
@@ -161,7 +161,7 @@ class RequestClient(Protocol):
 
 
 class EngineClient(RequestClient, Protocol):
-    """The engine as routes see it that change it, or tell its state."""
+    """The engine as routes see it that change it or report its state."""
 
     @property
     def control(self) -> EngineControl:

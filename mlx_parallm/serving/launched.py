@@ -1,4 +1,4 @@
-"""Reads what ``mlx.launch`` or MPI tells a process: its rank, of how many, and the backend.
+"""Reads what ``mlx.launch`` or MPI passes to a process: its rank, of how many, and the backend.
 
 It imports no MLX, because the process that speaks HTTP reads it too.
 """
@@ -16,7 +16,7 @@ from mlx_parallm.types.json_values import is_list
 
 # RANK_VARIABLES: where a process finds its rank; the first is mlx.launch's.
 RANK_VARIABLES = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# SIZE_VARIABLES: where MPI and NCCL tell the number of ranks.
+# SIZE_VARIABLES: where MPI and NCCL write the number of ranks.
 SIZE_VARIABLES = ("MLX_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # FILE_VARIABLES: files of JSON with one entry a rank, by backend.
 FILE_VARIABLES = {"ring": "MLX_HOSTFILE", "jaccl": "MLX_IBV_DEVICES"}
@@ -43,7 +43,7 @@ def has_rank(environment: Mapping[str, str]) -> bool:
 
 
 def launched_in(environment: Mapping[str, str]) -> Launched | None:
-    """Return what the launcher tells; None for a process that is alone.
+    """Return what the launcher passed; None for a process that is alone.
 
     Raises:
         ConfigError: the variables do not fit together, or name a file that cannot be read.

@@ -69,7 +69,7 @@ class RemoteEngine(Generators):
         Args:
             start: how it is set up.
             wire: to the other process.
-            on_shared: is told what applications share.
+            on_shared: is called with what applications share.
         """
         self.config: EngineConfig = start.engine_config
         self._start = start

@@ -44,7 +44,7 @@ def load_with_mlx_lm(
     _forget_truncation(hub)
     plain = None
     if wrapper._chat_template is None:
-        # mlx_lm tells templates whether the model thinks.
+        # mlx_lm passes templates whether the model thinks.
         plain = plain_of(hub, {"enable_thinking": wrapper.has_thinking})
     return LoadedTokenizer(
         renderer=plain or wrapper,

@@ -28,7 +28,7 @@ UNPROBED = "a question alone, so that it cannot be probed and gets conversations
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """How conversations are rewritten for a template. It can be pickled.
+    """Rewriting of conversations for a template. It can be pickled.
 
     Attributes:
         rewrites: are applied in order.

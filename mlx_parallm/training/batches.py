@@ -10,7 +10,7 @@ from functools import lru_cache
 
 
 class BatchOrder(StrEnum):
-    """How batches are drawn; every example has its turn once an epoch.
+    """Order of batches; every example has its turn once an epoch.
 
     random: from all examples.
     by_length: of neighbours in length, which have less padding; the batches come in random order.

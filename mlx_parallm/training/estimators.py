@@ -30,7 +30,7 @@ class Sides(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorSettings:
-    """How a session estimates gradients, and how far it goes.
+    """Settings of a session's gradient estimates and of its steps.
 
     Attributes:
         sides: where losses are measured.

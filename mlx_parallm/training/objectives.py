@@ -10,14 +10,14 @@ import numpy as np
 
 
 class Measure(StrEnum):
-    """What is to become small.
+    """The loss to minimise.
 
     cross_entropy: the negative log-probability of the right label.
     likelihood: the negative log-probability of the right choice, whatever the others have; for
         results that are log-probabilities.
     error: 1 for a wrong label and 0 for the right one; it has no gradient.
     f1: 1 less the mean F1 of the labels over all rows together; it has no gradient.
-    reward: the reward of what the model generates, negated; measured by whoever judges samples.
+    reward: the reward of what the model generates, negated; measured by the judge of samples.
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -34,7 +34,7 @@ class Measure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How well labels were predicted.
+    """Quality of predicted labels.
 
     Attributes:
         loss: mean cross entropy; of a single choice, the mean of its negative log-probability.

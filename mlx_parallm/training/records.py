@@ -1,4 +1,4 @@
-"""What a session is made of, as it is kept on disk, and its state."""
+"""Records of a training session on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_parallm.types.training import (
 
 
 class Mode(StrEnum):
-    """How the forwards of a step are computed; the losses are the same.
+    """Computation of a step's forwards; the losses are the same.
 
     paired: all copies in one forward, cut by length, from states that are kept.
     naive: one forward for each copy, of all layers, padded to the longest: for comparison.
@@ -33,7 +33,7 @@ class Mode(StrEnum):
 
 
 class Status(StrEnum):
-    """Whether steps are run without being asked for.
+    """Background runs of a session.
 
     ready: no.
     running: yes, in the background.
@@ -54,7 +54,7 @@ class SessionConfig:
         model: the first name of the model.
         trainable: the adapter.
         estimator: how gradients are estimated, and steps made of them.
-        measure: what is to become small; None: what the caller tells.
+        measure: the loss to minimise; None: the one that the caller reports.
         objective: how rows of data are read, as the caller gave it; plain JSON.
         batch_size: examples of a step.
         order: how batches are drawn.
@@ -157,7 +157,7 @@ class Example:
     Attributes:
         input: see the class.
         label: the index of its right label; 0 for a prompt whose samples are judged.
-        metadata: what a verifier is told of the prompt; None: nothing.
+        metadata: passed to the verifier with the prompt; None: nothing.
     """
 
     input: TrainingInput
@@ -207,7 +207,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a step has cost.
+    """Cost of a step.
 
     Attributes:
         lookups: texts that were looked up in the prefix cache.

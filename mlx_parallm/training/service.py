@@ -199,7 +199,7 @@ class TrainingService(Watcher):
         return session
 
     async def ask(self, session_id: str) -> Session:
-        """Serve the perturbed copies of the next step as adapters, until their losses are told.
+        """Serve the perturbed copies of the next step as adapters until their losses are reported.
 
         Asking again serves the same copies, also after a restart.
 
@@ -377,7 +377,7 @@ class TrainingService(Watcher):
         return session
 
     def _told(self, session_id: str) -> Session:
-        """Return a session that is ready and is told losses; raise ConflictError if not."""
+        """Return a ready session whose caller reports losses; raise ConflictError if not."""
         session = self._idle(session_id)
         if session.config.measure is not None:
             raise ConflictError("The session measures its losses itself: step or run.")

@@ -1,7 +1,7 @@
 """One training session: it makes steps from losses, writes them down, and has them applied.
 
-The engine's part of a session can be lost with its process, or when its model makes way for another
-one. The log has all of it, so the session opens it again and goes on.
+The engine's part of a session can be lost with its process, or when its model is evicted. The log
+has all of it, so the session opens it again and goes on.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Session:
 
     @property
     def num_steps(self) -> int:
-        """How many steps it has made."""
+        """Number of steps made."""
         return self.files.num_steps
 
     @property
     def num_examples(self) -> int:
-        """How many examples it has."""
+        """Number of its examples."""
         return len(self._examples)
 
     def save(self, **changes: Any) -> None:
@@ -212,7 +212,7 @@ class Session:
 
     @property
     def pending(self) -> list[Copy]:
-        """The copies whose losses were asked for and not told yet."""
+        """The copies whose losses were asked for and not reported yet."""
         return self.copies if self.state.asked_at == self.num_steps else []
 
     async def perturbed(self, changes: StepChanges = AS_SET) -> list[AdapterUpload]:
@@ -445,7 +445,7 @@ class Session:
     async def _start(self) -> StartParameters | None:
         """Return the first parameters; None if they are drawn.
 
-        First factors are measured once and saved: another device may measure others.
+        They are measured once and saved: another device may measure other factors.
         """
         config = self.config
         start = self.files.start()

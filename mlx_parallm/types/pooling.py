@@ -171,7 +171,7 @@ class PoolingEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateInteraction:
-    """How a late-interaction model reads queries and documents, to compare token vectors.
+    """Reading of queries and documents by a late-interaction model, which compares token vectors.
 
     See ColBERT, https://arxiv.org/abs/2004.12832.
 

@@ -45,7 +45,7 @@ EVERYBODY = CacheScope()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit:
-    """How many tokens of a text are useful; known before the text is encoded.
+    """Number of useful tokens of a text; known before the text is encoded.
 
     Attributes:
         most: the largest number of tokens; None: no limit.
@@ -147,7 +147,7 @@ class StructuredOutputsParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+    """Sampling settings of one request. Names and meanings are vLLM's.
 
     Attributes:
         n: independent samples of the same prompt, 1 to 128; sample i uses ``seed + i``.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Distribution(StrEnum):
-    """How the numbers of a direction are distributed; both have mean 0 and variance 1.
+    """Distribution of a direction's numbers; both have mean 0 and variance 1.
 
     rademacher: 1 or -1.
     gaussian: normal.

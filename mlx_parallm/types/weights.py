@@ -1,4 +1,4 @@
-"""Versions of weights: which ones a request runs with, and the ids that tell them apart."""
+"""Versions of weights: which ones a request runs with, and the ids that distinguish them."""
 
 from __future__ import annotations
 

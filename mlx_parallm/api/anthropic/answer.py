@@ -15,7 +15,7 @@ from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 class MessageAnswer(Answer):
     """Builds the answer to one messages request, whole or event by event.
 
-    ``model`` is the name that the answer tells; ``is_shortened`` is true if fewer tokens than asked
+    ``model`` is the name in the answer; ``is_shortened`` is true if fewer tokens than asked
     for have room.
     """
 

@@ -39,7 +39,7 @@ class ContentBlocks:
         self.blocks: list[dict[str, Any]] = []
 
     def add(self, part: TurnPart) -> list[dict[str, Any]]:
-        """Take in a part; the events that tell it."""
+        """Take in a part; return its events."""
         match part:
             case ReasoningText("") | ContentText("") | ToolCallArguments(_, ""):
                 return []
@@ -58,7 +58,7 @@ class ContentBlocks:
                 return self._close()
 
     def end(self) -> list[dict[str, Any]]:
-        """End the answer; return the events that tell it."""
+        """End the answer; return its last events."""
         events: list[dict[str, Any]] = []
         if self._held and not self.blocks:
             # All that the model wrote.

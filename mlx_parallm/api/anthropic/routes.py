@@ -33,7 +33,7 @@ from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import StreamForm, respond
 from mlx_parallm.types.request import ANY_LENGTH
 
-# Other statuses are told by their class.
+# Other statuses get the type of their class.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",

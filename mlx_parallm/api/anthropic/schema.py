@@ -31,7 +31,7 @@ InputMessages = Annotated[
 
 
 class Thinking(NullIsAbsent):
-    """How the model thinks before it answers."""
+    """Thinking before the answer."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -65,7 +65,7 @@ class Metadata(NullIsAbsent):
 
 
 class OutputConfig(NullIsAbsent):
-    """How the answer is to be."""
+    """Form and effort of the answer."""
 
     model_config = ConfigDict(extra="ignore")
 

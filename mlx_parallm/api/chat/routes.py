@@ -31,7 +31,7 @@ async def create_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Resp
 
 
 def _spans(body: ChatRequest, admitted: Admitted, prepared: PreparedTurn) -> PolicySpans | None:
-    """Return what tells ART's policies, where the body wants them."""
+    """Return the recorder of ART's policies, if the body wants them."""
     if not body.wants_policies:
         return None
     model, prelude = admitted.model, admitted.prelude

@@ -113,7 +113,7 @@ class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
 
     @property
     def wants_policies(self) -> bool:
-        """True if choices tell which of ART's policies made their tokens."""
+        """True if choices name the ART policies that made their tokens."""
         fields = self.nvext.get("extra_fields") if is_object(self.nvext) else None
         return isinstance(fields, list) and "engine_data" in fields
 

@@ -27,7 +27,7 @@ class _Question(NullIsAbsent):
 
 
 class PredicateQuestion(_Question):
-    """How likely is it that a statement about the input is true?"""
+    """A question: how likely is it that a statement about the input is true?"""
 
     type: Literal["predicate"] = Field(description="Kind of question.")
 

@@ -28,7 +28,7 @@ class Access(Enum):
 
 
 class Kept(Enum):
-    """How a body is kept while its request runs.
+    """Form in which a body is kept while its request runs.
 
     Attributes:
         REQUEST: it is kept, and counts among the client's requests.

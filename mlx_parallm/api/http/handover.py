@@ -44,7 +44,7 @@ class HandoverProtocol(BoundedProtocol):
         """Prepare.
 
         Args:
-            serves: tells requests of this process.
+            serves: True for the requests of this process.
             hand_over: takes over a connection whose next request is for another process.
             head: what another process has read of the connection.
             on_closed: called once the connection is no longer here.

@@ -1,4 +1,4 @@
-"""How many HTTP requests were answered, for ``GET /metrics``."""
+"""Counts of answered HTTP requests, for ``GET /metrics``."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class SessionList(BaseModel):
 
 
 class EvaluationAnswer(BaseModel):
-    """How well labels are predicted."""
+    """Quality of predicted labels."""
 
     object: str = Field(default="mezo.evaluation", description="What this is.")
     session_id: str = Field(description="The session.")

@@ -176,7 +176,7 @@ async def tell_session(session_id: str, body: Tell, training: TrainingDep) -> St
 
 @routes.post("/v1/mezo/sessions/{session_id}/run")
 async def run_session(session_id: str, body: RunSteps, training: TrainingDep) -> SessionAnswer:
-    """Make steps in the background; ``events`` tells them."""
+    """Make steps in the background; ``events`` reports them."""
     return session_answer(training.run(session_id, body.steps))
 
 

@@ -87,7 +87,7 @@ class Trainable(Strict):
 
 
 class EstimatorBody(Strict):
-    """How gradients are estimated from losses, and how far a step goes."""
+    """Gradient estimator and step size."""
 
     preset: Literal["paper"] | None = Field(
         None, description="paper: MeZO as published; other fields given change it."
@@ -168,7 +168,7 @@ class Candidates(Strict):
 
 
 class Caller(Strict):
-    """The caller measures losses, with the adapters that ``ask`` names, and tells them."""
+    """The caller measures losses, with the adapters that ``ask`` names, and reports them."""
 
     kind: Literal["caller"] = Field("caller", description="Losses that the caller tells.")
 

@@ -96,8 +96,8 @@ class ResponseAnswer(Answer):
     Args:
         body: of the request.
         prepared: the turn that answers.
-        model: the name that the answer tells.
-        tools: those of the body that the model is told of.
+        model: the name in the answer.
+        tools: those of the body that the model gets.
         on_end: called once with the response that has ended, unless it failed.
     """
 
@@ -175,7 +175,7 @@ class ResponseAnswer(Answer):
         if self._tokens is None or isinstance(event, PromptEvent):
             parts = self._stream.add(event)
             return self._begin() + self._writer.add(parts, [[] for _ in parts])
-        # Whose tokens a part's are is known of each event that the engine told.
+        # Each event of the engine says whose tokens a part's are.
         pieces = event.pieces or (event,)
         return [made for piece in pieces for made in self._take_tokens(piece, self._tokens)]
 

@@ -30,7 +30,7 @@ ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-# Items of tools that run on OpenAI's servers: nothing of them can be told to a model here.
+# Items of tools that run on OpenAI's servers: no model here can use them.
 HOSTED = frozenset(
     [
         "apply_patch_call",

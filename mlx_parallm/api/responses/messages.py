@@ -95,7 +95,7 @@ class _Conversation:
             "tool_call_id": item["call_id"],
             "content": output if isinstance(output, str) else self._parts(output),
         }
-        # Some templates tell the result by the tool's name.
+        # Some templates write the tool's name with the result.
         if item["call_id"] in self._names:
             message["name"] = self._names[item["call_id"]]
         self.messages.append(message)

@@ -1,4 +1,4 @@
-"""From a turn's parts to items of a response's output, and the events that tell of them.
+"""From a turn's parts to items of a response's output, and their events.
 
 Events are OpenAI's (openai/types/responses/response_stream_event.py of its Python SDK), without
 their sequence numbers.
@@ -23,7 +23,7 @@ INCOMPLETE = "incomplete"
 
 
 class OutputItem(ABC):
-    """An item of the output that grows, and the events that tell of it."""
+    """An item of the output that grows, and its events."""
 
     type: ClassVar[str]
 
@@ -153,7 +153,7 @@ class Reasoning(TextItem):
 
 
 class CallItem(OutputItem):
-    """A call of a tool; ``names`` are the keys that tell of the tool."""
+    """A call of a tool; ``names`` are the keys that identify the tool."""
 
     def __init__(self, call_id: str, names: Mapping[str, str]) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class OutputWriter:
     """Writes items one after the other.
 
     Args:
-        names: by the name that the model knows a tool by, the keys that tell of it in a call.
+        names: by the name that the model knows a tool by, the keys that identify it in a call.
         custom: the names of those that are custom tools.
         has_summary: whether reasoning has a summary.
         is_sealed: whether reasoning has ``encrypted_content``.

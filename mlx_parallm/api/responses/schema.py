@@ -24,7 +24,7 @@ UNSUPPORTED = ("conversation", "prompt")
 
 
 class ReasoningOptions(NullIsAbsent):
-    """How much the model thinks, and what is told of it."""
+    """Reasoning effort, and which reasoning is returned."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -107,7 +107,7 @@ class ResponseService:
         return entry.job
 
     async def cancel(self, response_id: str, client: str) -> dict[str, Any]:
-        """End a response that is made in the background, and tell how far it came.
+        """End a response that is made in the background; return it as far as it came.
 
         Raises:
             NotFoundError: the client has no such response.

@@ -41,7 +41,7 @@ class ResponseTool:
 
     @property
     def names(self) -> dict[str, str]:
-        """The keys that tell of the tool in a call."""
+        """The keys that identify the tool in a call."""
         named = {"name": self.name}
         return named if self.namespace is None else named | {"namespace": self.namespace}
 
@@ -52,7 +52,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def response_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[ResponseTool, ...]:
-    """Return the tools that a model can be told of, without those that a server would run.
+    """Return the tools that a model can use, without those that a server would run.
 
     Raises:
         InvalidRequestError: one is malformed; names its field, as ``tools[3].name``.
@@ -98,7 +98,7 @@ def response_tool_choice(choice: Any, tools: Sequence[ResponseTool]) -> ToolChoi
 
 
 def shown_tools(tools: Sequence[ResponseTool]) -> list[dict[str, Any]]:
-    """Return the tools as an answer tells of them; those of a namespace within it."""
+    """Return the tools as an answer lists them; those of a namespace within it."""
     shown: list[dict[str, Any]] = []
     spaces: dict[str, list[dict[str, Any]]] = {}
     for tool in tools:

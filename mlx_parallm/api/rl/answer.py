@@ -102,7 +102,7 @@ class RolloutAnswer:
         return fields
 
     def judged(self, group: Group, index: int) -> dict[str, Any]:
-        """Return what a verifier is told of a sample."""
+        """Return what a verifier gets of a sample."""
         sample = group.samples[index]
         return {
             "id": self._id,
@@ -146,7 +146,7 @@ def usage_of(groups: Sequence[Group]) -> Usage:
 
 
 def token_scores(entries: Sequence[TokenLogprob], *, top: int, entropy: bool) -> dict[str, Any]:
-    """Return what is told of tokens: log-probabilities, and what else is wanted."""
+    """Return a sample's token fields: log-probabilities, and what else is wanted."""
     scores: dict[str, Any] = {"logprobs": [entry.logprob for entry in entries]}
     if top:
         scores["top_logprobs"] = [top_of(entry) for entry in entries]

@@ -16,7 +16,7 @@ from mlx_parallm.types.request import LOGPROBS_MODES
 
 
 class Tolerance(BaseModel):
-    """How far log-probabilities told while sampling are from scores of the same tokens.
+    """Distance of log-probabilities returned by sampling from scores of the same tokens.
 
     Absolute differences; the quantiles are of what was measured with the embedded model.
     """
@@ -60,7 +60,7 @@ class RLCapabilities(BaseModel):
 routes = Routes(RL, short=True)
 # The bound is what tests hold on every execution path. The rest is what
 # `python -m benchmarks.logprob_agreement` measured with the embedded model. A CPU computes every
-# row of a bfloat16 product by itself, and tells the same numbers in every batch; GPUs do not.
+# row of a bfloat16 product by itself, and gives the same numbers in every batch; GPUs do not.
 TOLERANCES = MappingProxyType(
     {
         "float32": Tolerance(bound=1e-4, median=0.0, p99=9.6e-6, most=2.9e-5, device="cpu"),

@@ -37,7 +37,7 @@ from mlx_parallm.images.prompt import (
 )
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
-# The last tokens tell how a text that follows them is spelled.
+# The last tokens decide how a text that follows them is spelled.
 ANCHOR_TOKENS = 8
 #: How an error names an image, or a part of it.
 _IMAGE_PARAM = re.compile(r"\.image_url\b")
@@ -80,7 +80,7 @@ class PromptEncoder:
 
     Attributes:
         model: whose tokenizer and template.
-        tools: what the template tells of.
+        tools: those that the template lists.
         template_kwargs: further variables of the template.
         open_turn: whether the assistant's turn is opened behind messages.
         add_special_tokens: whether texts begin with what a text of the model begins with.

@@ -36,7 +36,7 @@ class SglangAnswer(SampledAnswer):
         self._tokenizer = tokenizer
         self._is_list = is_batch(body) or self.n > 1
         self._begun_s = time.monotonic()
-        # By sample, how many tokens it has when it is told next.
+        # By sample, how many tokens it has at its next event.
         self._told_at: dict[int, int] = {}
 
     def whole(self) -> Any:
@@ -45,7 +45,7 @@ class SglangAnswer(SampledAnswer):
         return outputs if self._is_list else outputs[0]
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
-        """Return the sample so far, unless it was told so a few tokens ago."""
+        """Return the sample so far, unless its last event was only a few tokens ago."""
         self.add(prompt, event)
         if isinstance(event, PromptEvent):
             return []

@@ -1,4 +1,4 @@
-"""How SGLang's control routes write errors."""
+"""Errors in the form of SGLang's control routes."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class SglangItem:
         prompt: a text or token ids.
         rid: its id.
         sampling_params: how it is sampled.
-        return_logprob: whether log-probabilities are told.
-        logprob_start_len: from which prompt token on they are told; -1: of no prompt token.
+        return_logprob: whether log-probabilities are returned.
+        logprob_start_len: from which prompt token on they are returned; -1: of no prompt token.
         top_logprobs_num: likeliest tokens at each place.
         token_ids_logprob: tokens to report instead.
         lora_path: the name of its adapter, if it is not the model itself.
@@ -127,7 +127,7 @@ def item_params(
         logprobs=item.top_logprobs_num if wanted else None,
         logprob_token_ids=tuple(item.token_ids_logprob or ()) if wanted else (),
         prompt_logprobs=item.top_logprobs_num if scores_prompt else None,
-        # The first that is told follows nothing that is told.
+        # SGLang gives the first token of the range no log-probability.
         prompt_logprobs_start=item.logprob_start_len + 1 if scores_prompt else 0,
         entropy=entropy and wanted,
         grammar=grammar,

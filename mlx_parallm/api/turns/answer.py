@@ -48,7 +48,7 @@ class Answer(ABC):
 
 
 class SampledAnswer(Answer):
-    """An answer that tells samples as they are: ``n`` of each prompt, prompt after prompt."""
+    """An answer with samples as they are: ``n`` of each prompt, prompt after prompt."""
 
     def __init__(self, n: int, num_prompts: int = 1, *, num_prompt_tokens: int = 0) -> None:
         self.n = n

@@ -22,14 +22,14 @@ from mlx_parallm.types.request import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """How a turn is written.
+    """Notation of a turn, and what its text must match.
 
     Attributes:
         grammar: what its text must match; None for anything.
         tool_format: how its tool calls are written; None where there are none.
         is_structure: True if its answer matches a structure, unless it is calls.
         call_starts: with a structure: texts of which one begins calls, and none begins what matches
-            the structure; empty if only a parser of calls can tell them apart.
+            the structure; empty if only a parser of calls can distinguish them.
     """
 
     grammar: Grammar | None

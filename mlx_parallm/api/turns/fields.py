@@ -147,7 +147,7 @@ class StreamFields(NullIsAbsent):
 
 
 class TurnEndFields(NullIsAbsent):
-    """How a template ends a conversation: with an open turn, or going on with the last message."""
+    """End of a templated conversation: an open turn, or the last message, to be continued."""
 
     add_generation_prompt: StrictBool = Field(
         True, description="Open the assistant's turn; not with continue_final_message."
@@ -169,7 +169,7 @@ class TurnEndFields(NullIsAbsent):
 
 
 class ThinkingFields(NullIsAbsent):
-    """How long a model may think."""
+    """Limits of a model's thinking."""
 
     thinking_token_budget: StrictInt | None = Field(
         None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
@@ -190,7 +190,7 @@ class QueueFields(NullIsAbsent):
 
 
 class SamplingFields(NullIsAbsent):
-    """How the tokens of a sample are chosen; names are OpenAI's, vLLM's and SGLang's."""
+    """Sampling settings; names are OpenAI's, vLLM's and SGLang's."""
 
     without_effect = WITHOUT_EFFECT
 

@@ -50,7 +50,7 @@ MIN_PIXELS, MAX_PIXELS = "min_pixels", "max_pixels"
 
 
 class Detail(StrEnum):
-    """How closely an image is looked at: OpenAI's ``detail``."""
+    """Resolution at which an image is read: OpenAI's ``detail``."""
 
     AUTO = "auto"
     LOW = "low"

@@ -12,7 +12,7 @@ from mlx_parallm.types.step import TokenLogprob
 
 
 class TokenNames:
-    """How tokens are written: as text, or as ``token_id:N`` when asked for."""
+    """Names of tokens in answers: their text, or ``token_id:N`` when asked for."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> dict[st
 
 
 class TextTokens:
-    """Tells which tokens a text consists of, among those that carry markers and other texts."""
+    """Finds the tokens of a text among those that carry markers and other texts."""
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names
@@ -82,7 +82,7 @@ class TextTokens:
             if place > begin and entry is not None:
                 taken.append(self._names.with_top(entry))
             if place > end:
-                # What is left of the token belongs to the next text; it is told once.
+                # The rest of the token belongs to the next text; a token is returned once.
                 self._tokens.insert(0, (spelled[end - place :], None))
         return taken
 

@@ -18,7 +18,7 @@ from mlx_parallm.types.pooling import Task
 def generator(
     engine: RequestClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
 ) -> tuple[str, GenerationModel]:
-    """Return the name that the answer tells, and the model or adapter that generates.
+    """Return the name for the answer, and the model or adapter that generates.
 
     An adapter is a name of its own, or belongs to the model that is given. Without either it is
     the first model that generates.

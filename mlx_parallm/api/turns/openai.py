@@ -66,7 +66,7 @@ def system_fingerprint(engine: RequestClient, model: GenerationModel) -> str:
 
     It stays the same over restarts. It changes with an update of the weights or of the adapter, or
     their label, with the version of this program and with settings that change results. A request
-    that runs during an update tells the one that it began with; ``weight_versions`` say more.
+    that runs during an update reports the version it started with; ``weight_versions`` say more.
     """
     info = model.info
     base = engine.control.version(model.parent or model.names[0])

@@ -52,7 +52,7 @@ class PreparedTurn:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How tool calls are written in the answer; None where there are none."""
+        """Notation of tool calls in the answer; None where there are none."""
         return self.constraint.tool_format
 
     @property

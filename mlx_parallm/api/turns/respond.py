@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a protocol writes its stream: chunks as bytes, what ends it, and what breaks silence."""
+    """A protocol's notation of a stream: chunks as bytes, its end, and what breaks silence."""
 
     encode: Callable[..., bytes]
     end: bytes = b""

@@ -60,7 +60,7 @@ class Tool:
 
 
 class ToolMode(StrEnum):
-    """How tools may be called."""
+    """Modes of a tool choice."""
 
     NONE = "none"
     AUTO = "auto"

@@ -210,7 +210,7 @@ class HttpProcesses:
         wire.send(self._start)
         box[0].host.show()
         if self._stopping.is_set():
-            # It was not there when the others were told to stop.
+            # It was not there when the others were asked to stop.
             child.kill()
         return box[0]
 

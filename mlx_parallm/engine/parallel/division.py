@@ -1,4 +1,4 @@
-"""How the samples of one request are divided among engines. Pure Python, without a clock."""
+"""Division of one request's samples among engines. Pure Python, without a clock."""
 
 from __future__ import annotations
 

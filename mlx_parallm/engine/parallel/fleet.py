@@ -390,7 +390,7 @@ class Fleet:
         reply = partial(self._admitted, part_id, part.num_sent)
         self._members[rank].life.put(replace(part.command, reply=reply))
         if part.whole.is_cancelled:
-            # The engine that was told to cancel it has it no more.
+            # The engine that cancelled it has it no more.
             self._abort_part(part_id, is_notified=True)
 
     def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:

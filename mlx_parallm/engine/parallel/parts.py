@@ -73,7 +73,7 @@ class OpenRequest:
         command: as it was submitted.
         parts: those that have not ended, by their ids.
         is_admitted: True once its caller has had the reply.
-        is_cancelled: True once it was to end, and its reader to be told.
+        is_cancelled: True once cancelled; its reader gets a last event.
     """
 
     command: Submit

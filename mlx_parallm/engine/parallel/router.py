@@ -207,7 +207,7 @@ class Router:
 
         Returns:
             False if the reader is not to see it: the request is not this engine's any more, or
-            another engine has told that its prompt was computed.
+            another engine has reported that its prompt was computed.
         """
         placed = self.placements.get(request_id)
         if placed is None or placed.rank != rank:

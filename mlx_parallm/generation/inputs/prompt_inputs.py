@@ -34,7 +34,7 @@ class PromptInputs:
 
     @property
     def salt(self) -> str | None:
-        """Return what tells this prompt from those with other inputs that have no span."""
+        """Return what distinguishes this prompt from those with other inputs without a span."""
         if not self.whole:
             return None
         return repr([(each.kind.value, each.content) for each in self.whole])

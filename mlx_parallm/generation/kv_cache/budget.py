@@ -1,4 +1,4 @@
-"""How the models of a process share its one budget of KV memory."""
+"""Division of a process's one budget of KV memory among its models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KVShare:
 
     @property
     def num_contexts(self) -> float:
-        """How many such sequences fit."""
+        """Number of such sequences that fit."""
         return self.num_tokens / self.context
 
     @property

@@ -57,7 +57,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """How full the scheduler is, and what it has counted so far.
+    """Load and counters of the scheduler.
 
     Attributes:
         num_running: sequences with a slot.

@@ -22,7 +22,7 @@ TIED = frozenset({"opt"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """How a decoder's checkpoint is used as a pooling model.
+    """Layout of a decoder's checkpoint that serves as a pooling model.
 
     Attributes:
         head: the head over its hidden states.

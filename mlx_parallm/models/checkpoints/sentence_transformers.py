@@ -61,7 +61,7 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSpec:
-    """How an input's hidden states become its vector.
+    """Conversion of an input's hidden states to its vector.
 
     Attributes:
         token_dense: layers over the hidden state of each token.

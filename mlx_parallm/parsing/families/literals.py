@@ -22,7 +22,7 @@ _PAIR_OF_ESCAPES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9
 
 @dataclass(frozen=True, slots=True)
 class LiteralSyntax:
-    """How strings and keys are written.
+    """Notation of strings and keys.
 
     Attributes:
         quotes: marks that begin and end a string.

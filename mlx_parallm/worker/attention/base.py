@@ -50,7 +50,7 @@ class LayerPool:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores become weights; ``AttentionBackend.attend`` explains the fields."""
+    """Conversion of scores to weights; ``AttentionBackend.attend`` explains the fields."""
 
     scale: float
     window: int | None = None

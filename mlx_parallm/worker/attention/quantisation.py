@@ -15,7 +15,7 @@ from mlx_parallm.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVQuantisation:
-    """How keys and values are quantised.
+    """Quantisation of keys and values.
 
     ``group_size`` neighbouring elements of a token in a head become integers of ``bits`` bits: the
     number of steps above a least value. Step and least value are stored in ``scale_dtype``.

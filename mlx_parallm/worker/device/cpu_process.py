@@ -40,7 +40,7 @@ def keep_freed_memory() -> bool:
 
 
 def compute_in_batches() -> bool:
-    """Tell Linux that this thread computes for throughput; True if it was told.
+    """Set SCHED_BATCH for this thread, which favours throughput; True if it was set.
 
     MLX's CPU backend hands every operation to a thread of its own. If that thread preempts the one
     that hands out the work, each of some 800 operations of a decode step costs two switches

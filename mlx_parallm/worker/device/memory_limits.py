@@ -1,4 +1,4 @@
-"""How much memory the limits that are set for this process leave."""
+"""Memory that the limits set for this process leave."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ def install_row_selection(
 def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
     """Return the number of rows of the token embedding; None if there is no embedding.
 
-    Ids from this number on are out of range. ``vocab_size`` is that of the config, which tells the
-    token embedding from one of positions.
+    Ids from this number on are out of range. ``vocab_size`` is that of the config, which
+    distinguishes the token embedding from one of positions.
     """
     row_counts = [
         int(module.weight.shape[0])

@@ -36,7 +36,7 @@ class AdapterContext:
 
     @property
     def num_slots(self) -> int:
-        """How many slots every stack has room for, slot 0 included."""
+        """Slots that every stack has room for, slot 0 included."""
         return self._num_slots
 
     def reserve(self, num_slots: int) -> None:

@@ -1,4 +1,4 @@
-"""How a parameter is cut into the parts of several ranks."""
+"""Cuts of a parameter into the parts of several ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Learns from mlx_lm's ``shard`` how each parameter of a model is cut.
 
 Models cut some parameters by functions of their own, such as sinks, convolutions or repeated heads
-of keys. So ``shard`` runs on copies of the model that have indices in place of numbers: which of
-them remain tells what a rank keeps.
+of keys. So ``shard`` runs on copies of the model that have indices in place of numbers: those that
+remain are what a rank keeps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cuts = dict[str, Cut | FirstOnly]
 
 
 class Learned(NamedTuple):
-    """How a model is cut.
+    """Cuts of a model.
 
     Attributes:
         cuts: how parameters are cut, by name; others are whole on every rank.

@@ -22,7 +22,7 @@ from mlx_parallm.worker.sharding.stock_shard import copy_structure, run_shard
 
 
 class Sharding:
-    """How a model is cut, and the sums of its layers' outputs over the ranks.
+    """Cuts of a model, and the sums of its layers' outputs over the ranks.
 
     Attributes:
         ranks: the processes that have the parts.

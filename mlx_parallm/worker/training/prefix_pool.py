@@ -19,7 +19,7 @@ FIRST_ROWS = 1024
 
 @dataclass(slots=True)
 class PoolCounts:
-    """How often texts were looked up in a pool, and found.
+    """Lookups and hits of a pool.
 
     Attributes:
         lookups: texts that were looked for.

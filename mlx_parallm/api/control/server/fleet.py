@@ -28,7 +28,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Load(BaseModel):
-    """How busy one engine is, in SGLang's names."""
+    """Load of one engine, in SGLang's names."""
 
     dp_rank: int = Field(description="The engine's number, from 0.")
     state: Readiness = Field(
@@ -56,7 +56,7 @@ class Loads(BaseModel):
 
 
 class WorldSize(BaseModel):
-    """How many devices compute."""
+    """Number of devices that compute."""
 
     world_size: int = Field(description="Devices: the ranks of each engine.")
 

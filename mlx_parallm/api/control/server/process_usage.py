@@ -48,7 +48,7 @@ class ProcessUsage:
 def usage_of_processes() -> list[ProcessUsage]:
     """Return the usage of this process, and on Linux of the processes that it has started.
 
-    Elsewhere the operating system tells a process about itself only, without other libraries.
+    Elsewhere, without other libraries, a process can read its own usage only.
     """
     if not (PROC / "self/stat").exists():
         return [_own_usage()]

@@ -13,7 +13,7 @@ MAX_IDS = 10_000
 
 
 class LoadResponse(BaseModel):
-    """How busy the server is."""
+    """Load of the server."""
 
     server_load: int = Field(description="Requests in the server, as vLLM counts them.")
     num_running: int = Field(description="Sequences in the batch.")
@@ -21,7 +21,7 @@ class LoadResponse(BaseModel):
 
 
 class ReadyResponse(BaseModel):
-    """How many engines serve."""
+    """Number of engines that serve."""
 
     ready: int = Field(description="Engines that get requests.")
     engines: int = Field(description="All engines, those that are started anew included.")

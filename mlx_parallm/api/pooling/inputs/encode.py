@@ -24,7 +24,7 @@ OTHERS = frozenset({"classification", "clustering", "separation", "text-matching
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a request has its inputs read.
+    """Settings for reading a request's inputs.
 
     Attributes:
         truncate: longer inputs are cut to so many tokens; -1: to the model's limit; None: they are
@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """How texts with a role are read, such as queries.
+    """Settings for reading texts with a role, such as queries.
 
     Attributes:
         prompt: text before every text.

@@ -39,7 +39,7 @@ PROMPTS: tuple[tuple[int, tuple[int, ...]], ...] = ((33, (4, 19)), (24, (0,)), (
 # SIDES: rows and columns of an image.
 SIDES = (3, 4)
 NUM_ROWS = SIDES[0] * SIDES[1]
-# VOCABULARY: token ids of the texts, and those whose embeddings tell how large rows are.
+# VOCABULARY: token ids of the texts, and those whose embeddings show how large rows are.
 VOCABULARY = 64
 
 
