@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.adapter_swap``; on a GPU with ``--gpu``: the 8B shape in bfloat16, and the
 targets. Half of the streams have the adapter and half the base model. Every upload is a LoRA of all
-linear layers with other tensors; the streams' gaps are told in steps, the median gap of the second
+linear layers with other tensors; the streams' gaps are given in steps, the median gap of the second
 before.
 """
 

@@ -181,7 +181,7 @@ def main() -> int:
 
 
 async def serve(engine: AsyncEngine, config: EngineConfig, profile: Path | None) -> int:
-    """Serve until SIGTERM, and tell the processor time whenever a line asks for it."""
+    """Serve until SIGTERM, and report the processor time whenever a line asks for it."""
     profiler = None if profile is None else cProfile.Profile(time.thread_time)
     loop = asyncio.get_running_loop()
 

@@ -22,7 +22,7 @@ POLL_S = 0.1
 # SECONDS_STOPPED: after so long a stopped rank goes on, or its launcher would wait for ever.
 SECONDS_STOPPED = 20
 # RANK runs the command ``mlx_parallm`` as one rank. The launcher passes its standard input on to
-# all ranks, and so rank 1 can be told "kill 1". Its end stops rank 0.
+# all ranks, so rank 1 can be sent "kill 1". Its end stops rank 0.
 RANK = f"""
 import os, signal, subprocess, sys, threading
 

@@ -4,9 +4,9 @@
 with the log-probability of each sampled token; in float32, or with ``--gpu`` a random model of the
 0.6B shape in bfloat16. The loop calls ``batch_generate`` once
 for each group, as trainers do; the server gets all groups in one request, and its time ends when
-the answer has been parsed. The loop's groups follow one another, so that some of them tell its
-rate (``--loop-prompts``). Both run their samples to the full length. Samples per second of
-processor time are told too: they hold on a machine that has other work.
+the answer has been parsed. The loop's groups follow one another, so some of them suffice to
+measure its rate (``--loop-prompts``). Both run their samples to the full length. Samples per
+second of processor time are reported too: they hold on a machine that has other work.
 """
 
 from __future__ import annotations

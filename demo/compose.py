@@ -52,7 +52,7 @@ WEIGHTS: dict[str, float] = {
     "copy": 1.6,
     "multiplication": 1.3,
 }
-"""How often a task is drawn in training, where that is not 1."""
+"""Relative frequency of a task in training, where that is not 1."""
 
 _SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

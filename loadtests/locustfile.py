@@ -59,7 +59,7 @@ class CheckingUser(User):
         return len(answer.text)
 
     def report(self, name: str, exchange: Callable[[], int]) -> None:
-        """Run an exchange and tell locust how it went."""
+        """Run an exchange and report its result to locust."""
         start = time.perf_counter()
         error, length = None, 0
         try:

@@ -53,7 +53,7 @@ CHAT = {
 
 @dataclass
 class Flow:
-    """What was entered while it was profiled; several threads may add to it.
+    """Files and functions entered while profiling; several threads may add to it.
 
     Attributes:
         is_on: True while it counts.

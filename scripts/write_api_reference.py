@@ -63,7 +63,7 @@ def record(sender: ExampleSender, only: str) -> None:
 
 
 def shortened(value: Any) -> Any:
-    """Return an answer with the first items of each long list: more of them tell a reader nothing.
+    """Return an answer with the first items of each long list: readers need no more of them.
 
     Lists of objects keep one object of each set of keys.
     """

@@ -228,7 +228,7 @@ class FakeCore:
 
 
 class FakeEncoders(AsyncPooling):
-    """For ``FakeEngine.pooling``; ``thread`` tells what was asked and says what comes of it."""
+    """For ``FakeEngine.pooling``; ``thread`` records the requests and decides their results."""
 
     def __init__(self, *models: PoolingModel) -> None:
         self.thread = FakeCore(models)

@@ -102,7 +102,7 @@ class ByteDetokenizer:
 
 
 class FakeRunner:
-    """Chooses tokens by a function of (sequence, position); can be told to fail."""
+    """Chooses tokens by a function of (sequence, position); can be made to fail."""
 
     def __init__(
         self,

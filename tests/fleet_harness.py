@@ -132,7 +132,7 @@ class FakeWeights:
 
 
 class FakeLife:
-    """Implements ``EngineLife``: carries out commands, and answers requests when it is told to."""
+    """Implements ``EngineLife``: carries out commands, and answers requests on demand."""
 
     def __init__(self) -> None:
         self.num_lives = 0
@@ -319,7 +319,7 @@ class FakeFleet:
         return future
 
     def cancel(self, request_id: str) -> None:
-        """End a request and have its reader told; the engines may not have done that yet."""
+        """End a request and notify its reader; the engines may not have done that yet."""
         self.fleet.abort(Abort(request_id=request_id, is_notified=True))
 
     def abort(self, request_id: str, *, is_notified: bool = False) -> None:

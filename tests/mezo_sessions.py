@@ -1,4 +1,4 @@
-"""How tests ask a server for training sessions."""
+"""Requests of tests for training sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says of itself, and of a child, as lines of JSON; then it ends in a given way.
+"""Facts of a process and of its child, as lines of JSON; then it ends in a given way.
 
 ``python -m tests.process_facts END``: END is an exit status, ``exception`` or a signal's name.
 ``child`` is the child, which is started as a server starts its engines.

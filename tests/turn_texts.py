@@ -13,7 +13,7 @@ Call = tuple[str, Arguments]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How a format's turns are written.
+    """Texts of a format's turns.
 
     Attributes:
         tool: the name of the tool-call format.

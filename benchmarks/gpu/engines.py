@@ -138,7 +138,7 @@ def make_engine(
         step_tokens: the token budget of a step.
         kv_cache_dtype: the dtype of cached KV.
         stall_ms: see ``--max-decode-stall-ms``.
-        tracer: told of every step.
+        tracer: notified of every step.
         speculative: its speculative decoding; None for none.
         draft: with which draft model.
         grammars: the compiler of its constrained samples' grammars.

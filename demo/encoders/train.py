@@ -50,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one of the encoders is trained.
+    """Training settings of one encoder.
 
     Attributes:
         tokenizer: trains its tokenizer.

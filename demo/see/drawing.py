@@ -26,7 +26,7 @@ COLOURS: Mapping[str, tuple[int, int, int]] = {
 }
 KINDS = ("circle", "square", "triangle", "star", "cross", "ring")
 BACKGROUNDS = {"light": (255, 255, 255), "grey": (205, 210, 215), "dark": (40, 44, 52)}
-# HIDDEN: the colours that cannot be told from a background.
+# HIDDEN: the colours that cannot be distinguished from a background.
 HIDDEN = {"light": ("white",), "grey": ("white",), "dark": ("black",)}
 
 Mask = npt.NDArray[np.float32]

@@ -105,7 +105,7 @@ def tool_call(rng: Random) -> Example:
 
 
 def tool_result(rng: Random) -> Example:
-    """Return the sentence that tells a tool's result."""
+    """Return the sentence that reports a tool's result."""
     offers = _offers(rng, rng.choices((1, 2, 3), (0.6, 0.3, 0.1))[0])
     content, answer, expected = _result(rng)
     tools = [offer.tool for offer in offers]

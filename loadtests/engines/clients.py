@@ -20,7 +20,7 @@ TOKENS = 96
 
 
 class End(StrEnum):
-    """How an answer ended.
+    """End of an answer.
 
     complete: with all its tokens.
     error: with an error event.

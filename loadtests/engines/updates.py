@@ -65,7 +65,7 @@ class Updates:
         self.num_broken = 0
 
     async def run(self, until: Callable[[], bool], draw: random.Random) -> None:
-        """Update until told to stop, and end with an odd version."""
+        """Update until stopped, and end with an odd version."""
         while not until():
             await self.send()
             await asyncio.sleep(PACE_S * draw.uniform(0.5, 1.5))

@@ -51,7 +51,7 @@ Say = Callable[..., None]
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank does; JSON carries it.
+    """Task of a rank; JSON carries it.
 
     Attributes:
         folder: the model's.

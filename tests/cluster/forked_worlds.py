@@ -110,7 +110,7 @@ class World:
 
     @property
     def said(self) -> dict[int, list[dict[str, Any]]]:
-        """What each rank has said, by rank."""
+        """Return the output of each rank, by rank."""
         return {number: rank.said for number, rank in self._ranks.items()}
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> None:
@@ -154,7 +154,7 @@ class Worlds:
 
     @property
     def log(self) -> str:
-        """What the ranks have logged."""
+        """The log of all ranks."""
         return Path(self._errors.name).read_text()
 
     @contextmanager

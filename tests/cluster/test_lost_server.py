@@ -1,4 +1,4 @@
-"""A server of two ranks tells its clients of a lost rank, and starts again as it was."""
+"""A server of two ranks reports a lost rank to its clients, and starts again as it was."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Suite:
     Attributes:
         file: under this folder.
         client: its name in the document.
-        packages: the client's packages, whose versions are told.
+        packages: the client's packages, whose versions are reported.
         pins: the file under the repository that pins them.
         python: what runs it; None for Node.
     """

@@ -1,4 +1,4 @@
-"""What vLLM's tests of its reasoning parsers expect, without vLLM: only their tables are read.
+"""Expectations of vLLM's tests of its reasoning parsers, without vLLM: only tables are read.
 
 Its test modules are imported with empty modules in the place of vLLM's own. Their tests do not run;
 the outputs and expectations that they are parametrized with are plain values.

@@ -39,7 +39,7 @@ async def test_reviews_are_learnt(
     # 1,024 texts are computed once in 200 steps of 16.
     assert "prefix cache 68.0% hits" in printed
     assert "served as reviews, version 1" in printed
-    # The name is taken now, which is told before anything is trained.
+    # The name is taken now, which is reported before anything is trained.
     options = parse_arguments(["--url", server.url, *flags, "--publish", "reviews"])
     with pytest.raises(ValueError, match="already"):
         await main(options)

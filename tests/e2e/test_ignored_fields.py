@@ -1,4 +1,4 @@
-"""Every route tells which fields of its body it did not read."""
+"""Every route reports the fields of its body that it did not read."""
 
 from __future__ import annotations
 

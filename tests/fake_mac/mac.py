@@ -1,4 +1,4 @@
-"""What a process sees of a Mac: Metal is there, and its memory has the size of a Mac's.
+"""A Mac as a process sees it: Metal is there, and its memory has the size of a Mac's.
 
 Arrays stay on the CPU. Kernels are the texts for Metal, compiled as C++ over the shim, unless the
 Mac is one that rejects them.

@@ -193,7 +193,7 @@ async def test_weights_come_back_as_the_folder_has_them(
 
 
 class Noted:
-    """Notes what it is told. Implements ``Watcher``."""
+    """Notes its notifications. Implements ``Watcher``."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

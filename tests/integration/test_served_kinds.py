@@ -45,7 +45,7 @@ SUM_BYTES = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """How the suite uses the models of one kind.
+    """Use of one kind's models by the suite.
 
     Attributes:
         traits: the kind's traits.

@@ -22,7 +22,7 @@ class Suite:
     Attributes:
         file: in this folder.
         client: its name in the document.
-        packages: the client's, whose versions are told.
+        packages: the client's, whose versions are reported.
         limits: what cannot be without CUDA, with the error it gives; Markdown.
         pins: the file under the repository that pins the packages.
         python: what runs it.

@@ -190,7 +190,7 @@ def test_steps_of_128_rows_take_no_more_than_4_kb() -> None:
 
 
 def test_a_table_that_did_not_change_stays_the_same_object() -> None:
-    # Attention backends tell by that which rows of their table arrays to write anew.
+    # Attention backends see by that which rows of their table arrays to write anew.
     encoder, decoder = StepEncoder(), StepDecoder()
     tables = [(1, 2), (3,)]
     first = decoder.decode(encoder.encode(decode_batch(0, tables))).sequences[0].block_table

@@ -202,7 +202,7 @@ def test_a_closed_port_tells_that_the_rank_is_missing() -> None:
     hosts = [[f"{LOOPBACK}:{port}"] for port in free_ports(2)]
     now = 0.0
     with Presence(hosts, 0, lambda: now) as presence:
-        # The refusal of the one is told to the next.
+        # The next one gets the refusal too.
         presence.tell()
         presence.tell()
         now = 10 * BLOCKED_S

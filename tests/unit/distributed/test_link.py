@@ -201,7 +201,7 @@ def test_all_ranks_learn_that_rank_0_cannot_listen(threads: ThreadPoolExecutor) 
 
 
 def told_to(hosts: list[str], port: int) -> FakeRanks:
-    """Return a follower that is told of these addresses."""
+    """Return a follower that gets these addresses."""
     leader, follower = fake_ranks(2)
     where = {"hosts": hosts, "port": port, "secret": bytes(32).hex()}
     leader.broadcast(json.dumps(where).encode())

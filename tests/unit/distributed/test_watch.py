@@ -1,4 +1,4 @@
-"""Ranks tell each other of their progress, and notice streams that end."""
+"""Ranks report their progress to each other, and notice streams that end."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
     is_released, ends = threading.Event(), []
 
     def end_thread() -> None:
-        # Nobody tells it before it ends, unless the load's error came too early.
+        # Stays unset until this thread ends, unless the load's error came too early.
         ends.append(is_released.wait(0.1))  # time limit: passes if too short
 
     def build(*_: object) -> list[BuiltModel]:

@@ -283,7 +283,7 @@ def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
 
 
 class TimedScheduler(Scheduler):
-    """Keeps what it is told that steps took."""
+    """Keeps the reported times of steps."""
 
     def __init__(self, info: RunnerInfo) -> None:
         kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)

@@ -1,4 +1,4 @@
-"""The length of JSON text, told without writing it."""
+"""The length of JSON text, computed without writing it."""
 
 import json
 from typing import Any

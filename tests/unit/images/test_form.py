@@ -1,4 +1,4 @@
-"""What a model's images take follows from its config."""
+"""The tokens of a model's images follow from its config."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ def test_bytes_are_bounded_and_counted(puts: list[tuple[int, int]]) -> None:
         if cache.get(key) is None:
             kept[key] = size
         cache.put(key, image(size))
-    found = [key for key in kept if cache.get(key) is not None]
-    assert cache.num_bytes == sum(kept[key] for key in found) <= 10
+    hits = [key for key in kept if cache.get(key) is not None]
+    assert cache.num_bytes == sum(kept[key] for key in hits) <= 10

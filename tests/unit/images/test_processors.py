@@ -181,7 +181,7 @@ def test_pixels_grids_and_counts_are_those_of_transformers(name: str) -> None:
 def test_sizes_are_known_before_images_are_resized(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a processor resizes to is as ``resized_pixels`` says, or bound by its settings."""
+    """Compare ``resized_pixels`` with a processor's result, or with its settings' bound."""
     own, _ = processors(name)
     resize, sizes = Image.Image.resize, list[tuple[int, int]]()
 
@@ -192,9 +192,9 @@ def test_sizes_are_known_before_images_are_resized(
     monkeypatch.setattr(Image.Image, "resize", recorded)
     for width, height in LINES:
         sizes.clear()
-        told = own.resized_pixels(width, height)
+        pixels = own.resized_pixels(width, height)
         with contextlib.suppress(InvalidRequestError):
             own.prepare(np.zeros((height, width, 3), np.uint8))
         made = max((columns * rows for columns, rows in sizes), default=0)
         # Lengths are rounded to whole pixels.
-        assert made <= 1.02 * told if told else made <= SMALL_PIXELS, (width, height, sizes)
+        assert made <= 1.02 * pixels if pixels else made <= SMALL_PIXELS, (width, height, sizes)

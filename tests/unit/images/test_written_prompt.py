@@ -102,7 +102,7 @@ def test_any_mix_is_read_as_all_placeholders(images: list[tuple[int, bool]]) -> 
     mixed: list[int] = []
     for size, is_whole in images:
         alone = read("a[IMG]", family, size)
-        # Of one row the placeholder is followed by a break, as a whole image is.
+        # The placeholder of one row is followed by a break, as a whole image is.
         mixed += alone.token_ids if is_whole else encode("a[IMG]")
     assert read(mixed, family, *sizes) == expected
 

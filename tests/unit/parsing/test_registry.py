@@ -1,4 +1,4 @@
-"""Names of formats, and which one a chat template or a vocabulary tells of."""
+"""Names of formats, and which one a chat template or a vocabulary implies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers tell a process its rank in variables of the environment."""
+"""Launchers pass a process its rank in variables of the environment."""
 
 from __future__ import annotations
 

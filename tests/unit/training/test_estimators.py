@@ -24,7 +24,7 @@ SLOPE = np.array([1.0, -2.0, 0.5, 0.0, 3.0, -1.0])
 
 
 def linear(theta: np.ndarray) -> float:
-    """A loss whose gradient is ``SLOPE`` everywhere."""
+    """Return a loss whose gradient is ``SLOPE`` everywhere."""
     return float(theta @ SLOPE)
 
 

@@ -1,4 +1,4 @@
-"""How a step's batch is cut into forwards."""
+"""A step's batch is cut into forwards."""
 
 from __future__ import annotations
 

@@ -104,10 +104,10 @@ async def test_paired_losses_are_those_of_separate_forwards(
     paired = await begin(service, estimator=estimator)
     naive = await begin(service, estimator=estimator, mode=Mode.NAIVE)
     for _ in range(20):
-        one, other = (await paired.step()).record, (await naive.step()).record
-        assert one.loss_plus == pytest.approx(other.loss_plus, abs=1e-5)
-        assert one.loss_minus == pytest.approx(other.loss_minus, abs=1e-5)
-        assert one.layer_tokens < other.layer_tokens == other.naive_layer_tokens
+        record, other = (await paired.step()).record, (await naive.step()).record
+        assert record.loss_plus == pytest.approx(other.loss_plus, abs=1e-5)
+        assert record.loss_minus == pytest.approx(other.loss_minus, abs=1e-5)
+        assert record.layer_tokens < other.layer_tokens == other.naive_layer_tokens
 
 
 async def test_a_learning_rate_of_0_changes_nothing(opened: Open) -> None:
@@ -1000,7 +1000,7 @@ async def test_sessions_that_are_created_at_once_are_bounded(opened: Open) -> No
 async def test_data_are_written_and_read_by_threads(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop, which sends the tokens of all streams, must not wait for large data."""
+    """Large data must not block the event loop, which sends the tokens of all streams."""
     threads: list[threading.Thread] = []
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -111,7 +111,7 @@ class KilledError(BaseException):
 def test_a_session_that_was_not_whole_yet_is_removed(
     tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill in the middle of making or deleting leaves the whole session, or nothing of it."""
+    """Making or deleting that is killed leaves the whole session, or nothing of it."""
     calls = 0
 
     def dies(self: Path, *args: Any, **kwargs: Any) -> Any:

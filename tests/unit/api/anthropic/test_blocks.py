@@ -1,4 +1,4 @@
-"""Content blocks out of parts, and the events that tell them."""
+"""Content blocks out of parts, and their events."""
 
 from __future__ import annotations
 

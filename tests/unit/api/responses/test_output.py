@@ -1,4 +1,4 @@
-"""Whatever a turn consists of, its events are legal and tell the same as its items."""
+"""Whatever a turn consists of, its events are legal and agree with its items."""
 
 from __future__ import annotations
 

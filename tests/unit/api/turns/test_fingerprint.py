@@ -53,7 +53,7 @@ def test_the_fingerprint_changes_with_what_changes_results() -> None:
         known.append(system_fingerprint(engine, other))
     engine.control.weights = WeightsVersion("update-1", "step-1")
     known.append(system_fingerprint(engine, model))
-    # Updates of two servers are told apart by what their clients call them.
+    # Updates of two servers are distinguished by what their clients call them.
     engine.control.weights = WeightsVersion("update-1", "step-2")
     known.append(system_fingerprint(engine, model))
     assert len(set(known)) == len(known)

@@ -35,7 +35,7 @@ def test_a_custom_tool_of_a_regular_expression_takes_a_text_that_matches_it() ->
     (tool,) = chat_tools([custom({"type": "grammar", "grammar": grammar})])
     assert tool.enforced()["properties"]["input"]["pattern"] == "^(?:a+|b)$"
     assert tool.strict
-    # The model is told in words.
+    # The description has the pattern, not the parameters.
     assert "pattern" not in json.dumps(tool.for_template()["function"]["parameters"])
     assert "a+|b" in (tool.description or "")
     (text,) = chat_tools([custom({"type": "text"})])

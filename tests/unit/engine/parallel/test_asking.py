@@ -16,7 +16,7 @@ NUM_KEYS = 200
 
 
 class FakeEngine:
-    """Implements ``Ask``: keeps the questions until it is told to answer or to die."""
+    """Implements ``Ask``: keeps the questions until a test has it answer or die."""
 
     def __init__(self) -> None:
         self.is_alive = True

@@ -55,7 +55,7 @@ async def serving(num_engines: int) -> AsyncIterator[tuple[AsyncEngine, list[Fak
 
 
 async def read(engine: AsyncEngine, request: GenerateRequest) -> tuple[Any, ...]:
-    """Return what a reader is told: of the prompt, and of each sample."""
+    """Return what a reader gets: of the prompt, and of each sample."""
     handle = await engine.submit(request)
     prompts: list[PromptEvent] = []
     samples: dict[int, list[Any]] = defaultdict(lambda: [(), (), "", None])

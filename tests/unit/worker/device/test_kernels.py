@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and what is told of them while a model is loaded."""
+"""Where compiled kernels are kept, and what is logged of them while a model is loaded."""
 
 from __future__ import annotations
 
