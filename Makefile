@@ -58,7 +58,7 @@ WORKERS ?= 3
 TEST_ENV := exec env OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 PYTEST := $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: checks ## Lint, layers and the tests, but those of the next two targets
+test: checks ## Lint, layers, language and the tests, but those of the next two targets
 	@$(TEST_ENV) $(PYTEST) -m "not engines and not slow" $(ARGS)
 
 test-slow: $(DEV_STAMP) ## Types and the tests marked slow: kernels, kills and restarts, long random histories
@@ -147,13 +147,14 @@ cluster-check: $(DEV_STAMP) ## Ranks on your machines: exact answers, faults, la
 	@test -n "$(HOSTS)" || { echo "Name a hostfile of mlx.launch: make cluster-check HOSTS=hosts.json" >&2; exit 2; }
 	@PYTHONPATH=. $(BIN)/python -m benchmarks.check_cluster --hosts "$(HOSTS)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-lint: checks ## ruff, pyright, import layers, Dockerfile
+lint: checks ## ruff, pyright, import layers, language, Dockerfile
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 checks: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_language.py
 	$(BIN)/hadolint Dockerfile
 
 format: $(DEV_STAMP) ## Format the code and apply safe fixes

@@ -1,4 +1,4 @@
-"""What goes to several engines is pickled once."""
+"""Commands to several engines are pickled once."""
 
 from __future__ import annotations
 
