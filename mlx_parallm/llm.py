@@ -172,7 +172,7 @@ class LLM:
         model = self._engine.model
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(
-                f"{model.names[0]} is an encoder; only models that generate can sleep.",
+                f"{model.names[0]} is a pooling model; only models that generate can sleep.",
                 param="model",
             )
 
@@ -182,7 +182,7 @@ class LLM:
         model = self._engine.model
         if not isinstance(model, GenerationModel):
             raise InvalidRequestError(
-                f"{model.names[0]} is an encoder and cannot generate.", param="model"
+                f"{model.names[0]} is a pooling model and cannot generate.", param="model"
             )
         return model
 
@@ -194,7 +194,7 @@ class LLM:
             return self._offline
         if isinstance(model, GenerationModel):
             raise InvalidRequestError(
-                f"{model.names[0]} is a model that generates, not an encoder.", param="model"
+                f"{model.names[0]} is a model that generates, not a pooling model.", param="model"
             )
         # The paths of routes import FastAPI, which a model that generates does not need.
         offline: OfflinePooling = part("pooling").OfflinePooling(model, self._engine)

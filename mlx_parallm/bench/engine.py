@@ -105,7 +105,7 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> tuple[str, Gene
     )
     name = built.model.names[0]
     if not isinstance(built.model, GenerationModel):
-        raise ConfigError(f"{name} is an encoder: it generates nothing.")
+        raise ConfigError(f"{name} is a pooling model: it generates nothing.")
     return name, cast("GenerationEngine", built.engine)
 
 

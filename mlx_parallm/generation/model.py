@@ -28,10 +28,10 @@ GENERATION_TRAITS = KindTraits(
     name="generation",
     is_default=True,
     can_change=True,
-    refuses_load="is not an encoder. Models that generate are loaded only when the server starts, "
-    "because their KV memory is planned there.",
+    refuses_load="is not a pooling model. Models that generate are loaded only when the server "
+    "starts, because their KV memory is planned there.",
     refuses_unload="generates; such models cannot be unloaded.",
-    refuses_other="is a model that generates, not an encoder.",
+    refuses_other="is a model that generates, not a pooling model.",
 )
 
 

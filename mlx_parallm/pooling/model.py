@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 POOLING_TRAITS = KindTraits(
     name="pooling",
     loads_later=True,
-    refuses_change="is an encoder: its weights stay as they were loaded.",
-    refuses_other="is an encoder and cannot generate (docs/pooling.md).",
+    refuses_change="is a pooling model: its weights stay as they were loaded.",
+    refuses_other="is a pooling model and cannot generate (docs/pooling.md).",
 )
 
 

@@ -31,7 +31,7 @@ class PoolingCalls(Protocol):
         ...
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """Return the encoder or adapter of this name, or the one made most for one of the tasks.
+        """Return the pooling model or adapter of this name, or the one made most for a task.
 
         Raises:
             ModelNotFoundError: none has the name.
@@ -118,7 +118,7 @@ class RequestClient(Protocol):
 
         Raises:
             ModelNotFoundError: none has it.
-            InvalidRequestError: it is an encoder.
+            InvalidRequestError: it is a pooling model.
         """
         ...
 

@@ -124,7 +124,7 @@ def test_what_is_wrong_is_refused_and_the_rest_goes_on(single: LLM, two: LLM) ->
     assert not ended
     with pytest.raises(NotFoundError):
         two.unload_adapter("nobody")
-    with pytest.raises(InvalidRequestError, match="not an encoder"):
+    with pytest.raises(InvalidRequestError, match="not a pooling model"):
         two.embed("Hello")
 
     def interrupt(_: Any) -> None:

@@ -106,7 +106,7 @@ def strings(fillings: Any) -> Any:
 def test_what_a_model_cannot_do_is_refused(llms: dict[str, LLM]) -> None:
     with pytest.raises(InvalidRequestError, match="cannot generate"):
         llms["embed"].generate("Hello")
-    with pytest.raises(InvalidRequestError, match="not an encoder"):
+    with pytest.raises(InvalidRequestError, match="not a pooling model"):
         LLM().embed("Hello")
     with pytest.raises(InvalidRequestError, match="cannot classify; it can embed"):
         llms["embed"].classify("Hello")

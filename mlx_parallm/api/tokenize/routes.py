@@ -47,7 +47,8 @@ class TokenizeRequest(TurnEndFields):
 
     model: StrictStr | None = Field(
         None,
-        description="Default: the first that generates, else, or of inputs, the first encoder.",
+        description="Default: the first that generates, else, or of inputs, the first pooling "
+        "model.",
     )
     prompt: StrictStr | None = Field(
         None, validation_alias=AliasChoices("prompt", "content"), description="A text."
@@ -63,7 +64,7 @@ class TokenizeRequest(TurnEndFields):
         False, description='Add every token as the vocabulary has it, such as "Ġword".'
     )
     inputs: Texts | None = Field(
-        None, description="TEI's: a text or several, with TEI's answer, by an encoder."
+        None, description="TEI's: a text or several, with TEI's answer, by a pooling model."
     )
     prompt_name: PromptName = None
 
@@ -72,7 +73,7 @@ class DetokenizeRequest(NullIsAbsent):
     """Token ids to be turned into text."""
 
     model: StrictStr | None = Field(
-        None, description="Default: the first that generates, else the first encoder."
+        None, description="Default: the first that generates, else the first pooling model."
     )
     tokens: Ids = Field(description="Token ids.")
 

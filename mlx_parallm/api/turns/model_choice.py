@@ -1,6 +1,6 @@
 """Which model a request is for: the one that it names, else the first of its route's kind.
 
-Routes that only some encoders can serve choose among those beside what they compute:
+Routes that only some pooling models can serve choose among those beside what they compute:
 ``scoring_model``, ``reward_model`` and ``moderator``.
 """
 
@@ -31,7 +31,7 @@ def generator(
 
     Raises:
         ModelNotFoundError: nothing has this name; names the field.
-        InvalidRequestError: the name is an encoder's, or no model generates.
+        InvalidRequestError: the name is a pooling model's, or no model generates.
     """
     if adapter is None:
         chosen = engine.get_model(model) if model is not None else engine.first_model()
@@ -44,7 +44,7 @@ def generator(
 
 
 def tokenizing_model(engine: RequestClient, name: str | None) -> TokenizingModel:
-    """Return the model of this name, else the first that generates, else the first encoder.
+    """Return the model of this name, else the first that generates, else the first pooling model.
 
     Raises:
         ModelNotFoundError: nothing has this name.
@@ -54,17 +54,17 @@ def tokenizing_model(engine: RequestClient, name: str | None) -> TokenizingModel
 
 
 def encoder_meant(engine: RequestClient, name: str | None, *tasks: Task) -> PoolingModel | None:
-    """Return the encoder that a request is for; None if it is for a model that generates.
+    """Return the pooling model of a request; None if it is for a model that generates.
 
     Without a name, models that generate come first.
 
     Args:
         engine: serves the models.
         name: the body's model.
-        tasks: the encoder must be able to do one of them.
+        tasks: the model must be able to do one of them.
 
     Raises:
-        ModelLoadingError: the encoder is loaded for the first time.
+        ModelLoadingError: the model is loaded for the first time.
         InvalidRequestError: it can do none of the tasks, or nothing is served that could.
     """
     if engine.models() if name is None else engine.pooling.find(name) is None:

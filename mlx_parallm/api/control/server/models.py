@@ -1,4 +1,4 @@
-"""``/v1/models`` in OpenAI's, vLLM's and Anthropic's form, and loading and unloading encoders."""
+"""``/v1/models`` in the forms of OpenAI, vLLM and Anthropic; pooling models come and go."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _listed(value: object) -> object:
 
 
 class LoadModel(OpenForm):
-    """An encoder to load, or a served one to bring into memory."""
+    """A pooling model to load, or a served one to bring into memory."""
 
     model: FolderPath = Field(
         validation_alias=AliasChoices("model", "model_path"),
@@ -124,7 +124,7 @@ class LoadModel(OpenForm):
 
 
 class UnloadModel(OpenForm):
-    """An encoder to unload."""
+    """A pooling model to unload."""
 
     model: Name = Field(
         validation_alias=AliasChoices("model", "instance_id"), description="One of its names."
@@ -183,7 +183,7 @@ def _status(engine: EngineClient, name: str) -> ModelStatus:
 
 @routes.post("/v1/models/load", access=Access.ADMIN)
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
-    """Load an encoder; the answer comes once it is loaded."""
+    """Load a pooling model; the answer comes once it is loaded."""
     alike = body.model_dump(include={"model", "task", "dtype", "revision", "max_model_len"})
     wanted = ModelLoad(names=tuple(body.name), is_pinned=body.pin, **alike)
     status = await engine.load_model(wanted)
@@ -192,6 +192,6 @@ async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
 
 @routes.post("/v1/models/unload", access=Access.ADMIN)
 async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
-    """Unload an encoder, and free its memory once its requests have ended."""
+    """Unload a pooling model, and free its memory once its requests have ended."""
     status = await engine.unload_model(body.model)
     return {"id": status.names[0], "object": "model", "unloaded": True}

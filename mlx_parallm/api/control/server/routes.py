@@ -80,7 +80,7 @@ async def _engines(engine: EngineClient) -> list[EngineInfo]:
 
 
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
-    """Return the facts of each model; encoders come last, and unloaded ones have few facts."""
+    """Return the facts of each model; pooling models last, and few of unloaded ones."""
     memory = await engine.memory()
     return [
         {"names": list(each.names), "root": each.model.root if each.model else each.root}

@@ -42,9 +42,9 @@ routes = Routes(POOLING, body_limit=INPUT, in_any_process=True)
 
 @routes.get("/info", body_limit=SMALL)
 async def info(pooling: PoolingDep, model: str | None = None) -> dict[str, Any]:
-    """Return TEI's facts about an encoder: the one that is named, else the first."""
+    """Return TEI's facts about a pooling model: the one that is named, else the first."""
     if model is None and not pooling.client.models():
-        raise NotFoundError("No encoder is served here; see /server_info.")
+        raise NotFoundError("No pooling model is served here; see /server_info.")
     return model_facts(pooling.client.get(model, *get_args(Task)))
 
 
@@ -106,7 +106,7 @@ async def similarity(body: SimilarityRequest, pooling: PoolingDep) -> Response:
 
 @routes.post("/decode", body_limit=TOKENIZE)
 async def decode(body: DecodeRequest, pooling: PoolingDep) -> list[str]:
-    """Return the texts of token ids, by an encoder's tokenizer."""
+    """Return the texts of token ids, by a pooling model's tokenizer."""
     model = pooling.client.get(body.model, *get_args(Task))
     ids: Any = body.ids if isinstance(body.ids[0], list) else [body.ids]
 

@@ -117,7 +117,7 @@ class SimilarityRequest(OpenForm):
 class DecodeRequest(OpenForm):
     """Token ids to be turned into texts."""
 
-    model: StrictStr | None = Field(None, description="The first encoder by default.")
+    model: StrictStr | None = Field(None, description="The first pooling model by default.")
     ids: Ids | ListsOfIds = Field(
         min_length=1, max_length=65_536, description="Of one text or of several."
     )
