@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
+from typing import TypeVar
 
 from mlx_parallm.parsing.families import gemma, headed_json, json_array, muse, pythonic, xml_calls
 from mlx_parallm.parsing.families.glm import GLM45
@@ -13,6 +14,8 @@ from mlx_parallm.parsing.families.minimax_m3 import MINIMAX_M3
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.types.errors import ConfigError
+
+Form = TypeVar("Form", ToolFormat, ReasoningFormat)
 
 # _TOOL_FORMATS: a model can show the signs of several formats, so formats with rarer signs come
 # earlier.
@@ -83,12 +86,12 @@ _REASONING_ALIASES = {
 
 def tool_format_names() -> tuple[str, ...]:
     """Return the names that ``tool_format`` knows."""
-    return tuple(sorted([*(form.name for form in _TOOL_FORMATS), *_TOOL_ALIASES]))
+    return _names(_TOOL_FORMATS, _TOOL_ALIASES)
 
 
 def reasoning_format_names() -> tuple[str, ...]:
     """Return the names that ``reasoning_format`` knows."""
-    return tuple(sorted([*(form.name for form in REASONING_FORMATS), *_REASONING_ALIASES]))
+    return _names(REASONING_FORMATS, _REASONING_ALIASES)
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -97,12 +100,7 @@ def tool_format(name: str) -> ToolFormat:
     Raises:
         ConfigError: no format has that name.
     """
-    own_name = _TOOL_ALIASES.get(name, name)
-    for form in _TOOL_FORMATS:
-        if form.name == own_name:
-            return form
-    names = ", ".join(tool_format_names())
-    raise ConfigError(f"There is no tool-call parser {name!r}; known are {names}.")
+    return _named(name, _TOOL_FORMATS, _TOOL_ALIASES, "tool-call")
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
@@ -111,12 +109,19 @@ def reasoning_format(name: str) -> ReasoningFormat:
     Raises:
         ConfigError: no format has that name.
     """
-    own_name = _REASONING_ALIASES.get(name, name)
-    for form in REASONING_FORMATS:
-        if form.name == own_name:
+    return _named(name, REASONING_FORMATS, _REASONING_ALIASES, "reasoning")
+
+
+def _named(name: str, forms: Sequence[Form], aliases: Mapping[str, str], kind: str) -> Form:
+    for form in forms:
+        if form.name == aliases.get(name, name):
             return form
-    names = ", ".join(reasoning_format_names())
-    raise ConfigError(f"There is no reasoning parser {name!r}; known are {names}.")
+    names = ", ".join(_names(forms, aliases))
+    raise ConfigError(f"There is no {kind} parser {name!r}; known are {names}.")
+
+
+def _names(forms: Sequence[Form], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(sorted([*(form.name for form in forms), *aliases]))
 
 
 def detect_tool_format(chat_template: str | None, tokens: Container[str]) -> ToolFormat | None:

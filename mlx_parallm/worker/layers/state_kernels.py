@@ -36,12 +36,14 @@ REPORT_CHANNELS = 512
 REPORT_WIDTH = 4
 
 
-class DeltaKernel:
-    """The gated delta rule; each variant is compiled once."""
-
+class _StateKernel:
     def __init__(self, language: KernelLanguage) -> None:
         """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
         self._builder = KernelBuilder(language, TEXTS, "states")
+
+
+class DeltaKernel(_StateKernel):
+    """The gated delta rule; each variant is compiled once."""
 
     def serves(self, q: mx.array, v: mx.array, state: mx.array) -> bool:
         """True if the kernel takes arrays of these shapes and dtypes."""
@@ -102,12 +104,8 @@ class DeltaKernel:
         return y, after
 
 
-class ScanKernel:
+class ScanKernel(_StateKernel):
     """One token of a selective state space (Mamba 2); each variant is compiled once."""
-
-    def __init__(self, language: KernelLanguage) -> None:
-        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
-        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def serves(self, x: mx.array, b: mx.array, state: mx.array) -> bool:
         """True if the kernel takes arrays of these shapes and dtypes."""
@@ -176,12 +174,8 @@ class ScanKernel:
         return y, after
 
 
-class ConvolutionKernel:
+class ConvolutionKernel(_StateKernel):
     """A depthwise convolution along the tokens, without padding."""
-
-    def __init__(self, language: KernelLanguage) -> None:
-        """Prepare to build the kernel in ``language``: CUDA's, or a test's stand-in for it."""
-        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
         """Return the convolution of x ``[B, T, C]``, as ``[B, T - W + 1, C]``.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.decoder_sizes import (
     DEFAULT_MAX_MODEL_LEN,
@@ -19,15 +17,13 @@ from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
-from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.pooling.decoder_loading import trunk_of
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach
-from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.worker.pooling.encoder_runner import padded
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
-from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.pooling.score_heads import ScoreHeads
 from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
@@ -78,34 +74,11 @@ class DecoderRunner(AdaptedEncoder):
             problem_type=problem_type(config) if num_labels else None,
         )
 
-    @property
-    @override
-    def info(self) -> PoolingInfo:
-        return self._info
-
-    @override
-    def begin(
-        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
-    ) -> StagedJob:
-        return self.adapters.job(inputs, slots)
-
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
         """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         return self._model(mx.array(ids), mask), mask
-
-    @override
-    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        return self.begin(inputs).wait()
-
-    @override
-    def release(self) -> None:
-        # A reference cycle may keep modules alive for a while, but then without arrays.
-        for module in self._modules:
-            module.clear()
-        self.adapters.close()
-        give_back_memory()
 
 
 def _checked_model(loaded: LoadedModel) -> DecoderModel:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +25,7 @@ from mlx_parallm.types.pooling import (
     Task,
 )
 from mlx_parallm.types.training import TrainedText, TrainingInput
+from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.lora.adapted_layers import (
     AdaptedLayers,
@@ -57,20 +58,39 @@ _SAMPLES: Mapping[Task, PoolingInput] = {
 }
 
 
-class AdaptedEncoder(PoolingRunner, Protocol):
-    """A pooling model's runner that takes adapters."""
+class AdaptedEncoder(PoolingRunner):
+    """A pooling model's runner that takes adapters.
+
+    Attributes:
+        adapters: the part that puts adapters into slots.
+    """
+
+    adapters: EncoderAdapters
+    _info: PoolingInfo
+    _modules: Sequence[nn.Module]
 
     @property
     def info(self) -> PoolingInfo:
-        """Return facts about the loaded model."""
-        ...
+        """Facts about the loaded model."""
+        return self._info
 
-    adapters: EncoderAdapters
-    """The part that puts adapters into slots."""
+    @override
+    def begin(
+        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
+    ) -> StagedJob:
+        return self.adapters.job(inputs, slots)
 
     def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
         """Return the results of a batch, computed without a break."""
-        ...
+        return self.begin(inputs).wait()
+
+    @override
+    def release(self) -> None:
+        # A reference cycle may keep modules alive for a while, but then without arrays.
+        for module in self._modules:
+            module.clear()
+        self.adapters.close()
+        give_back_memory()
 
 
 @dataclass(frozen=True, slots=True)

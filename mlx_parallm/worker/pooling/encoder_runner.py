@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
-from typing_extensions import override
 
 from mlx_parallm.models.checkpoints.encoders import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import LoadedEncoder
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput
-from mlx_parallm.worker.device.properties import give_back_memory
-from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
-from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.pooling.own_heads import LayerHeads
 from mlx_parallm.worker.weights.loader import DTYPES
 
@@ -27,6 +24,7 @@ class EncoderRunner(AdaptedEncoder):
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
         self._model = loaded.model
+        self._modules = loaded.model.modules()
         self._has_types = getattr(loaded.model.args, "type_vocab_size", 0) > 1
         longest: int = loaded.model.args.max_length
         tasks = TASKS[loaded.model.args.head]
@@ -55,17 +53,6 @@ class EncoderRunner(AdaptedEncoder):
             problem_type=problem_type(loaded.config) if classifies else None,
         )
 
-    @property
-    @override
-    def info(self) -> PoolingInfo:
-        return self._info
-
-    @override
-    def begin(
-        self, inputs: Sequence[PoolingInput], slots: Mapping[str, int] = NO_SLOTS
-    ) -> StagedJob:
-        return self.adapters.job(inputs, slots)
-
     def _hidden(self, inputs: Sequence[PoolingInput]) -> tuple[mx.array, mx.array]:
         """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
@@ -73,18 +60,6 @@ class EncoderRunner(AdaptedEncoder):
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
         # Without padding no mask is needed, and attention is faster without one.
         return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
-
-    @override
-    def run(self, inputs: Sequence[PoolingInput]) -> list[np.ndarray]:
-        return self.begin(inputs).wait()
-
-    @override
-    def release(self) -> None:
-        # A reference cycle may keep modules alive for a while, but then without arrays.
-        for module in self._model.modules():
-            module.clear()
-        self.adapters.close()
-        give_back_memory()
 
 
 def padded(inputs: Sequence[PoolingInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:

@@ -264,7 +264,7 @@ library = logging.getLogger("library")
 library.addHandler(logging.StreamHandler())
 library.propagate = False
 from mlx_parallm.cli.logs import configure_logging, report
-from mlx_parallm.cli.progress import progress_shown
+from mlx_parallm.cli.engines import progress_shown
 configure_logging("info", "json")
 library.warning("two\\nlines")
 warnings.warn("careful")

@@ -7,8 +7,12 @@ from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.generation.paged_cache import KVPools
+from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
+from mlx_parallm.worker.generation.state_store import StateStore
 from mlx_parallm.worker.lora.context import AdapterContext
 
 
@@ -87,3 +91,67 @@ class ForwardPath(Protocol):
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy per-sequence state ``(source slot, target slot)``."""
         ...
+
+
+class PooledPath(ForwardPath):
+    """A path whose KV is in pools and whose other state has slots.
+
+    Attributes:
+        adapters: see ``ForwardPath``.
+    """
+
+    def __init__(self, pools: KVPools, states: StateStore) -> None:
+        """Begin without compiled steps.
+
+        Args:
+            pools: the KV of the layers.
+            states: what sequences have besides KV.
+        """
+        self._pools = pools
+        self._states = states
+        self._compiled: CompiledDecode | None = None
+        self.adapters = AdapterContext()
+
+    @property
+    @override
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    @override
+    def has_state(self) -> bool:
+        return self._states.has_state
+
+    @override
+    def arrays(self) -> list[mx.array]:
+        return self._pools.arrays() + self._states.take_written()
+
+    @override
+    def forget_writes(self) -> None:
+        self._pools.forget_writes()
+        self._states.forget_writes()
+
+    @override
+    def forget_weights(self) -> None:
+        if self._compiled is not None:
+            self._compiled.forget()
+
+    @override
+    def release_kv(self) -> None:
+        self._pools.release()
+        self._states.forget()
+        # Pools that are written in place are constants of the traces.
+        self.forget_weights()
+
+    @override
+    def restore_kv(self) -> None:
+        self._pools.restore()
+
+    @override
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._pools.copy_blocks(pairs)
+
+    @override
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self._states.copy(source, target)

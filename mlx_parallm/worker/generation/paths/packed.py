@@ -15,17 +15,16 @@ from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttent
 from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep, PagedLayerCache
-from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.base import PooledPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.generation.state_store import States, StateStore
 from mlx_parallm.worker.layers.row_counts import padded_tokens
-from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
-class PackedPath(ForwardPath):
+class PackedPath(PooledPath):
     """The path of models in which every layer keeps plain KV. Implements ``ForwardPath``."""
 
     name = "packed"
@@ -50,35 +49,23 @@ class PackedPath(ForwardPath):
             selector: selects the rows that the head computes.
             compiles: True to run steps of decode rows by a compiled function.
         """
+        super().__init__(pools, StateStore(()))
         self._model = model
         self._windows = [
             layout.window if isinstance(layout, KVLayout) else None for layout in layouts
         ]
-        self._pools = pools
         self._backend = backend
         self._selector = selector
         self._seams = ModelSeams(model)
-        self.adapters = AdapterContext()
         #: Rows of the next step that see later ones.
         self.two_way = TwoWayRows()
         self._padding: CompilableAttention | None = None
         if isinstance(backend, CompilableAttention) and backend.pads_rows:
             self._padding = backend
-        self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
-                self._traced, pools.layers, backend, self.adapters, StateStore(())
+                self._traced, pools.layers, backend, self.adapters, self._states
             )
-
-    @property
-    @override
-    def has_state(self) -> bool:
-        return False
-
-    @property
-    @override
-    def is_compiled(self) -> bool:
-        return self._compiled is not None
 
     @property
     def pads_rows(self) -> bool:
@@ -119,37 +106,6 @@ class PackedPath(ForwardPath):
         ]
         with self._seams.during(step):
             return self._model(token_ids[:, None], cache=caches)
-
-    @override
-    def arrays(self) -> list[mx.array]:
-        return self._pools.arrays()
-
-    @override
-    def forget_writes(self) -> None:
-        self._pools.forget_writes()
-
-    @override
-    def forget_weights(self) -> None:
-        if self._compiled is not None:
-            self._compiled.forget()
-
-    @override
-    def release_kv(self) -> None:
-        self._pools.release()
-        # Pools that are written in place are constants of the traces.
-        self.forget_weights()
-
-    @override
-    def restore_kv(self) -> None:
-        self._pools.restore()
-
-    @override
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._pools.copy_blocks(pairs)
-
-    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: there is no state besides KV."""
-        del pairs
 
 
 def _padded(

@@ -13,13 +13,12 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.group_cache import CacheViews
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
-from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.paths.base import PooledPath
 from mlx_parallm.worker.generation.row_groups import make_groups
 from mlx_parallm.worker.generation.state_store import GroupStateCache
-from mlx_parallm.worker.lora.context import AdapterContext
 
 
-class SequentialPath(ForwardPath):
+class SequentialPath(PooledPath):
     """The path of models that cannot run several sequences at once. Implements ``ForwardPath``."""
 
     name = "sequential"
@@ -32,22 +31,11 @@ class SequentialPath(ForwardPath):
         backend: AttentionBackend,
         block_size: int,
     ) -> None:
+        super().__init__(pools, views.states)
         self._model = model
         self._views = views
-        self._pools = pools
         self._backend = backend
         self._block_size = block_size
-        self.adapters = AdapterContext()
-
-    @property
-    @override
-    def is_compiled(self) -> bool:
-        return False
-
-    @property
-    @override
-    def has_state(self) -> bool:
-        return self._views.states.has_state
 
     @override
     def logits(
@@ -65,38 +53,8 @@ class SequentialPath(ForwardPath):
                 logits = self._model(tokens, cache=caches)
             for cache in state_caches.values():
                 cache.commit()
-            self._views.states.commit(group.slots, states)
+            self._states.commit(group.slots, states)
             own_rows = logit_rows[(logit_rows >= group.rows[0]) & (logit_rows <= group.rows[-1])]
             if len(own_rows):
                 parts.append(logits[0, mx.array(own_rows - np.int32(group.rows[0]))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
-
-    @override
-    def arrays(self) -> list[mx.array]:
-        return self._pools.arrays() + self._views.states.take_written()
-
-    @override
-    def forget_writes(self) -> None:
-        self._pools.forget_writes()
-        self._views.states.forget_writes()
-
-    def forget_weights(self) -> None:
-        """Do nothing: every step reads the model's current weights."""
-
-    @override
-    def release_kv(self) -> None:
-        self._pools.release()
-        self._views.states.forget()
-
-    @override
-    def restore_kv(self) -> None:
-        self._pools.restore()
-
-    @override
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._pools.copy_blocks(pairs)
-
-    @override
-    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self._views.states.copy(source, target)

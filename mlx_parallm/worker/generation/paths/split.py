@@ -16,17 +16,16 @@ from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttent
 from mlx_parallm.worker.generation.group_cache import CacheViews
 from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep
-from mlx_parallm.worker.generation.paths.base import ForwardPath, adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.base import PooledPath, adapter_slots, is_decode
 from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, RowGroup, make_groups
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.generation.state_store import States
-from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 
-class SplitPath(ForwardPath):
+class SplitPath(PooledPath):
     """The path of models with modules that cannot take one row per token.
 
     These modules run once per group; norms, MLP, experts and head take one row per token. All
@@ -65,32 +64,20 @@ class SplitPath(ForwardPath):
             compiles: True to run steps of decode rows by a compiled function.
             max_scores: see ``make_groups``.
         """
+        super().__init__(pools, views.states)
         self._model = model
         self._views = views
-        self._pools = pools
         self._backend = backend
         self._selector = selector
         self._block_size = block_size
         self._batch_decode = batch_decode
         self._max_scores = max_scores
         self._seams = ModelSeams(model)
-        self.adapters = AdapterContext()
         self._split = ModuleSplit(modules)
-        self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
                 self._traced, pools.layers, backend, self.adapters, views.states
             )
-
-    @property
-    @override
-    def is_compiled(self) -> bool:
-        return self._compiled is not None
-
-    @property
-    @override
-    def has_state(self) -> bool:
-        return self._views.states.has_state
 
     def close(self) -> None:
         """Undo the split of the model's modules."""
@@ -119,7 +106,7 @@ class SplitPath(ForwardPath):
                 lambda: self._forward(token_ids, step, groups, states), head_rows
             )
         for group, group_states in zip(groups, states, strict=True):
-            self._views.states.commit(group.slots, group_states)
+            self._states.commit(group.slots, group_states)
         if compiled is not None:
             compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
         return logits
@@ -145,37 +132,3 @@ class SplitPath(ForwardPath):
         splitting = SplitStep(self._views, groups, states, step.positions, self.adapters)
         with self._seams.during(step), self._split.during(splitting):
             return self._model(token_ids[:, None], cache=self._views.packed(step))
-
-    @override
-    def arrays(self) -> list[mx.array]:
-        return self._pools.arrays() + self._views.states.take_written()
-
-    @override
-    def forget_writes(self) -> None:
-        self._pools.forget_writes()
-        self._views.states.forget_writes()
-
-    @override
-    def forget_weights(self) -> None:
-        if self._compiled is not None:
-            self._compiled.forget()
-
-    @override
-    def release_kv(self) -> None:
-        self._pools.release()
-        self._views.states.forget()
-        # Pools that are written in place are constants of the traces.
-        self.forget_weights()
-
-    @override
-    def restore_kv(self) -> None:
-        self._pools.restore()
-
-    @override
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._pools.copy_blocks(pairs)
-
-    @override
-    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self._views.states.copy(source, target)
