@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.models.vision.features import Layers
-from mlx_parallm.models.vision.functions import ACTIVATIONS
+from mlx_parallm.models.vision.parts import FeedForward, LayerStack
 from mlx_parallm.numerics.attention import softmax_attention
 
 
@@ -62,20 +62,6 @@ class ClipAttention(nn.Module):
         return self.out_proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
-class ClipMLP(nn.Module):
-    """The feed-forward part of a layer."""
-
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = ACTIVATIONS[config.hidden_act]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.fc2(self._activation(self.fc1(x)))
-
-
 class ClipLayer(nn.Module):
     """A layer, normed before each part."""
 
@@ -84,7 +70,7 @@ class ClipLayer(nn.Module):
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.self_attn = ClipAttention(config)
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = ClipMLP(config)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return the hidden states after this layer."""
@@ -117,14 +103,6 @@ class ClipEmbeddings(nn.Module):
         return x + self.position_embedding.weight
 
 
-class ClipEncoder(nn.Module):
-    """The layers."""
-
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.layers = [ClipLayer(config) for _ in range(config.num_hidden_layers)]
-
-
 class ClipTransformer(nn.Module):
     """The tower below its last norm."""
 
@@ -133,7 +111,7 @@ class ClipTransformer(nn.Module):
         self.embeddings = ClipEmbeddings(config)
         # The name is transformers'.
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.encoder = ClipEncoder(config)
+        self.encoder = LayerStack(ClipLayer(config) for _ in range(config.num_hidden_layers))
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def layer_numbers(self, layers: Sequence[int]) -> list[int]:
@@ -197,7 +175,7 @@ class SiglipTransformer(nn.Module):
     def __init__(self, config: ClipConfig) -> None:
         super().__init__()
         self.embeddings = SiglipEmbeddings(config)
-        self.encoder = ClipEncoder(config)
+        self.encoder = LayerStack(ClipLayer(config) for _ in range(config.num_hidden_layers))
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     @property

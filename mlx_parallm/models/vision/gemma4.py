@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlx_parallm.models.vision.features import (
     TwoWay,
     features_of,
 )
-from mlx_parallm.models.vision.functions import ACTIVATIONS, turned
+from mlx_parallm.models.vision.parts import GatedFeedForward, LayerStack, turned
 from mlx_parallm.numerics.attention import softmax_attention
 
 # LIMITS: the names of clipped layers' bounds.
@@ -131,23 +132,6 @@ def _turned(x: mx.array, turns: tuple[mx.array, mx.array]) -> mx.array:
     return mx.concatenate([turned(half, angles) for half, angles in halves], axis=-1)
 
 
-class Gemma4MLP(nn.Module):
-    """The feed-forward part of a layer."""
-
-    def __init__(self, config: Gemma4VisionConfig) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        clipped = config.use_clipped_linears
-        self.gate_proj = ClippedLinear(width, inner, is_clipped=clipped)
-        self.up_proj = ClippedLinear(width, inner, is_clipped=clipped)
-        self.down_proj = ClippedLinear(inner, width, is_clipped=clipped)
-        self._activation = ACTIVATIONS[config.hidden_activation]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Gemma4Layer(nn.Module):
     """A layer, normed before and after each part."""
 
@@ -155,7 +139,12 @@ class Gemma4Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = Gemma4Attention(config)
-        self.mlp = Gemma4MLP(config)
+        self.mlp = GatedFeedForward(
+            size,
+            config.intermediate_size,
+            config.hidden_activation,
+            partial(ClippedLinear, is_clipped=config.use_clipped_linears),
+        )
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         self.pre_feedforward_layernorm = nn.RMSNorm(size, eps=eps)
@@ -191,14 +180,6 @@ class Gemma4Patches(nn.Module):
         return x + columns[places[:, 0]] + rows[places[:, 1]]
 
 
-class Gemma4Layers(nn.Module):
-    """The layers."""
-
-    def __init__(self, config: Gemma4VisionConfig) -> None:
-        super().__init__()
-        self.layers = [Gemma4Layer(config) for _ in range(config.num_hidden_layers)]
-
-
 class Gemma4Transformer(nn.Module):
     """The tower without a projector."""
 
@@ -206,7 +187,7 @@ class Gemma4Transformer(nn.Module):
         super().__init__()
         self._config = config
         self.patch_embedder = Gemma4Patches(config)
-        self.encoder = Gemma4Layers(config)
+        self.encoder = LayerStack(Gemma4Layer(config) for _ in range(config.num_hidden_layers))
         if config.standardize:
             self.std_bias = mx.zeros((config.hidden_size,))
             self.std_scale = mx.ones((config.hidden_size,))

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily, in_order, several_layers
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
-from mlx_parallm.models.vision.functions import ACTIVATIONS
+from mlx_parallm.models.vision.parts import ACTIVATIONS, FeedForward
 from mlx_parallm.numerics.attention import softmax_attention
 
 # NORM_EPS: of norms whose epsilon no config sets.
@@ -120,27 +120,13 @@ class InternAttention(nn.Module):
         return self.projection_layer(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
-class InternMLP(nn.Module):
-    """The feed-forward part of a layer."""
-
-    def __init__(self, config: InternVisionConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = ACTIVATIONS[config.hidden_act]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.fc2(self._activation(self.fc1(x)))
-
-
 class InternLayer(nn.Module):
     """A layer, normed before each part and scaled after it."""
 
     def __init__(self, config: InternVisionConfig) -> None:
         super().__init__()
         self.attention = InternAttention(config)
-        self.mlp = InternMLP(config)
+        self.mlp = FeedForward(config.hidden_size, config.intermediate_size, config.hidden_act)
         self.layernorm_before = config.norm()
         self.layernorm_after = config.norm()
         self.lambda_1 = mx.ones((config.hidden_size,))

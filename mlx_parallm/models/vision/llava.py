@@ -17,7 +17,7 @@ from mlx_parallm.models.vision.anyres import TileGrid, tile_grid
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.clip import ClipConfig, ClipTransformer
 from mlx_parallm.models.vision.features import Arrays, Features, Stages, Tower, features_of
-from mlx_parallm.models.vision.functions import ACTIVATIONS
+from mlx_parallm.models.vision.parts import ACTIVATIONS
 
 
 class LlavaProjector(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import mlx.core as mx
@@ -13,8 +14,8 @@ from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily, several_layers
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
-from mlx_parallm.models.vision.functions import ACTIVATIONS, turned
 from mlx_parallm.models.vision.llava import LlavaProjector
+from mlx_parallm.models.vision.parts import GatedFeedForward, LayerStack, turned
 from mlx_parallm.numerics.attention import softmax_attention
 
 EPSILON = 1e-5
@@ -67,22 +68,6 @@ class PixtralAttention(nn.Module):
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(count, length, size))
 
 
-class PixtralMLP(nn.Module):
-    """The feed-forward part of a layer."""
-
-    def __init__(self, config: PixtralConfig) -> None:
-        super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, inner, bias=False)
-        self.up_proj = nn.Linear(size, inner, bias=False)
-        self.down_proj = nn.Linear(inner, size, bias=False)
-        self._activation = ACTIVATIONS[config.hidden_act]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class PixtralLayer(nn.Module):
     """A layer, normed before each part."""
 
@@ -91,20 +76,17 @@ class PixtralLayer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=EPSILON)
         self.attention = PixtralAttention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=EPSILON)
-        self.feed_forward = PixtralMLP(config)
+        self.feed_forward = GatedFeedForward(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            partial(nn.Linear, bias=False),
+        )
 
     def __call__(self, x: mx.array, turns: mx.array) -> mx.array:
         """Return the hidden states after this layer."""
         x = x + self.attention(self.attention_norm(x), turns)
         return x + self.feed_forward(self.ffn_norm(x))
-
-
-class PixtralLayers(nn.Module):
-    """The layers."""
-
-    def __init__(self, config: PixtralConfig) -> None:
-        super().__init__()
-        self.layers = [PixtralLayer(config) for _ in range(config.num_hidden_layers)]
 
 
 class PixtralTransformer(nn.Module):
@@ -121,7 +103,7 @@ class PixtralTransformer(nn.Module):
             bias=False,
         )
         self.ln_pre = nn.RMSNorm(config.hidden_size, eps=EPSILON)
-        self.transformer = PixtralLayers(config)
+        self.transformer = LayerStack(PixtralLayer(config) for _ in range(config.num_hidden_layers))
 
     def num_layers(self, layer: int) -> int:
         """Return how many layers run until a state, see ``clip.ClipTransformer``."""

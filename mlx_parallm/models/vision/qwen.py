@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Layers, Stages, Tower, features_of
-from mlx_parallm.models.vision.functions import ACTIVATIONS, turned
+from mlx_parallm.models.vision.parts import FeedForward, GatedFeedForward, turned
 from mlx_parallm.numerics.attention import softmax_attention
 
 
@@ -163,35 +163,6 @@ class Windows:
         return rows.reshape(-1, count * most, *rows.shape[2:])[:, self._places]
 
 
-class QwenMLP(nn.Module):
-    """The feed-forward part of Qwen2-VL's layers."""
-
-    def __init__(self, size: int, inner: int, activation: str) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(size, inner)
-        self.fc2 = nn.Linear(inner, size)
-        self._activation = ACTIVATIONS[activation]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.fc2(self._activation(self.fc1(x)))
-
-
-class QwenGatedMLP(nn.Module):
-    """The feed-forward part of Qwen2.5-VL's layers."""
-
-    def __init__(self, size: int, inner: int, activation: str) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, inner)
-        self.up_proj = nn.Linear(size, inner)
-        self.down_proj = nn.Linear(inner, size)
-        self._activation = ACTIVATIONS[activation]
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Return the output for ``[..., size]``."""
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class QwenBlock(nn.Module):
     """A layer, normed before each part."""
 
@@ -257,8 +228,8 @@ class QwenTransformer(nn.Module):
 
     def _mlp(self, config: QwenVisionConfig, size: int) -> nn.Module:
         if self.has_windows:
-            return QwenGatedMLP(size, config.intermediate_size, config.hidden_act)
-        return QwenMLP(size, int(size * config.mlp_ratio), config.hidden_act)
+            return GatedFeedForward(size, config.intermediate_size, config.hidden_act)
+        return FeedForward(size, int(size * config.mlp_ratio), config.hidden_act)
 
     def rows(self, pixels: mx.array, grid: Grid) -> Layers:
         """Compute rows ``[images, rows, out]`` of patches ``[images, patches, patch dim]``."""

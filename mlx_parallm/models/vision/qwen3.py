@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from mlx_parallm.models.vision.checkpoint import TowerFamily
 from mlx_parallm.models.vision.features import Arrays, Features, Stages, Tower
-from mlx_parallm.models.vision.functions import ACTIVATIONS
+from mlx_parallm.models.vision.parts import ACTIVATIONS
 from mlx_parallm.models.vision.qwen import Grid, QwenAttention, QwenPatches, patch_turns, patches_of
 from mlx_parallm.numerics.elementary import gelu
 
