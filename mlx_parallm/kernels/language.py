@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,10 +108,11 @@ class CudaLanguage(KernelLanguage):
 
     @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
+        stock = partial(_made, mx.fast.cuda_kernel, text)
         precompiler = self._precompiler()
         if precompiler is None:
-            return _stock_kernel(text)
-        return PrecompiledKernel(text, precompiler, lambda: _stock_kernel(text), dtypes)
+            return stock()
+        return PrecompiledKernel(text, precompiler, stock, dtypes)
 
     @override
     def bound(self, array: mx.array) -> mx.array:
@@ -133,15 +135,7 @@ class MetalLanguage(KernelLanguage):
     @override
     def make(self, text: KernelText, dtypes: Sequence[mx.Dtype] | None = None) -> Kernel:
         del dtypes  # Metal compiles at the first call.
-        kernel: Any = mx.fast.metal_kernel(
-            name=text.name,
-            input_names=list(text.input_names),
-            output_names=list(text.output_names),
-            source=text.source,
-            header=text.header,
-            ensure_row_contiguous=not text.strided,
-        )
-        return kernel
+        return _made(mx.fast.metal_kernel, text)
 
     @override
     def bound(self, array: mx.array) -> mx.array:
@@ -154,9 +148,9 @@ class MetalLanguage(KernelLanguage):
         return array[:1]
 
 
-def _stock_kernel(text: KernelText) -> Kernel:
+def _made(make: Callable[..., Any], text: KernelText) -> Kernel:
     """Return the kernel that MLX compiles at its first call."""
-    kernel: Any = mx.fast.cuda_kernel(
+    return make(
         name=text.name,
         input_names=list(text.input_names),
         output_names=list(text.output_names),
@@ -164,4 +158,3 @@ def _stock_kernel(text: KernelText) -> Kernel:
         header=text.header,
         ensure_row_contiguous=not text.strided,
     )
-    return kernel
