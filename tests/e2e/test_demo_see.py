@@ -102,4 +102,4 @@ def test_calls_about_images_are_forced_and_streamed(client: openai.OpenAI) -> No
 
 
 def test_without_a_image_it_asks_for_one(client: openai.OpenAI) -> None:
-    assert "image" in (answer(client, "Hello") or "")
+    assert "Show me" in (answer(client, "Hello") or "")

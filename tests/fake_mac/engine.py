@@ -25,13 +25,13 @@ def become(description: str) -> None:
     """
     prepare_device_process()
     # These import MLX.
-    from mlx_parallm.serving import processes  # noqa: PLC0415
+    from mlx_parallm.peers import launch  # noqa: PLC0415
     from tests.fake_mac.mac import FakeMac, pretend  # noqa: PLC0415
 
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     pretend(FakeMac.from_json(description), pytest.MonkeyPatch(), Path(folder.name))
-    processes.ENGINE = "tests.fake_mac.engine"
+    launch.ENGINE = "tests.fake_mac.engine"
     os.environ[VARIABLE] = description
     # Engine processes look for modules in no folder of their own accord.
     os.environ["PYTHONPATH"] = str(ROOT)
