@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -34,7 +32,7 @@ from mlx_parallm.offline.outputs import (
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest, Task
+from mlx_parallm.types.pooling import PoolingInput, Task
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -181,50 +179,10 @@ class OfflinePooling:
         ]
 
     def _run(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
-        return self._engine.call(
-            lambda client: work(DividedPooling(client.pooling, len(client.readiness())))
-        )
+        return self._engine.call(lambda client: work(client.pooling))
 
     def _call(self, client: PoolingCalls, model: PoolingModel) -> ModelCall:
         return ModelCall(client=client, model=model, work_id=self._new_id())
 
     def _new_id(self) -> str:
         return f"offline-{next(self._ids)}"
-
-
-class DividedPooling:
-    """Computes parts of each request in all engines at once. Implements ``PoolingCalls``."""
-
-    def __init__(self, client: PoolingCalls, num_parts: int) -> None:
-        self._client = client
-        self._num_parts = num_parts
-
-    def models(self) -> Sequence[PoolingModel]:
-        """See ``PoolingCalls``."""
-        return self._client.models()
-
-    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """See ``PoolingCalls``."""
-        return self._client.get(name, *tasks)
-
-    async def encode(self, request: PoolRequest) -> PoolingResults:
-        """See ``PoolingCalls``; the router spreads the parts, which have as many inputs."""
-        count = min(self._num_parts, len(request.inputs))
-        parts = [
-            asyncio.ensure_future(
-                self._client.encode(replace(request, inputs=request.inputs[first::count]))
-            )
-            for first in range(count)
-        ]
-        try:
-            results = await asyncio.gather(*parts)
-        except BaseException:
-            for part in parts:
-                part.cancel()
-            raise
-        # Part i has every count-th input, from i on.
-        places = [divmod(place, count) for place in range(len(request.inputs))]
-        return PoolingResults(
-            (results[part][row] for row, part in places),
-            (results[part].cache_hits[row] for row, part in places),
-        )

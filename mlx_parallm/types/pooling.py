@@ -127,7 +127,25 @@ class PoolRequest:
             inputs=[each.token_ids for each in self.inputs],
             cache_key=(self.model, self.adapter, self.scope),
             rank=self.rank,
+            is_divisible=len(self.inputs) > 1,
         )
+
+    def part(self, request_id: str, places: Sequence[int]) -> PoolRequest:
+        """Return a request for the inputs of these indices."""
+        return replace(
+            self, request_id=request_id, inputs=tuple(self.inputs[place] for place in places)
+        )
+
+    def joined(self, answers: Sequence[tuple[Sequence[int], PoolingEvent]]) -> PoolingEvent:
+        """Return the answer to all inputs, for the indices and the answer of each part."""
+        rows = {
+            place: row
+            for places, event in answers
+            for place, row in zip(places, event.results.rows(), strict=True)
+        }
+        ordered = [rows[place] for place in range(len(self.inputs))]
+        results = PoolingResults((array for array, _ in ordered), (is_hit for _, is_hit in ordered))
+        return PoolingEvent(request_id=self.request_id, results=results)
 
     def with_scoped_inputs(self) -> PoolRequest:
         """Return this request with its scope copied into every input's cache key."""
@@ -149,6 +167,10 @@ class PoolingResults(list["np.ndarray"]):
     def __init__(self, results: Iterable[np.ndarray], cache_hits: Iterable[bool]) -> None:
         super().__init__(results)
         self.cache_hits = tuple(cache_hits)
+
+    def rows(self) -> Iterable[tuple[np.ndarray, bool]]:
+        """Return for each input its result, and whether that came from the cache."""
+        return zip(self, self.cache_hits, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -367,8 +367,8 @@ class GenerateRequest:
             return self
         return replace(self, params=replace(self.params, seed=draw()))
 
-    def part(self, request_id: str, first: int, count: int) -> GenerateRequest:
-        """Return a request for ``count`` of its samples, from ``first`` on.
+    def part(self, request_id: str, places: Sequence[int]) -> GenerateRequest:
+        """Return a request for the samples of these indices, without gaps.
 
         The request must have a seed, of which every sample keeps its own. Only the part with the
         first sample scores the prompt.
@@ -376,8 +376,8 @@ class GenerateRequest:
         assert self.params.seed is not None
         params = replace(
             self.params,
-            n=count,
-            seed=self.params.seed + first,
-            prompt_logprobs=self.params.prompt_logprobs if first == 0 else None,
+            n=len(places),
+            seed=self.params.seed + places[0],
+            prompt_logprobs=self.params.prompt_logprobs if places[0] == 0 else None,
         )
         return replace(self, request_id=request_id, params=params)

@@ -36,7 +36,8 @@ class RequestWork:
             ask. If it dies, the name is forgotten with what it kept: the next request is placed as
             the first one was. None if nothing is kept.
         client: whose it is; engines take turns between clients.
-        is_divisible: True if several engines may answer some of the samples each.
+        is_divisible: True if several engines may answer some of the samples each; of a request with
+            one sample, some of the inputs.
     """
 
     num_tokens: int

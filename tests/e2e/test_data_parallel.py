@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -123,6 +124,67 @@ def test_samples_of_one_request_are_shared_out_and_are_those_of_one_engine(
     assert len(set(shared.values())) > 8
     assert len(logprobs) == 16 * ASKED["max_tokens"]  # type: ignore[operator]
     assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)
+
+
+def inputs_by_engine(server: ServerProcess) -> list[float]:
+    """Return how many inputs each engine has been asked to embed."""
+    families = text_string_to_metric_families(httpx2.get(f"{server.url}/metrics").text)
+    values = {
+        sample.labels["engine"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "mlx_parallm:encoder_inputs_total"
+    }
+    return [values[rank] for rank in sorted(values)]
+
+
+def long_texts(name: str) -> list[str]:
+    """Return texts of very different lengths, no two equal."""
+    return [
+        " ".join([f"{name} {number}.", *["A baker works."] * (number % 13)]) for number in range(64)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "values"),
+    [
+        (
+            "/v1/embeddings",
+            {"model": "demo:embed", "input": long_texts("a")},
+            lambda answer: [row["embedding"] for row in answer["data"]],
+        ),
+        ("/embed", {"model": "demo:embed", "inputs": long_texts("b")}, lambda answer: answer),
+        (
+            "/pipeline/feature-extraction/demo:embed",
+            {"inputs": long_texts("c")},
+            lambda answer: answer,
+        ),
+        (
+            "/v1/score",
+            {"model": "demo:embed", "text_1": "A bakery?", "text_2": long_texts("d")},
+            lambda answer: [[row["score"]] for row in answer["data"]],
+        ),
+    ],
+)
+def test_the_inputs_of_one_request_are_shared_out_on_every_route(
+    server: ServerProcess, path: str, body: dict[str, Any], values: Callable[[Any], Any]
+) -> None:
+    with httpx2.Client(base_url=server.url, timeout=None) as http:
+
+        def ask(headers: dict[str, str]) -> Any:
+            answer = http.post(path, json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            return values(answer.json())
+
+        before = inputs_by_engine(server)
+        divided = ask({})
+        asked = [now - then for now, then in zip(inputs_by_engine(server), before, strict=True)]
+        # Each engine has kept its own part, so both together compute all inputs in other batches.
+        wholes = [ask({"X-data-parallel-rank": rank}) for rank in "01"]
+    assert min(asked) > 16
+    for mine, *others in zip(divided, *wholes, strict=True):
+        for other in others:
+            np.testing.assert_allclose(np.squeeze(mine), np.squeeze(other), atol=1e-5)
 
 
 def test_a_client_may_choose_the_engine(server: ServerProcess) -> None:

@@ -1,19 +1,37 @@
-"""Division of one request's samples among engines. Pure Python, without a clock."""
+"""Division of one request's samples or inputs among engines. Pure Python, without a clock."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+# LEAST_TOKENS: tokens of inputs for which one more engine pays. Fewer are one batch, which takes
+# hardly longer than a half of it.
+LEAST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Samples of one request that one engine is to have: ``count`` from ``first`` on."""
+    """The samples or inputs of one request that one engine is to have.
+
+    Attributes:
+        rank: the engine's number.
+        places: their indices in the request, in ascending order; those of samples have no gaps.
+    """
 
     rank: int
-    first: int
-    count: int
+    places: Sequence[int]
+
+    @property
+    def first(self) -> int:
+        """The index of the first of them."""
+        return self.places[0]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +82,7 @@ def divide(candidates: Sequence[Candidate], num_samples: int, rows: float) -> li
         rows: that each of them takes.
     """
     first = candidates[0]
-    shares, least = [Share(first.rank, 0, num_samples)], 0.0
+    shares, least = [Share(first.rank, range(num_samples))], 0.0
     whole_end = first.end(num_samples, rows)
     price = 0
     for count in range(2, min(len(candidates), num_samples) + 1):
@@ -93,6 +111,29 @@ def _level(
     first = 0
     for candidate, count in zip(candidates, counts, strict=True):
         if count:
-            shares.append(Share(candidate.rank, first, count))
+            shares.append(Share(candidate.rank, range(first, first + count)))
             first += count
     return shares, last
+
+
+def divide_inputs(before: Mapping[int, float], costs: Mapping[int, Sequence[int]]) -> list[Share]:
+    """Return one share for each engine that is to have inputs of a request, in no order.
+
+    Every input goes where the inputs so far end soonest, the longest first. A result that an engine
+    keeps costs nothing there.
+
+    Args:
+        before: the rows before the request begins, by the numbers of engines; the first one would
+            have the request as a whole.
+        costs: tokens of each input that an engine would have to compute, by its number.
+    """
+    first = next(iter(before))
+    others = sorted((rank for rank in before if rank != first), key=before.__getitem__)
+    count = sum(costs[first]) // LEAST_TOKENS
+    ends = {rank: before[rank] for rank in [first, *others][: max(1, count)]}
+    places: dict[int, list[int]] = {rank: [] for rank in ends}
+    for place in sorted(range(len(costs[first])), key=lambda place: -costs[first][place]):
+        rank = min(ends, key=lambda rank: ends[rank] + costs[rank][place])
+        ends[rank] += costs[rank][place]
+        places[rank].append(place)
+    return [Share(rank, sorted(own)) for rank, own in places.items() if own]

@@ -34,7 +34,7 @@ from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.work import Ends, Event
+from mlx_parallm.types.work import Event
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
@@ -377,8 +377,8 @@ class Fleet:
                 part_id = request.add_whole()
             else:
                 part_id = f"{request_id}/{share.first}/{self._nonce}"
-                request.add_part(part_id, share.first, share.count)
-            self._router.put(part_id, replace(work, num_samples=share.count), share.rank)
+                work = request.add_part(part_id, share.places)
+            self._router.put(part_id, work, share.rank)
             ranks[part_id] = share.rank
         self._parts.update(request.parts)
         return ranks
@@ -473,7 +473,7 @@ class Fleet:
         request = part.whole
         if part_id not in self._router.placements:
             del self._parts[part_id], request.parts[part_id]
-            if event.ends is Ends.REQUEST or not request.parts:
+            if isinstance(event, ErrorEvent) or not request.parts:
                 self._end(request)
                 self._reply_once(request, None)
         return request.read(part, event) if is_shown else ()

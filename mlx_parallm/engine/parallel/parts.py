@@ -1,7 +1,7 @@
 """Requests that have not ended, and the parts of them that engines have.
 
-A request of several samples may be divided: each engine gets a request for some of the samples. Its
-reader sees the events of one request.
+A request of several samples or inputs may be divided: each engine gets a request for some of them.
+Its reader sees the events of one request.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 from mlx_parallm.engine.commands import Submit
-from mlx_parallm.types.events import TokenEvent
-from mlx_parallm.types.work import Ends, Event
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.work import Ends, Event, RequestWork
 
 
 @runtime_checkable
@@ -28,8 +28,21 @@ class SampledRequest(Protocol):
         """Return it with a seed, which ``draw`` returns unless the request has one."""
         ...
 
-    def part(self, request_id: str, first: int, count: int, /) -> Self:
-        """Return a request for ``count`` of its samples, from ``first`` on; it has a seed."""
+    def part(self, request_id: str, places: Sequence[int], /) -> Self:
+        """Return a request for the samples of these indices, without gaps; it has a seed."""
+        ...
+
+
+@runtime_checkable
+class JoinedRequest(Protocol):
+    """A request whose inputs are answered by one event, and may be computed apart."""
+
+    def part(self, request_id: str, places: Sequence[int], /) -> Self:
+        """Return a request for the inputs of these indices."""
+        ...
+
+    def joined(self, answers: Sequence[tuple[Sequence[int], Any]], /) -> Event:
+        """Return the answer to all inputs, for the indices and the answer of each part."""
         ...
 
 
@@ -46,12 +59,12 @@ def seeded(command: Submit, draw: Callable[[], int]) -> Submit:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The samples of a request that one engine has; all of them if it is not divided.
+    """The samples or inputs of a request that one engine has; all of them if it is not divided.
 
     Attributes:
         whole: the request.
         command: what the engine is given, but for the reply.
-        first: the index of its first sample in the request.
+        places: the indices of its samples or inputs in the request.
         is_admitted: True once an engine has admitted it.
         num_sent: how often it was given to an engine.
         is_answered: True once the engine that was given it last has replied.
@@ -59,7 +72,7 @@ class Part:
 
     whole: OpenRequest
     command: Submit
-    first: int
+    places: Sequence[int]
     is_admitted: bool = False
     num_sent: int = 0
     is_answered: bool = False
@@ -84,6 +97,10 @@ class OpenRequest:
     _has_prompt: bool = False
     # Events that came before those of the part that scores the prompt; None: none are held.
     _early: list[Event] | None = None
+    # Answers of parts of a ``JoinedRequest``, with the indices of their inputs.
+    _answers: list[tuple[Sequence[int], Event]] = field(
+        default_factory=list[tuple[Sequence[int], Event]]
+    )
 
     @property
     def request_id(self) -> str:
@@ -92,32 +109,37 @@ class OpenRequest:
 
     def add_whole(self) -> str:
         """Let one engine have all of it; return the part's id, which is the request's."""
-        self.parts[self.request_id] = Part(self, self.command, 0)
+        self.parts[self.request_id] = Part(self, self.command, (0,))
         return self.request_id
 
-    def add_part(self, part_id: str, first: int, count: int) -> str:
-        """Let an engine have some samples; return ``part_id``."""
-        request = cast("SampledRequest", self.command.request)
-        part = cast("Any", request.part(part_id, first, count))
-        self.parts[part_id] = Part(self, replace(self.command, request=part), first)
+    def add_part(self, part_id: str, places: Sequence[int]) -> RequestWork:
+        """Let an engine have the samples or inputs of these indices; return how much work it is."""
+        request = cast("SampledRequest | JoinedRequest", self.command.request)
+        part = cast("Any", request.part(part_id, places))
+        self.parts[part_id] = Part(self, replace(self.command, request=part), places)
         self._is_divided = True
-        if request.reports_prompt:
+        if isinstance(request, SampledRequest) and request.reports_prompt:
             self._early = []
-        return part_id
+        return part.work()
 
     def read(self, part: Part, event: Event) -> Sequence[Event]:
         """Return what the reader sees of a part's event: the events of one engine, in order."""
         if not self._is_divided:
             return (event,)
+        request = self.command.request
+        if isinstance(request, JoinedRequest) and not isinstance(event, ErrorEvent):
+            self._answers.append((part.places, event))
+            return () if self.parts else (request.joined(self._answers),)
+        first = part.places[0]
         if event.num_tokens == 0 and event.ends is Ends.NOTHING:
             # Every part computes the prompt.
-            if self._has_prompt or (self._early is not None and part.first):
+            if self._has_prompt or (self._early is not None and first):
                 return ()
             self._has_prompt = True
         shown = self._as_whole(part, event)
         if self._early is None:
             return (shown,)
-        if part.first and event.ends is not Ends.REQUEST:
+        if first and event.ends is not Ends.REQUEST:
             self._early.append(shown)
             return ()
         early, self._early = self._early, None
@@ -125,5 +147,5 @@ class OpenRequest:
 
     def _as_whole(self, part: Part, event: Event) -> Event:
         if isinstance(event, TokenEvent):
-            return replace(event, request_id=self.request_id, index=part.first + event.index)
+            return replace(event, request_id=self.request_id, index=part.places[0] + event.index)
         return replace(cast("Any", event), request_id=self.request_id)

@@ -58,6 +58,10 @@ class CacheMirror:
             count += 1
         return count * CHUNK + sum(size for key, size in keys.inputs if key in self._inputs)
 
+    def missing(self, keys: WorkKeys) -> list[int]:
+        """Return how many tokens of each input the engine has yet to compute."""
+        return [0 if key in self._inputs else size for key, size in keys.inputs]
+
     def add(self, keys: WorkKeys) -> None:
         """Note that the engine computes a request."""
         # The last chunk is the oldest of its prompt: it is of use to fewer requests.

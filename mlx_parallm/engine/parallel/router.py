@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.engine.parallel.division import Candidate, Share, divide
+from mlx_parallm.engine.parallel.division import Candidate, Share, divide, divide_inputs
 from mlx_parallm.engine.parallel.prefixes import CacheMirror, WorkKeys, keys_of
 from mlx_parallm.types.work import Ends, RequestWork
 
@@ -142,15 +142,21 @@ class Router:
         return rank
 
     def divide(self, work: RequestWork) -> Sequence[Share]:
-        """Choose engines for the samples of a request; the request is counted nowhere yet.
+        """Choose engines for the samples or inputs of a request, which is counted nowhere yet.
 
-        One engine must be alive. See ``division.divide``.
+        One engine must be alive. See ``division``.
         """
         keys = keys_of(work)
         first = self._choose(self._able(work), work, keys)
         is_free = work.rank is None and work.sticky is None
-        if work.num_samples == 1 or not work.is_divisible or not is_free:
-            return [Share(first, 0, work.num_samples)]
+        if not work.is_divisible or not is_free:
+            return [Share(first, range(work.num_samples))]
+        if work.num_samples == 1:
+            ranks = [first, *(rank for rank in self._alive() if rank != first)]
+            loads = {rank: self.loads[rank] for rank in ranks}
+            before = {rank: self._rows_before(load, work) for rank, load in loads.items()}
+            costs = {rank: load.cache.missing(keys) for rank, load in loads.items()}
+            return divide_inputs(before, costs)
         whole = self._candidate(first, work, keys)
         others = [self._candidate(rank, work, keys) for rank in self._alive() if rank != first]
         rows = self._length(work) * DECODE_SHARE
@@ -305,11 +311,15 @@ class Router:
 
     def _cost(self, load: EngineLoad, work: RequestWork, keys: WorkKeys) -> float:
         """Return the rows to compute before a request would end at an engine."""
+        rows = self._rows_before(load, work) + UNCACHED * self._uncached(load, work, keys)
+        return rows + self._own_queue(load, work)
+
+    def _rows_before(self, load: EngineLoad, work: RequestWork) -> float:
+        """Return the rows of other requests that an engine has."""
         beyond = max(0, load.num_open + work.num_samples - self._max_num_seqs)
         # A sample that runs is half over, in the mean; those beyond the limit wait for others.
         samples = load.num_open / 2 + min(beyond, load.num_open)
-        rows = load.waiting_tokens + UNCACHED * self._uncached(load, work, keys)
-        return rows + samples * self._mean_output * DECODE_SHARE + self._own_queue(load, work)
+        return load.waiting_tokens + samples * self._mean_output * DECODE_SHARE
 
     def _own_queue(self, load: EngineLoad, work: RequestWork) -> float:
         """Return what it costs that a request waits for samples of its own client.

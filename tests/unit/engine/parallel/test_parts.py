@@ -203,8 +203,8 @@ def request_of(**params: Any) -> GenerateRequest:
 
 def opened(request: GenerateRequest) -> OpenRequest:
     whole = OpenRequest(Submit(request=request, arrival_s=0.0, reply=lambda _: None))
-    whole.add_part("x", 0, 3)
-    whole.add_part("y", 3, 1)
+    whole.add_part("x", range(3))
+    whole.add_part("y", range(3, 4))
     return whole
 
 
