@@ -1,21 +1,22 @@
 """Files of clients: contents in a folder, and records of them in the database.
 
-A file exists once its record does, which is written after the content. Content without a record,
-left by a crash, is removed when the folder is opened.
+A content is written before its record and removed before it, so after a crash, or beside an older
+database, contents decide: opening the folder makes the records agree with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.batch_jobs.records import CONTENT, FILE_PREFIX, FileRecord
+from mlx_parallm.batch_jobs.records import FILE_PREFIX, FileRecord
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.database import Connection, Database, put, read
 from mlx_parallm.storage.disk import finished, in_thread
@@ -26,6 +27,8 @@ from mlx_parallm.types.errors import (
     RequestTooLargeError,
     StorageError,
 )
+
+logger = logging.getLogger(__name__)
 
 # MIN_CHARGE: bytes charged for an empty file, so that the limit of bytes bounds their number.
 MIN_CHARGE = 4096
@@ -109,18 +112,17 @@ class FileStore:
         ids: IdMaker,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Read all records, and remove contents without one."""
+        """Make records and contents agree."""
         self._folder = folder
         self._database = database
         self._limits = limits
         self._ids = ids
         self._now = now
         self._uploads: set[Upload] = set()
-        records = database.run_now(lambda db: read(db, FileRecord, "files"))
+        records = database.run_now(partial(_agree, folder))
         self._stored = sum(_charge(record.num_bytes) for record in records)
         # No file expires before this time; none may at it.
         self._next_expiry = 0.0
-        self._remove_leftovers({record.content_name for record in records})
 
     async def begin(self, *, is_limited: bool = True) -> Upload:
         """Start a new file; ``is_limited`` is False for results, which must not be lost.
@@ -259,10 +261,11 @@ class FileStore:
         return [record]
 
     def _choose_expired(self, db: Connection) -> list[FileRecord]:
-        now = self._now()
-        (following,) = db.execute("SELECT min(expires_at) FROM files").fetchone()
-        self._next_expiry = math.inf if following is None else following
-        return read(db, FileRecord, f"files WHERE {EXPIRED}", {"now": now})
+        values = {"now": self._now()}
+        following = f"SELECT min(expires_at) FROM files WHERE NOT ({EXPIRED})"
+        (expiry,) = db.execute(following, values).fetchone()
+        self._next_expiry = math.inf if expiry is None else expiry
+        return read(db, FileRecord, f"files WHERE {EXPIRED}", values)
 
     async def _commit(self, upload: Upload, record: FileRecord) -> None:
         path = self.path(record)
@@ -277,26 +280,44 @@ class FileStore:
         self._stored += _charge(record.num_bytes) - sum(_charge(old.num_bytes) for old in replaced)
         if record.expires_at is not None:
             self._next_expiry = min(self._next_expiry, record.expires_at)
-        await _unlink([old for old in map(self.path, replaced) if old != path])
+        if stale := [old for old in map(self.path, replaced) if old != path]:
+            await in_thread(_unlink, stale)
 
     async def _remove(self, choose: Callable[[Connection], list[FileRecord]]) -> None:
-        """Remove the files that ``choose`` returns. Contents go last: see ``_remove_leftovers``."""
+        """Remove the files that ``choose`` returns."""
 
         def remove(db: Connection) -> list[FileRecord]:
             records = choose(db)
+            _unlink(map(self.path, records))
             db.executemany("DELETE FROM files WHERE id = ?", [(record.id,) for record in records])
             return records
 
-        records = await self._database.run(remove)
+        try:
+            records = await self._database.run(remove)
+        except StorageError:
+            # A full disk had no room for this change; the contents may have left some.
+            records = await self._database.run(remove)
         self._stored -= sum(_charge(record.num_bytes) for record in records)
-        await _unlink([self.path(record) for record in records])
 
-    def _remove_leftovers(self, names: set[str]) -> None:
-        """Remove contents and uploads whose commit or removal a crash prevented."""
-        for path in self._folder.iterdir():
-            is_orphan = path.suffix == CONTENT and path.name not in names
-            if is_orphan or path.name.startswith(UNFINISHED):
-                path.unlink(missing_ok=True)
+
+def _agree(folder: Path, db: Connection) -> list[FileRecord]:
+    """Make the records of a folder those of its contents, and return them."""
+    records = {record.content_name: record for record in read(db, FileRecord, "files")}
+    names = {path.name for path in folder.iterdir()}
+    for name in records.keys() - names:
+        record = records.pop(name)
+        logger.warning("%s has lost its content, and is removed", record.id)
+        db.execute("DELETE FROM files WHERE id = ?", (record.id,))
+    ids = {record.id for record in records.values()}
+    for name in sorted(names - records.keys()):
+        record = FileRecord.of_content(name, (folder / name).stat().st_size)
+        # A content may have been replaced, or was about to replace that of its id.
+        if name.startswith(UNFINISHED) or (record is not None and record.id in ids):
+            _unlink([folder / name])
+        elif record is not None:
+            put(db, "files", record)
+            records[name] = record
+    return list(records.values())
 
 
 def _publish(upload: Upload, path: Path) -> None:
@@ -313,14 +334,10 @@ def _put(record: FileRecord, db: Connection) -> list[FileRecord]:
     return replaced
 
 
-async def _unlink(paths: Sequence[Path]) -> None:
-    def unlink() -> None:
+def _unlink(paths: Iterable[Path]) -> None:
+    with disk.storage_errors():
         for path in paths:
             path.unlink(missing_ok=True)
-
-    if paths:
-        with disk.storage_errors():
-            await in_thread(unlink)
 
 
 def _charge(num_bytes: int) -> int:

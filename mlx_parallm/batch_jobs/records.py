@@ -8,6 +8,7 @@ failed
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,8 +17,10 @@ from mlx_parallm.storage.ids import time_of
 
 COMPLETION_WINDOW_S = 24 * 3600
 FILE_PREFIX = "file-"
-# CONTENT: ends the names of contents.
-CONTENT = ".content"
+# CONTENT_NAME: id, owner, purpose and expiry of a content; see ``FileRecord.content_name``.
+CONTENT_NAME = re.compile(
+    rf"({FILE_PREFIX}[0-9a-f]{{32}})\.([^.]*)\.([^.]*)\.([0-9]*)\.content", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +39,17 @@ class FileRecord:
     def content_name(self) -> str:
         """The name of its content: all that a user needs of the record, if that is lost."""
         expiry = "" if self.expires_at is None else self.expires_at
-        return f"{self.id}.{self.owner}.{self.purpose}.{expiry}{CONTENT}"
+        return f"{self.id}.{self.owner}.{self.purpose}.{expiry}.content"
 
     @classmethod
-    def of_content(cls, name: str, num_bytes: int) -> FileRecord:
-        """Return the record of a content without one: ``filename`` is lost, and is the id now.
+    def of_content(cls, name: str, num_bytes: int) -> FileRecord | None:
+        """Return the record of a content that has none; None if this is not its name.
 
-        Raises:
-            ValueError: it is no name of a content.
+        ``filename`` is lost, and is the id then.
         """
-        file_id, owner, purpose, expiry = name.removesuffix(CONTENT).split(".")
+        if not (parts := CONTENT_NAME.fullmatch(name)):
+            return None
+        file_id, owner, purpose, expiry = parts.groups()
         return cls(
             id=file_id,
             owner=owner,

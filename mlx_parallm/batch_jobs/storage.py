@@ -10,12 +10,11 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
-from mlx_parallm.batch_jobs.records import CONTENT, BatchRecord, FileRecord
+from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.storage import disk
 from mlx_parallm.storage.database import (
@@ -95,7 +94,7 @@ class Storage:
         self._lock.release()
 
     def _open(self, path: Path) -> None:
-        self._database = Database(path, Schema(VERSION, TABLES, self._find_contents))
+        self._database = Database(path, Schema(VERSION, TABLES))
         try:
             self._import_former("files", FileRecord, self._take_content)
             self._import_former("batches", BatchRecord, lambda _: None)
@@ -105,12 +104,6 @@ class Storage:
         except BaseException:
             self._database.close()
             raise
-
-    def _find_contents(self, db: Connection) -> None:
-        """Put records of contents into a new database: there are some if one was lost."""
-        for path in sorted(self._files.glob(f"*{CONTENT}")):
-            with suppress(ValueError):
-                put(db, "files", FileRecord.of_content(path.name, path.stat().st_size))
 
     def _import_former(self, table: str, kind: type[T], take: Callable[[T], None]) -> None:
         """Move records from the JSON files in which earlier versions kept them to a table.

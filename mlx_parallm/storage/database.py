@@ -78,12 +78,10 @@ class Schema:
     Attributes:
         version: kept in the database; a program refuses one above its own.
         statements: create the tables.
-        fill: puts the first records into a new database, in the transaction that creates it.
     """
 
     version: int
     statements: Sequence[str]
-    fill: Callable[[Connection], object]
 
 
 @dataclass(slots=True)
@@ -297,13 +295,12 @@ def _prepare(connection: Connection, schema: Schema) -> None:
             connection.execute("BEGIN")
             for statement in schema.statements:
                 connection.execute(statement)
-            schema.fill(connection)
             connection.execute(f"PRAGMA user_version = {schema.version}")
     elif version != schema.version:
         raise DamagedDatabaseError(f"it has the version {version}")
     (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
-        raise DamagedDatabaseError(verdict)
+        raise DamagedDatabaseError(" ".join(verdict.split()))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 from mlx_parallm.batch_jobs.storage import TABLES, VERSION, Storage
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.storage.database import Database, Schema
-from mlx_parallm.storage.database import put as put_record
 from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -191,17 +191,24 @@ async def test_files_go_when_their_time_is_over_but_not_from_under_a_batch(folde
     assert [file.id for file in (await store.list("me", limit=9))[0]] == [kept.id]
 
 
-async def test_what_a_crash_left_is_removed(folder: Folder) -> None:
+async def test_contents_say_what_is_there_after_a_crash(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
     store = folder.open()
-    record = await put(store, b"x")
-    lost = FileRecord(
-        id="file-2", owner="", filename="", purpose="batch", num_bytes=1, created_at=0
-    )
-    for name in ("new-0001", lost.content_name):
-        (folder.path / "files" / name).write_bytes(b"half")
-    store = folder.open()
-    assert (await store.list("me", limit=9))[0] == [record]
-    assert [path.name for path in folder.contents()] == [record.content_name]
+    whole, lost, replaced = [await put(store, b"x", expires_after_s=60) for _ in range(3)]
+    store.path(lost).unlink()
+    new = replace(whole, id=store.new_id())
+    stale = replace(replaced, expires_at=1)
+    for name in ("new-0001", new.content_name, stale.content_name, "foreign.content"):
+        (folder.path / "files" / name).write_bytes(b"y")
+    for _ in range(2):
+        store = folder.open()
+        made_at = int(new.id[5:21], 16) // 10**9
+        files = [whole, replaced, replace(new, filename=new.id, created_at=made_at)]
+        assert (await store.list("me", limit=9, descending=False))[0] == files
+        names = {file.content_name for file in (whole, replaced, new)} | {"foreign.content"}
+        assert {path.name for path in folder.contents()} == names
+    assert caplog.text.count(f"{lost.id} has lost its content") == 1
 
 
 async def test_a_cancelled_commit_is_whole(folder: Folder) -> None:
@@ -262,9 +269,11 @@ def test_pages_show_everything_once_whatever_is_deleted_meanwhile(
                     await store.delete(files[number].id, files[number].owner)
         return seen
 
+    schema = Schema(VERSION, TABLES)
     folder = tmp_path_factory.mktemp("pages")
-    schema = Schema(VERSION, TABLES, lambda db: [put_record(db, "files", file) for file in files])
-    with closing(Database(folder / "records.db", schema)) as database:
+    for file in files:
+        (folder / file.content_name).touch()
+    with closing(Database(tmp_path_factory.mktemp("db") / "records.db", schema)) as database:
         seen = asyncio.run(pages(FileStore(folder, database, LIMITS, ids)))
     assert seen == sorted(set(seen), reverse=descending)
     wanted = {file.id for file in files if file.owner == "me" and file.purpose == "1"}

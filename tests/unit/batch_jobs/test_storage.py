@@ -19,6 +19,7 @@ from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.journal import Entry, Journal
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.storage.database import Connection, Database
 from mlx_parallm.storage.ids import IdMaker
 from mlx_parallm.types.errors import NotFoundError, StorageError
 
@@ -171,7 +172,7 @@ def test_a_crash_anywhere_in_the_import_loses_and_doubles_nothing(
         if crasher.num_left >= 0:
             break
         at += 1
-    # Each record is put and removed, each content renamed, and both folders are synced.
+    # Each record is put and its file removed, each content renamed, and both folders are synced.
     assert at >= 2 * (len(FILES) + len(BATCHES)) + len(FILES) + 2
 
 
@@ -332,5 +333,32 @@ async def test_a_content_whose_record_is_refused_is_removed(
         with pytest.raises(StorageError, match="full"):
             await storage.files.commit(upload, owner="me", filename="a", purpose="batch")
     upload.abandon()
+    assert list((tmp_path / "files").iterdir()) == []
+    assert await storage.files.list("me", limit=9) == ([], False)
+
+
+async def test_a_full_disk_gets_room_by_deleting(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Even the log of the database cannot grow as long as the content is there.
+    upload = await storage.files.begin()
+    upload.write(b"x")
+    record = await storage.files.commit(upload, owner="me", filename="a", purpose="batch")
+    run = Database.run
+
+    async def run_on_full_disk(database: Database, work: Callable[[Connection], Any]) -> Any:
+        def change(db: Connection) -> Any:
+            num_changes = db.total_changes
+            result = work(db)
+            if db.total_changes > num_changes and storage.files.path(record).exists():
+                raise StorageError("full")
+            return result
+
+        return await run(database, change)
+
+    monkeypatch.setattr(Database, "run", run_on_full_disk)
+    with pytest.raises(NotFoundError):
+        await storage.files.delete(record.id, "you")
+    await storage.files.delete(record.id, "me")
     assert list((tmp_path / "files").iterdir()) == []
     assert await storage.files.list("me", limit=9) == ([], False)

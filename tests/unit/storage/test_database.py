@@ -41,11 +41,7 @@ class Thing:
     text: str = ""
 
 
-def make_first(db: Connection) -> None:
-    put(db, "things", Thing("first"))
-
-
-SCHEMA = Schema(1, [TABLE], make_first)
+SCHEMA = Schema(1, [TABLE])
 
 
 def things(database: Database) -> dict[str, str]:
@@ -77,7 +73,7 @@ def test_records_are_there_after_a_restart(path: Path) -> None:
         with closing(Database(path, SCHEMA)) as database:
             thing = Thing(f"{number}", "half a pair \ud800, and the end \0")
             database.run_now(lambda db, thing=thing: put(db, "things", thing))
-            assert list(things(database)) == [*map(str, range(number + 1)), "first"]
+            assert list(things(database)) == [*map(str, range(number + 1))]
             assert things(database)["0"] == thing.text
     assert [file.name for file in path.parent.iterdir()] == ["records.db"]
 
@@ -113,7 +109,7 @@ async def test_a_transaction_that_fails_leaves_the_others_that_wait_with_it(
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert (outcomes[0], outcomes[2]) == ("a", "c")
     assert isinstance(outcomes[1], KeyError)
-    assert list(things(database)) == ["a", "c", "first"]
+    assert list(things(database)) == ["a", "c"]
 
 
 async def test_a_cancelled_caller_waits_for_its_transaction(database: Database) -> None:
@@ -143,10 +139,10 @@ def test_a_full_disk_undoes_all_that_wait_and_leaves_the_rest(database: Database
             StorageError, match=r"^The data folder cannot be used: No space left on device\.$"
         ):
             database.run_now(lambda db: put(db, "things", Thing("large", "x" * 100_000)))
-        assert list(things(database)) == ["first", "small"]
+        assert list(things(database)) == ["small"]
     setting(database, "max_page_count = 1000")
     database.run_now(lambda db: put(db, "things", Thing("large", "x" * 100_000)))
-    assert list(things(database)) == ["first", "large", "small"]
+    assert list(things(database)) == ["large", "small"]
 
 
 def test_a_disk_that_becomes_read_only(database: Database) -> None:
@@ -154,7 +150,7 @@ def test_a_disk_that_becomes_read_only(database: Database) -> None:
     database.run_now(lambda db: db.execute(f"PRAGMA {setting_of}").fetchone())
     with pytest.raises(StorageError, match=r"cannot be used: Read-only file system\.$"):
         database.run_now(lambda db: put(db, "things", Thing("a")))
-    assert list(things(database)) == ["first"]
+    assert things(database) == {}
 
 
 def test_a_folder_that_nothing_can_be_made_in(tmp_path: Path) -> None:
@@ -167,7 +163,7 @@ def test_another_program_may_read_but_not_hold_the_database(
 ) -> None:
     database.run_now(lambda db: db.execute("PRAGMA busy_timeout = 1").fetchone())
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        assert other.execute("SELECT count(*) FROM things").fetchone() == (1,)
+        assert other.execute("SELECT count(*) FROM things").fetchone() == (0,)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StorageError, match="database is locked"):
             database.run_now(lambda db: put(db, "things", Thing("a")))
@@ -190,7 +186,7 @@ def test_the_log_shrinks_again_after_a_reader_held_it(path: Path, database: Data
 
 
 def test_a_database_of_a_newer_program_is_refused_and_left(path: Path) -> None:
-    Database(path, Schema(2, [TABLE], make_first)).close()
+    Database(path, Schema(2, [TABLE])).close()
     content = path.read_bytes()
     with pytest.raises(StorageError, match="newer program wrote its records") as refusal:
         Database(path, SCHEMA)
@@ -234,7 +230,7 @@ def test_a_damaged_database_is_set_aside_and_a_new_one_made(
         Database(path, SCHEMA)
     set_aside(path, problem.value)
     with closing(Database(path, SCHEMA)) as database:
-        assert list(things(database)) == ["first"]
+        assert things(database) == {}
     (aside,) = path.parent.glob("records.db.damaged-*[0-9]")
     assert aside.read_bytes() == spoilt
     assert aside.name in caplog.text
@@ -251,7 +247,7 @@ def test_any_byte_of_the_header_may_be_spoilt(path: Path, value: int) -> None:
         spoilt.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
         try:
             with closing(Database(spoilt, SCHEMA)) as database:
-                assert list(things(database)) == ["first"]
+                assert things(database) == {}
         except DamagedDatabaseError:
             num_damaged += 1
     assert num_damaged > 15
@@ -282,21 +278,14 @@ def test_the_log_of_a_database_that_was_set_aside_is_set_aside_too(path: Path) -
     # After a crash between both renames, the log of the old one may still be there.
     log.rename(f"{copy}-wal")
     with closing(Database(copy, SCHEMA)) as database:
-        assert list(things(database)) == ["first"]
+        assert things(database) == {}
 
 
-def test_a_crash_while_a_database_is_made_makes_it_anew(path: Path) -> None:
-    class Crash(BaseException):
-        """The end of a process."""
-
-    def crash(db: Connection) -> None:
-        put(db, "things", Thing("half"))
-        raise Crash
-
-    with pytest.raises(Crash):
-        Database(path, Schema(1, [TABLE], crash))
+def test_a_database_that_could_not_be_made_is_made_anew(path: Path) -> None:
+    with pytest.raises(StorageError):
+        Database(path, Schema(1, [TABLE, "CREATE TABLE half"]))
     with closing(Database(path, SCHEMA)) as database:
-        assert list(things(database)) == ["first"]
+        assert things(database) == {}
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -392,9 +381,9 @@ def test_power_may_fail_at_any_byte_of_any_write(
         Files(old.database, torn(old.log, new.log, share) + junk).write(copy)
     with closing(Database(copy, SCHEMA)) as database:
         texts = things(database)
-    num_whole = len(texts) - ("shared" in texts) - 1
+    num_whole = len(texts) - ("shared" in texts)
     assert num_whole == number + 1 if is_merging else num_whole in (number, number + 1)
-    expected = {f"{n:02}": "x" * sizes[n] for n in range(num_whole)} | {"first": ""}
+    expected = {f"{n:02}": "x" * sizes[n] for n in range(num_whole)}
     assert texts == expected | ({"shared": f"{num_whole - 1}"} if num_whole else {})
 
 

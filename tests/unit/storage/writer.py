@@ -14,9 +14,7 @@ from mlx_parallm.storage.database import Connection, Database, Schema, put
 
 # SIZE: more than a page, so that a transaction writes several.
 SIZE = 6_000
-SCHEMA = Schema(
-    1, ["CREATE TABLE things (id TEXT PRIMARY KEY, record TEXT NOT NULL)"], lambda _: None
-)
+SCHEMA = Schema(1, ["CREATE TABLE things (id TEXT PRIMARY KEY, record TEXT NOT NULL)"])
 
 
 @dataclass(frozen=True)
