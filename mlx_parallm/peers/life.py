@@ -29,7 +29,7 @@ from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.engine.state import StateQuery
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.engine.thread_streams import free_streams
-from mlx_parallm.peers.channel import Channel, Packed, UnreadableError, pack
+from mlx_parallm.peers.channel import Channel, Packed, UnreadableError, pack, pack_shared
 from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
 from mlx_parallm.peers.messages import (
     Beat,
@@ -435,7 +435,7 @@ def _packed(command: Submit | Call) -> Packed:
     """Return what is sent of a command: the same for all engines that are given it."""
     if isinstance(command, Call) and command.packed is not None:
         bare = Call(action=command.action, reply=_ignore)
-        return command.packed.get(partial(pack, bare))
+        return command.packed.get(partial(pack_shared, bare))
     return pack(replace(command, reply=_ignore))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +21,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.peers import channel
-from mlx_parallm.peers.channel import Channel, UnreadableError
+from mlx_parallm.peers.channel import Channel, Incoming, UnreadableError, pack, pack_shared
 from mlx_parallm.peers.messages import Events
 from mlx_parallm.tokenizer.lanes import OwnLock
 from mlx_parallm.types.errors import ControlError, StepError
@@ -177,3 +180,91 @@ def test_a_held_lock_is_free_in_the_other_process() -> None:
     lock = OwnLock()
     with lock, pickle.loads(pickle.dumps(lock)):
         pass
+
+
+@given(
+    st.lists(st.binary(max_size=40) | st.lists(st.integers(0, 40), max_size=3)),
+    st.integers(1, 60),
+)
+def test_messages_come_out_whole_from_any_pieces(
+    contents: list[bytes | list[int]], piece: int
+) -> None:
+    """A list stands for arrays of these lengths, which are beside the pickle."""
+    messages = [
+        each if isinstance(each, bytes) else [np.arange(count) for count in each]
+        for each in contents
+    ]
+    data = b"".join(
+        part for number, each in enumerate(messages) for part in pack(each).parts(number)
+    )
+    incoming, received = Incoming(), list[tuple[Any, int]]()
+    while data:
+        assert incoming.missing > 0
+        count = min(piece, incoming.missing)
+        if (message := incoming.feed(data[:count])) is not None:
+            received.append(message)
+        data = data[count:]
+    assert [number for _, number in received] == list(range(len(messages)))
+    for (message, _), sent in zip(received, messages, strict=True):
+        np.testing.assert_equal(message, sent)
+
+
+LARGE = [np.arange(count, dtype=np.float32) for count in (300_000, 3, 0, 1_000)]
+
+
+def test_large_arrays_for_several_processes_are_sent_to_none_of_them() -> None:
+    packed = pack_shared({"arrays": LARGE, "transposed": LARGE[0].reshape(2, -1).T})
+    assert packed.file is not None
+    assert sum(part.nbytes for part in packed.parts(1)) < 1000
+    for number in range(3):
+        ours, theirs = (Channel(end) for end in socket.socketpair())
+        with closing(ours), closing(theirs):
+            ours.send("before")
+            ours.send_packed(packed, number)
+            ours.send("after")
+            assert theirs.receive()[0] == "before"
+            message, received = theirs.receive()
+            assert received == number
+            for array, original in zip(message["arrays"], LARGE, strict=True):
+                np.testing.assert_array_equal(array, original)
+            np.testing.assert_array_equal(message["transposed"], LARGE[0].reshape(2, -1).T)
+            # No other process sees what one writes.
+            message["arrays"][0][:] = -1
+            assert theirs.receive()[0] == "after"
+
+
+def test_small_arrays_are_sent_to_each_process() -> None:
+    assert pack_shared(LARGE[1:]).file is None
+
+
+def test_arrays_that_no_file_has_room_for_are_sent(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(buffers: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(channel, "SharedFile", refuse)
+    packed = pack_shared(LARGE)
+    assert packed.file is None
+    sender = threading.Thread(target=ends[0].send_packed, args=(packed, 1))
+    sender.start()
+    message, _ = ends[1].receive()
+    sender.join()
+    np.testing.assert_array_equal(message[0], LARGE[0])
+
+
+def test_a_file_without_room_for_its_descriptor_spoils_only_its_message(ends: Ends) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first, second = (pack_shared(array) for array in (LARGE[0], np.ones(300_000)))
+    ends[0].send_packed(first, 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(UnreadableError) as raised:
+            ends[1].receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised.value.number == 1
+    ends[0].send_packed(second, 2)
+    received, number = ends[1].receive()
+    assert number == 2
+    np.testing.assert_array_equal(received, np.ones(300_000))
