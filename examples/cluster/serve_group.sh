@@ -2,7 +2,7 @@
 # Runs mlx.launch with these arguments as a service, which mlx.launch alone is not fit for:
 # - It ends with 0 when a rank fails. This ends with 75 then, so that a supervisor restarts all.
 # - It leaves its ranks running when it receives SIGTERM. This passes the signal to the ranks of
-#   this machine: rank 0 lets requests finish, and then tells the others to end. It does not go to
+#   this machine: rank 0 lets requests finish, and then stops the others. It does not go to
 #   ssh clients: when one ends, the launcher sends rank 0 a second signal, which ends its requests.
 # - It reads the end of /dev/null over and over as its standard input. This gives it a pipe.
 #

@@ -290,9 +290,9 @@ SETTINGS: tuple[Setting, ...] = (
              BATCHING, "most tokens in a step; longer prompts are prefilled in chunks. If not "
              "given: 2048 on an NVIDIA GPU, 1024 elsewhere.", metavar="TOKENS"),
     _setting("max-decode-stall-ms", "scheduler.max_decode_stall_ms", values.number(0, above=True),
-             BATCHING, "longest step in milliseconds while sequences decode. Prefill is cut to "
-                       "fit, by the measured times of earlier steps. If not given, only the token "
-                       "budget cuts it.",
+             BATCHING, "upper bound of a step, in ms, while sequences decode; prefill is shortened "
+                       "to fit, from measured step times. If not given, only the token budget "
+                       "bounds prefill.",
              metavar="MS"),
     _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
              BATCHING, "most running sequences of one API key; no limit if not given.",

@@ -184,7 +184,7 @@ class KindBuilder(Kind, Protocol):
     """A kind as the engine's process knows it: it loads the models."""
 
     def declare(self, families: MetricFamilies) -> None:
-        """Have its metric families there before any model adds values."""
+        """Register its metric families before models report values."""
         ...
 
     def install(self, worker: Worker) -> None:

@@ -14,7 +14,7 @@ TARGET_SHARE = 0.9
 #: Share of a decode step that a batch beside streams may take, so that the time between their
 #: tokens does not double.
 BATCH_SHARE = 0.7
-#: How long the loop waits for a command if nothing could run although there is work, in seconds.
+#: STALL_WAIT_S: seconds to wait for a command when work exists but none can run.
 STALL_WAIT_S = 0.01
 
 

@@ -145,7 +145,8 @@ class Session:
         try:
             self.save(status=status, reason=reason)
         except StorageError as problem:
-            logger.warning("that %s is %s is not saved: %s", self.config.id, status, problem)
+            name = self.config.id
+            logger.warning("could not save status %s of session %s: %s", status, name, problem)
             self.state = replace(self.state, status=status, reason=reason)
             self._notify()
 
@@ -181,7 +182,7 @@ class Session:
             begin_s = time.perf_counter()
             results = await self._ask(*forwards.ops(config, self.seed(changes), epsilon))
             seconds = time.perf_counter() - begin_s
-            assert config.measure is not None, "the caller tells no losses"
+            assert config.measure is not None, "the caller reports no losses"
             losses = forwards.losses(results, config.measure)
             assert self.info is not None, "it is open"
             costs = costs_of(forwards, results, seconds, self.info)

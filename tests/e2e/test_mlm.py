@@ -136,7 +136,7 @@ def test_words_that_are_no_tokens_are_read_as_their_first_one_with_a_warning(
 
 def test_labels_of_the_same_word_are_told_as_one_with_a_warning(server: ServerProcess) -> None:
     answer = ask(server, texts=TEXT, label_words={"a": "good", "b": "good", "c": "bad"})
-    assert answer["warnings"] == ["'b' and 'a' are the same token; it is told once."]
+    assert answer["warnings"] == ["'b' and 'a' are the same token; it is returned once."]
     words = answer["data"][0]["predictions"][0]["words"]
     assert [word["label"] for word in words] == ["a", "c"]
 

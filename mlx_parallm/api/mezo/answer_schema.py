@@ -64,7 +64,7 @@ class SessionAnswer(BaseModel):
     prefix_cache: str | None = Field(description="available or unavailable.")
     base: str | None = Field(description="SHA-256 of the weights that it trains on.")
     published: list[str] = Field(description="Adapters that it has published.")
-    pending: list[str] = Field(description="Adapters whose losses are asked for, and not told yet.")
+    pending: list[str] = Field(description="Adapters whose losses the session waits for.")
     warning: str | None = Field(description="Why it hardly learns; null: no reason is known.")
     totals: Totals = Field(description="The costs of all steps.")
     last: StepAnswer | None = Field(description="The last step.")
@@ -74,7 +74,7 @@ class SessionAnswer(BaseModel):
 class PerturbedCopy(BaseModel):
     """An adapter whose loss is asked for."""
 
-    name: str = Field(description="The model that requests name, until the losses are told.")
+    name: str = Field(description="Adapter name to request until its loss is reported.")
     direction: int | None = Field(description="Which direction; null: it is not perturbed.")
     sign: int = Field(description="Of the perturbation, 1 or -1.")
 

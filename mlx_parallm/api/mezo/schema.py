@@ -130,7 +130,7 @@ class LabelWords(Strict):
         min_length=2, max_length=1000, description="The word, or token id, of each label."
     )
     measure: LabelMeasure = Field(
-        default=Measure.CROSS_ENTROPY, description="What is to become small."
+        default=Measure.CROSS_ENTROPY, description="The loss to minimise."
     )
 
 
@@ -142,7 +142,7 @@ class Labels(Strict):
         "{text}", description="{text} is a row's text."
     )
     measure: LabelMeasure = Field(
-        default=Measure.CROSS_ENTROPY, description="What is to become small."
+        default=Measure.CROSS_ENTROPY, description="The loss to minimise."
     )
 
 
@@ -163,14 +163,14 @@ class Candidates(Strict):
         description="Divide a candidate's log-likelihood by its tokens; true for the preset paper.",
     )
     measure: CandidateMeasure = Field(
-        default=Measure.CROSS_ENTROPY, description="What is to become small."
+        default=Measure.CROSS_ENTROPY, description="The loss to minimise."
     )
 
 
 class Caller(Strict):
     """The caller measures losses, with the adapters that ``ask`` names, and reports them."""
 
-    kind: Literal["caller"] = Field("caller", description="Losses that the caller tells.")
+    kind: Literal["caller"] = Field("caller", description="Losses reported by the caller.")
 
 
 class Reward(Strict):
@@ -245,7 +245,7 @@ class Row(Strict):
         None, description="How the text goes on, for the objective completion."
     )
     metadata: dict[str, Any] | None = Field(
-        None, description="What a verifier is told of the prompt, for the objective reward."
+        None, description="Passed to the verifier with the prompt, for the objective reward."
     )
 
     @model_validator(mode="after")

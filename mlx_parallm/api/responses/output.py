@@ -125,7 +125,7 @@ class Reasoning(TextItem):
         self._is_sealed = is_sealed
 
     def closing(self) -> list[Event]:
-        """Return the end of the text and the summary, which is all of it: nobody sums it up."""
+        """Return the end of the text, and the summary, which is the whole reasoning."""
         events = super().closing()
         if not self._has_summary:
             return events

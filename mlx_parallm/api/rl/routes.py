@@ -59,7 +59,7 @@ async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
 def _judge(
     body: RolloutRequest, items: Sequence[RolloutItem], admitted: Admitted, answer: RolloutAnswer
 ) -> Judge | None:
-    """Return who says what samples are worth, if the body names somebody.
+    """Return the body's reward model or verifier, if any.
 
     Raises:
         InvalidRequestError: the server may not ask this verifier, or there is no such reward model.

@@ -89,7 +89,7 @@ class RolloutItem(NullIsAbsent):
 
 
 class Verifier(NullIsAbsent):
-    """Who says what a sample is worth."""
+    """Source of a sample's reward."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,7 +146,7 @@ class RolloutRequest(TrainerFields, SamplingFields):
     )
     return_prompt_token_ids: StrictBool = Field(True, description="Give back the prompts' tokens.")
     tools: list[dict[str, Any]] | None = Field(
-        None, description="What the template tells the model of, for messages."
+        None, description="Tools that the template lists, for messages."
     )
     chat_template_kwargs: TemplateKwargs
     mm_processor_kwargs: ProcessorKwargs = None

@@ -250,7 +250,7 @@ class SamplingFields(NullIsAbsent):
         True, description="False keeps speculative decoding away from this request."
     )
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = Field(
-        None, description="Whose log-probabilities are told; default: the server's mode."
+        None, description="Which log-probabilities to return; default: the server's mode."
     )
 
     def stops(self) -> tuple[str, ...]:
@@ -313,7 +313,7 @@ class GenerationRequest(StreamFields, SamplingRequest):
     logprob_token_ids: list[StrictInt] = Field(
         default_factory=list[int],
         max_length=MAX_NAMED_TOKENS,
-        description="Tell the log-probabilities of these tokens in place of the likeliest.",
+        description="Return the log-probabilities of these tokens in place of the likeliest.",
     )
     response_format: Any = Field(
         None,

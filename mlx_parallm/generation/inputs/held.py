@@ -88,9 +88,8 @@ class HeldInputs:
     def pass_rows(self, start: int) -> None:
         """Release products, except those of the row at position ``start`` and of two inputs behind.
 
-        The rows before them need nothing else, so they run and then these are released too. More
-        is not held: of two sequences that each held what the other lacks room for, neither could
-        go on.
+        The rows before them need nothing else, so they run and then these are released too.
+        Holding more could deadlock: each of two sequences could hold what the other needs.
         """
         self.position = start
         if self.slots:

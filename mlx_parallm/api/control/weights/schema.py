@@ -256,7 +256,7 @@ class CheckWeights(WeightsForm):
 class CheckedWeights(BaseModel):
     """Checksums, or how they compare with a baseline."""
 
-    success: bool = Field(default=True, description="Always true; a difference is told by match.")
+    success: bool = Field(default=True, description="Always true; match reports a difference.")
     message: str = Field(description="What was found.")
     checksums: dict[str, str] | None = Field(default=None, description="SHA-256 by tensor.")
     match: bool | None = Field(default=None, description="True if no tensor changed.")

@@ -133,7 +133,7 @@ def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str)
         warnings += [] if warning is None else [warning]
         if number is not None and labels.setdefault(number, label) != label:
             warnings.append(
-                f"{label!r} and {labels[number]!r} are the same token; it is told once."
+                f"{label!r} and {labels[number]!r} are the same token; it is returned once."
             )
     if not labels:
         raise InvalidRequestError(f"{param} has no words.", param=param)
