@@ -235,8 +235,6 @@ def _opened(path: Path, schema: Schema) -> Connection:
     # SQLITE_ERROR is what a header or a column of a record that is spoilt raises, among others.
     with _errors(DAMAGE if is_new else (*DAMAGE, sqlite3.SQLITE_ERROR)), disk.storage_errors():
         if is_new:
-            for end in COMPANIONS:  # of a database that was set aside
-                path.with_name(path.name + end).unlink(missing_ok=True)
             os.close(disk.create(path))
         elif not path.stat().st_size:
             raise DamagedDatabaseError("it is empty")

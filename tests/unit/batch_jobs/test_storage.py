@@ -348,9 +348,9 @@ async def test_a_full_disk_gets_room_by_deleting(
 
     async def run_on_full_disk(database: Database, work: Callable[[Connection], Any]) -> Any:
         def change(db: Connection) -> Any:
-            num_changes = db.total_changes
+            num_changes, is_full = db.total_changes, storage.files.path(record).exists()
             result = work(db)
-            if db.total_changes > num_changes and storage.files.path(record).exists():
+            if db.total_changes > num_changes and is_full:
                 raise StorageError("full")
             return result
 
