@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from mlx_parallm.client.errors import UnexpectedAnswerError
+
+T = TypeVar("T")
+
+# NO_NAMES, PROMPT_NAMES, ADAPTER_NAMES: the names in answers of fields that are called otherwise.
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+PROMPT_NAMES = {
+    "token_ids": "prompt_token_ids",
+    "num_cached_tokens": "cached_tokens",
+    "logprobs": "prompt_logprobs",
+}
+ADAPTER_NAMES = {"num_bytes": "bytes", "is_pinned": "pinned", "is_resident": "resident"}
 
 #: ``Alternatives``: token ids with their log-probabilities, likeliest first.
 Alternatives = Sequence[tuple[int, float]]
@@ -167,16 +179,33 @@ def expected(what: str) -> Generator[None]:
         ) from error
 
 
+def read(
+    kind: type[T], answer: Mapping[str, Any], names: Mapping[str, str] = NO_NAMES, **values: Any
+) -> T:
+    """Return a result whose fields have the values of an answer's.
+
+    Args:
+        kind: a dataclass. Fields that the answer lacks have their defaults.
+        answer: an object of the server.
+        names: the names in the answer of fields that are called otherwise there.
+        **values: the values of other fields.
+
+    Raises:
+        KeyError: the answer lacks a field without a default.
+    """
+    for each in fields(cast("Any", kind)):
+        name = names.get(each.name, each.name)
+        is_needed = each.default is MISSING and each.default_factory is MISSING
+        if each.name not in values and (is_needed or name in answer):
+            values[each.name] = answer[name]
+    return kind(**values)
+
+
 def rollout_of(answer: Mapping[str, Any]) -> Rollout:
     """Return the answer of ``POST /v1/rl/rollout``."""
     with expected("The rollout"):
-        return Rollout(
-            id=answer["id"],
-            model=answer["model"],
-            logprobs_mode=answer["logprobs_mode"],
-            groups=[_group_of(group) for group in answer["groups"]],
-            usage=answer["usage"],
-        )
+        groups = [_group_of(group) for group in answer["groups"]]
+        return read(Rollout, answer, groups=groups, usage=answer["usage"])
 
 
 def _group_of(answer: Mapping[str, Any]) -> Group:
@@ -190,35 +219,16 @@ def _group_of(answer: Mapping[str, Any]) -> Group:
 
 def prompt_of(answer: Mapping[str, Any]) -> Prompt:
     """Return the prompt in a group, or in the first event of a group."""
-    return Prompt(
-        index=answer["index"],
-        token_ids=answer.get("prompt_token_ids", ()),
-        num_cached_tokens=answer.get("cached_tokens", 0),
-        logprobs=answer.get("prompt_logprobs"),
-        metadata=answer.get("metadata"),
-    )
+    return read(Prompt, answer, PROMPT_NAMES)
 
 
 def sample_of(answer: Mapping[str, Any], prompt: Prompt) -> Sample:
     """Return a sample of a group, or of an event."""
-    spans = answer["weight_versions"]
     if len(answer["logprobs"]) != len(answer["token_ids"]):
         raise ValueError("there are not as many logprobs as tokens")
-    return Sample(
-        prompt=prompt,
-        index=answer["index"],
-        token_ids=answer["token_ids"],
-        logprobs=answer["logprobs"],
-        text=answer["text"],
-        finish_reason=answer["finish_reason"],
-        stop_reason=answer.get("stop_reason"),
-        versions=[VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
-        top_logprobs=_alternatives(answer),
-        entropy=answer.get("entropy"),
-        reward=answer.get("reward"),
-        verifier_error=answer.get("verifier_error"),
-        reward_error=answer.get("reward_error"),
-    )
+    versions = [read(VersionSpan, span) for span in answer["weight_versions"]]
+    top = _alternatives(answer)
+    return read(Sample, answer, prompt=prompt, versions=versions, top_logprobs=top)
 
 
 def _alternatives(answer: Mapping[str, Any]) -> list[Alternatives] | None:
@@ -230,25 +240,10 @@ def _alternatives(answer: Mapping[str, Any]) -> list[Alternatives] | None:
 
 def score_of(answer: Mapping[str, Any]) -> Score:
     """Return an item of the answer of ``POST /v1/rl/logprobs``."""
-    return Score(
-        logprobs=answer["logprobs"],
-        version=answer["weight_version"],
-        top_logprobs=_alternatives(answer),
-        entropy=answer.get("entropy"),
-    )
+    return read(Score, answer, {"version": "weight_version"}, top_logprobs=_alternatives(answer))
 
 
 def adapter_of(answer: Mapping[str, Any]) -> AdapterInfo:
     """Return an adapter in an answer of ``/v1/adapters`` or of an upload."""
-    return AdapterInfo(
-        name=answer["name"],
-        model=answer["model"],
-        version=answer["version"],
-        digest=answer["digest"],
-        rank=answer["rank"],
-        num_bytes=answer["bytes"],
-        is_pinned=answer["pinned"],
-        is_resident=answer["resident"],
-        num_running=answer["num_running"],
-        live_ms=answer.get("timings", {}).get("live_ms"),
-    )
+    live_ms = answer.get("timings", {}).get("live_ms")
+    return read(AdapterInfo, answer, ADAPTER_NAMES, live_ms=live_ms)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_parallm.client.results import read
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
@@ -149,75 +151,33 @@ class Checkpoint:
     digest: str
 
 
+# STEP_NAMES, TOTALS_NAMES: the names in answers of fields that are called otherwise.
+STEP_NAMES = {"forward_s": "forward_time"}
+TOTALS_NAMES = {**STEP_NAMES, "num_zero_gradients": "zero_gradient_steps"}
+
+
 def step_of(answer: Mapping[str, Any]) -> TrainingStep:
     """Return a step in an answer, or an event of a session."""
-    return TrainingStep(
-        step=answer["step"],
-        seed=answer["seed"],
-        loss_plus=answer["loss_plus"],
-        loss_minus=answer["loss_minus"],
-        gradients=answer["gradients"],
-        lookups=answer["lookups"],
-        hits=answer["hits"],
-        layer_tokens=answer["layer_tokens"],
-        naive_layer_tokens=answer["naive_layer_tokens"],
-        forward_s=answer["forward_time"],
-        losses=answer.get("losses"),
-    )
+    return read(TrainingStep, answer, STEP_NAMES)
 
 
 def session_of(answer: Mapping[str, Any]) -> TrainingSession:
     """Return a session in an answer of ``/v1/mezo/sessions``."""
-    return TrainingSession(
-        id=answer["id"],
-        model=answer["model"],
-        status=answer["status"],
-        reason=answer["reason"],
-        created_at=answer["created_at"],
-        step=answer["step"],
-        until=answer["until"],
-        num_examples=answer["num_examples"],
-        num_parameters=answer["num_parameters"],
-        trained_layers=answer["trained_layers"],
-        first_layer=answer["first_layer"],
-        prefix_cache=answer["prefix_cache"],
-        base=answer["base"],
-        published=answer["published"],
-        pending=answer["pending"],
-        warning=answer["warning"],
-        totals=_totals_of(answer["totals"]),
-        last=None if answer["last"] is None else step_of(answer["last"]),
-        config=answer["config"],
-    )
-
-
-def _totals_of(answer: Mapping[str, Any]) -> TrainingTotals:
-    return TrainingTotals(
-        lookups=answer["lookups"],
-        hits=answer["hits"],
-        layer_tokens=answer["layer_tokens"],
-        naive_layer_tokens=answer["naive_layer_tokens"],
-        forward_s=answer["forward_time"],
-        num_zero_gradients=answer["zero_gradient_steps"],
-    )
+    totals = read(TrainingTotals, answer["totals"], TOTALS_NAMES)
+    last = None if answer["last"] is None else step_of(answer["last"])
+    return read(TrainingSession, answer, totals=totals, last=last)
 
 
 def perturbed_adapter_of(answer: Mapping[str, Any]) -> PerturbedAdapter:
     """Return an adapter in an answer of ``ask``."""
-    return PerturbedAdapter(name=answer["name"], direction=answer["direction"], sign=answer["sign"])
+    return read(PerturbedAdapter, answer)
 
 
 def evaluation_of(answer: Mapping[str, Any]) -> Evaluation:
     """Return the answer of an evaluation."""
-    return Evaluation(
-        step=answer["step"],
-        num_examples=answer["num_examples"],
-        loss=answer["loss"],
-        accuracy=answer["accuracy"],
-        f1=answer["f1"],
-    )
+    return read(Evaluation, answer)
 
 
 def checkpoint_of(answer: Mapping[str, Any]) -> Checkpoint:
     """Return the answer of a checkpoint."""
-    return Checkpoint(step=answer["step"], digest=answer["adapter_sha256"])
+    return read(Checkpoint, answer, {"digest": "adapter_sha256"})
