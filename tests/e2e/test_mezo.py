@@ -50,9 +50,7 @@ SESSION: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    # The result cache is off, so that answers beside a session are computed.
-    models = ("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
-    process = ServerProcess(*models, "--result-cache-bytes", "0")
+    process = ServerProcess("--model", MODEL, "mlx-parallm-demo", "demo:sentiment")
     process.wait_until_ready()
     yield process
     process.stop()
@@ -148,24 +146,29 @@ def test_a_session_changes_no_token_of_the_traffic(
         )
         return answer.choices[0].text
 
-    def scores(_: int) -> list[Any]:
+    def scores(top_k: int) -> list[Any]:
         """Return what one request after the other gets."""
-        return [
-            asked(client, "/v1/mlm", model=MODEL, texts=[f"{number} It was [MASK]."])["data"]
-            for number in range(40)
-        ]
+        results: list[Any] = []
+        for number in range(40):
+            texts = [f"{number} It was [MASK]."]
+            body = {"model": MODEL, "texts": texts, "return_top_k": top_k}
+            (result,) = asked(client, "/v1/mlm", **body)["data"]
+            # Results for another number of tokens are not found in the cache.
+            assert not result["cache_hit"]
+            results += [each["top_k"][:16] for each in result["predictions"]]
+        return results
 
-    def traffic() -> list[Any]:
+    def traffic(top_k: int) -> list[Any]:
         with concurrent.futures.ThreadPoolExecutor(5) as pool:
-            return [*pool.map(scores, range(1)), *pool.map(text, range(40))]
+            return [*pool.map(scores, [top_k]), *pool.map(text, range(40))]
 
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as chat:
-        alone = traffic()
+        alone = traffic(16)
         asked(client, f"{session}/run", steps=200)
-        assert traffic() == alone
+        assert traffic(32) == alone
         assert client.get(session).json()["step"] > 0
         assert len(events(client, session)) == 200
-        assert traffic() == alone
+        assert traffic(64) == alone
 
 
 @pytest.mark.slow
