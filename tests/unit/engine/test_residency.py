@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -279,7 +280,8 @@ class AdapterLoads:
 
 async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     control = AdapterLoads()
-    encoders = control.encoders = EngineCore(EngineConfig(), (), cast("Any", None))
+    no_life = SimpleNamespace(put=None)
+    encoders = control.encoders = EngineCore(EngineConfig(), (), cast("Any", no_life))
     encoders.control = cast("Any", control)
     residency = residency_of(ScriptedLoader(), 25)
     encoders._residency = residency
