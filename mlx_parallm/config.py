@@ -249,8 +249,9 @@ class LoadingConfig:
     Attributes:
         allowed_roots: folders below which requests may name models to load.
         allowed_repos: hub ids, with ``*`` for any text, that requests may load.
-        max_encoder_bytes: most bytes of weights of all encoders together; at the limit the least
-            recently used are evicted, and loaded again by their next request. None is no limit.
+        max_encoder_bytes: most bytes of weights of all pooling models together; at the limit the
+            least recently used are evicted, and loaded again by their next request. None is no
+            limit.
     """
 
     allowed_roots: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""An encoder of a few lines that takes its time on a clock of the test's own."""
+"""A pooling model of a few lines that takes its time on a clock of the test's own."""
 
 from __future__ import annotations
 

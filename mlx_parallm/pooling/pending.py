@@ -169,7 +169,7 @@ class PendingPoolingModel:
         if config.task != "auto":
             info = replace(info, tasks=tasks_for(config.task, info.tasks, self.name))
         task = task_of(config, path)
-        # A config does not say that an encoder is a reward model; the names of its labels may.
+        # A config does not say that a classifier is a reward model; the names of its labels may.
         is_reward_by_label = config.task == "auto" and names_reward(info.labels)
         info = replace(info, is_reward=task == "reward" or is_reward_by_label)
         if len(info.labels) == 1:

@@ -52,10 +52,10 @@ class PoolingCalls(Protocol):
 
 
 class PoolingClient(PoolingCalls, Protocol):
-    """The encoders, seen from the event loop."""
+    """The pooling models, seen from the event loop."""
 
     def find(self, name: str) -> ModelStatus | None:
-        """Return the encoder, or the adapter of one, of this name; None if there is none."""
+        """Return the pooling model, or adapter of one, of this name; None if there is none."""
         ...
 
     async def wait(self, name: str) -> None:

@@ -224,7 +224,7 @@ class LateInteraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingInfo:
-    """Facts about a loaded encoder that the rest of the server needs.
+    """Facts about a loaded pooling model that the rest of the server needs.
 
     Attributes:
         architecture: ``model_type`` in its config.

@@ -178,10 +178,10 @@ def test_the_inputs_of_one_request_are_shared_out_on_every_route(
 
         before = inputs_by_engine(server)
         divided = ask({})
-        asked = [now - then for now, then in zip(inputs_by_engine(server), before, strict=True)]
+        shares = [now - then for now, then in zip(inputs_by_engine(server), before, strict=True)]
         # Each engine has kept its own part, so both together compute all inputs in other batches.
         wholes = [ask({"X-data-parallel-rank": rank}) for rank in "01"]
-    assert min(asked) > 16
+    assert min(shares) > 16
     for mine, *others in zip(divided, *wholes, strict=True):
         for other in others:
             np.testing.assert_allclose(np.squeeze(mine), np.squeeze(other), atol=1e-5)

@@ -201,7 +201,7 @@ def test_models_and_their_routes(server: ServerProcess, client: openai.OpenAI) -
         client.completions.create(model="embedder", prompt="w5")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="nothing", input="w5")
-    # Without a name the first encoder answers.
+    # Without a name the first pooling model answers.
     answer = httpx2.post(f"{server.url}/embeddings", json={"input": "w5"}).json()
     assert answer["model"] == "embedder"
 

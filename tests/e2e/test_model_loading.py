@@ -1,4 +1,4 @@
-"""Encoders that come and go while the server runs, beside a model that generates."""
+"""Pooling models that come and go while the server runs, beside a model that generates."""
 
 from __future__ import annotations
 

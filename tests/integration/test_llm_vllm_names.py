@@ -150,5 +150,5 @@ def test_levels_and_tags_are_checked(llm: LLM) -> None:
         llm.sleep(3)
     with pytest.raises(InvalidRequestError, match="tags"):
         llm.wake_up(["all"])
-    with LLM("demo:embed") as pooling, pytest.raises(InvalidRequestError, match="encoder"):
+    with LLM("demo:embed") as pooling, pytest.raises(InvalidRequestError, match="pooling model"):
         pooling.sleep()

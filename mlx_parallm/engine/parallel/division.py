@@ -30,7 +30,7 @@ class Share:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of them."""
         return len(self.places)
 
 

@@ -1,4 +1,4 @@
-"""Encoders in memory: waiting requests share a load; the least recently used is evicted."""
+"""Pooling models in memory: waiting requests share a load; the least recently used is evicted."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ async def test_requests_that_come_in_turn_all_run_though_only_one_encoder_fits()
     residency, loader, entries = make(max_bytes=30)
     requests = [use(residency, entries[place % 3]) for place in range(30)]
     await asyncio.gather(*requests)
-    # All requests of an encoder ran with its first load.
+    # All requests of a pooling model ran with its first load.
     assert loader.events.count("load c") == 1
     assert all(entry.num_open == 0 and not entry.waiting for entry in entries)
 

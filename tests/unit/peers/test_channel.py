@@ -189,7 +189,7 @@ def test_a_held_lock_is_free_in_the_other_process() -> None:
 def test_messages_come_out_whole_from_any_pieces(
     contents: list[bytes | list[int]], piece: int
 ) -> None:
-    """A list stands for arrays of these lengths, which are beside the pickle."""
+    """Numbers in a list are lengths of arrays, which are beside the pickle."""
     messages = [
         each if isinstance(each, bytes) else [np.arange(count) for count in each]
         for each in contents

@@ -1,4 +1,4 @@
-"""Adapters of an encoder's engine: each request meets the bytes that its name had when it came."""
+"""Adapters of a pooling engine: each request meets the bytes that its name had when it came."""
 
 from __future__ import annotations
 

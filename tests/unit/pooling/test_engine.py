@@ -1,4 +1,4 @@
-"""An encoder's engine: each request gets its own answer or failure."""
+"""A pooling engine: each request gets its own answer or failure."""
 
 from __future__ import annotations
 

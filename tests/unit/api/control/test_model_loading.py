@@ -16,7 +16,7 @@ from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
 
 
 class LoadingEncoders(NoEncoders):
-    """An encoder whose load ends when somebody waits for it."""
+    """A pooling model whose load ends when a request waits for it."""
 
     def __init__(self, failure: str | None = None) -> None:
         self.failure = failure

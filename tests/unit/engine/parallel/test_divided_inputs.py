@@ -34,7 +34,7 @@ MANY = tuple((number, *[1] * (number % 60)) for number in range(1, 201))
 
 
 class GatedEncoder(SumEncoder):
-    """Waits before each batch while its gate is closed; dies where it is told to."""
+    """Waits before each batch while its gate is closed; dies where a test wants it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +262,6 @@ def test_a_part_counts_as_what_it_is() -> None:
 
 
 def test_a_request_of_one_input_is_not_divided() -> None:
-    one = PoolRequest(request_id="r", model="m", inputs=(PoolingInput(tuple(range(2000))),))
-    assert not one.work().is_divisible
+    request = PoolRequest(request_id="r", model="m", inputs=(PoolingInput(tuple(range(2000))),))
+    assert not request.work().is_divisible
     assert not RequestWork(num_tokens=2000).is_divisible
