@@ -14,7 +14,7 @@ from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.engine.status import ModelStatus
-from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
@@ -182,7 +182,7 @@ class FakeAdapters:
 
 
 class FakeCore:
-    """Answers at once. It has the methods of ``EngineCore`` that ``AsyncPooling`` calls."""
+    """Answers at once. It has the methods of a door that ``PoolingClient`` calls."""
 
     control = FakeAdapters()
 
@@ -227,7 +227,7 @@ class FakeCore:
         self.aborted.append(request_id)
 
 
-class FakeEncoders(AsyncPooling):
+class FakeEncoders(PoolingClient):
     """For ``FakeEngine.pooling``; ``thread`` records the requests and decides their results."""
 
     def __init__(self, *models: PoolingModel) -> None:

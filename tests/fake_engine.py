@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -25,7 +25,6 @@ from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.json_calls import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import (
     EngineDeadError,
@@ -42,7 +41,7 @@ from mlx_parallm.types.events import (
     PromptEvent,
     TokenEvent,
 )
-from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
+from mlx_parallm.types.pooling import PoolRequest
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 from tests.api_app import make_app
@@ -133,23 +132,22 @@ def status_of(model: GenerationModel | PoolingModel) -> ModelStatus:
     )
 
 
-class NoEncoders:
-    """The encoders of an engine that has none."""
+class FakePooling(Protocol):
+    """What has a door to pooling models."""
 
-    def models(self) -> Sequence[PoolingModel]:
-        return ()
+    @property
+    def thread(self) -> Any: ...
 
-    def find(self, name: str) -> ModelStatus | None:
-        return None
 
-    async def wait(self, name: str) -> None:
-        raise ModelNotFoundError(name)
+class FakeStream:
+    """Reads the events of a handle. Stands for ``EventStream``."""
 
-    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        raise ModelNotFoundError(name or "")
+    def __init__(self, handle: RequestHandle) -> None:
+        self._events = handle.events
+        self.gather = handle.gather
 
-    async def encode(self, request: PoolRequest) -> PoolingResults:
-        raise ModelNotFoundError(request.model)
+    def __aiter__(self) -> AsyncIterator[GenerateEvent]:
+        return self._events
 
 
 class FakeEngine:
@@ -168,7 +166,9 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
-        self.pooling: PoolingClient = NoEncoders()
+        #: The pooling models beside the model that generates; None if there are none.
+        self.pooling: FakePooling | None = None
+        self._pooled: set[str] = set()
         self._model = GenerationModel(
             names=("org/fake", "alias"),
             root="/models/fake",
@@ -180,7 +180,8 @@ class FakeEngine:
         )
 
     def statuses(self) -> Sequence[ModelStatus]:
-        return [status_of(model) for model in (*self.models(), *self.pooling.models())]
+        pooling = () if self.pooling is None else self.pooling.thread.statuses()
+        return [*map(status_of, self.models()), *pooling]
 
     def find(self, name: str) -> ModelStatus | None:
         for info in self.control.adapters():
@@ -211,9 +212,25 @@ class FakeEngine:
             raise ModelNotFoundError(name)
         return self._model
 
-    async def check_room(self, model: str, client: str, n: int) -> None:
+    async def wait(self, name: str) -> None:
+        if self.pooling is None:
+            raise ModelNotFoundError(name)
+        await self.pooling.thread.wait(name)
+
+    async def refresh(self) -> None:
+        pass
+
+    async def check_queue(self, model: str, client: str, n: int) -> None:
         if self.is_full:
             raise OverloadedError("Full.")
+
+    async def open_reader(self, request: Any) -> Any:
+        if not isinstance(request, PoolRequest):
+            return FakeStream(await self.submit(request))
+        if self.pooling is None:
+            raise ModelNotFoundError(request.model)
+        self._pooled.add(request.request_id)
+        return await self.pooling.thread.open_reader(request)
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         if self.refusal is not None:
@@ -222,7 +239,10 @@ class FakeEngine:
         return RequestHandle(request_id=request.request_id, events=self.script(request))
 
     async def abort(self, request_id: str) -> None:
-        self.aborted.put(request_id)
+        if self.pooling is not None and request_id in self._pooled:
+            await self.pooling.thread.abort(request_id)
+        else:
+            self.aborted.put(request_id)
 
     @property
     def config(self) -> EngineConfig:

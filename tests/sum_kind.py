@@ -11,6 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.kind import (
     BuildContext,
     BuiltModel,
@@ -21,11 +22,12 @@ from mlx_parallm.engine.kind import (
 )
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import KindTraits, ModelMemory, ServedEngine, ServedModel
-from mlx_parallm.engine.policies import NoAdapters, Policies
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.engine.status import RequestDoor
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.types.work import Ends, RequestWork
+from mlx_parallm.types.work import CacheScope, Ends, RequestWork
 
 TRAITS = KindTraits(name="sum", loads_later=True)
 
@@ -36,6 +38,13 @@ class SumRequest:
     model: str
     numbers: tuple[int, ...]
     adapter: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.numbers)
+
+    def entering(self, scope: CacheScope, rank: int | None, *, is_background: bool) -> SumRequest:
+        return self
 
     def work(self) -> RequestWork:
         return RequestWork(num_tokens=len(self.numbers))
@@ -70,8 +79,7 @@ class SumEngine(ServedEngine):
     turn_class = TurnClass.FORWARD
 
     def __init__(self, name: str, done: Counter) -> None:
-        none = NoAdapters()
-        self.policies = Policies(model=name, users=none, store=none, max_loaded=0)
+        self.policies = Policies(model=name)
         self._waiting: deque[SumRequest] = deque()
         self._done = done
 
@@ -137,8 +145,23 @@ class PendingSum:
         pass
 
 
-class SumKind(KindBuilder):
+class SumClient:
+    """Sends numbers to the models behind a door."""
+
+    def __init__(self, door: RequestDoor) -> None:
+        self._door = door
+
+    async def add(self, request_id: str, model: str, *numbers: int) -> int:
+        request = SumRequest(request_id=request_id, model=model, numbers=numbers)
+        reader: AnswerReader[int] = await self._door.open_reader(request)
+        return await reader.results()
+
+
+class SumKind(KindBuilder[SumClient]):
     traits = TRAITS
+
+    def client(self, door: RequestDoor) -> SumClient:
+        return SumClient(door)
 
     def declare(self, families: MetricFamilies) -> None:
         families.of(sums_done)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.machine import num_processors
 from mlx_parallm.peers.launch import ENGINE, module_command
@@ -187,7 +188,7 @@ def _engines(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncE
 
 async def _measure(engine: AsyncEngine) -> tuple[float, int]:
     """Return the tokens per second of the fastest round, and the bytes of all arrays."""
-    model = engine.first_model()
+    model = GENERATION.client(engine).first_model()
     chance = random.Random(0)
     rates: list[float] = []
     # Round 0 compiles kernels, and does not count.
@@ -213,7 +214,7 @@ def _request(model: GenerationModel, name: str, chance: random.Random) -> Genera
 
 
 async def _count_tokens(engine: AsyncEngine, request: GenerateRequest) -> int:
-    handle, count = await engine.submit(request), 0
+    handle, count = await GENERATION.client(engine).submit(request), 0
     async for event in handle.events:
         if isinstance(event, ErrorEvent):
             raise event.error

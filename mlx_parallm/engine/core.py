@@ -312,7 +312,7 @@ class EngineCore:
         """Return once no request is open."""
         await self._idle.wait()
 
-    def all_requests(self) -> Sequence[Any]:
+    def open_requests(self) -> Sequence[Any]:
         """Return the requests that were admitted and have not ended."""
         return self._streams.requests()
 

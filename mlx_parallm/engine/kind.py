@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from typing_extensions import TypeVar
 
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.engine.models import KindTraits, ServedEngine, ServedModel
+from mlx_parallm.engine.status import RequestDoor
 from mlx_parallm.types.tracing import StepTracer
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import Policies
     from mlx_parallm.worker.worker import Worker
+
+#: ``ClientT``: what speaks to the models of one kind.
+ClientT = TypeVar("ClientT", covariant=True, default=Any)
 
 #: Called with what is being loaded and the share of it that is loaded, from 0 to 1.
 TellProgress = Callable[[str, float], None]
@@ -149,7 +155,7 @@ class PendingModel(Protocol):
 OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 
 
-class Kind(Protocol):
+class Kind(Protocol[ClientT]):
     """One kind of model as the event loop knows it; its process may be without MLX.
 
     Kinds inherit from this class: methods with a body are defaults.
@@ -159,6 +165,10 @@ class Kind(Protocol):
     """
 
     traits: KindTraits
+
+    def client(self, door: RequestDoor, /) -> ClientT:
+        """Return what finds its models, and sends requests to them, through a door."""
+        ...
 
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
         """Return what its models may take together if they are loaded later; None for no limit."""
@@ -180,7 +190,7 @@ class Kind(Protocol):
         raise AssertionError(f"{path} is of a kind that is not loaded later")
 
 
-class KindBuilder(Kind, Protocol):
+class KindBuilder(Kind[ClientT], Protocol[ClientT]):
     """A kind as the engine's process knows it: it loads the models."""
 
     def declare(self, families: MetricFamilies) -> None:

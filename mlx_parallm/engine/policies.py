@@ -216,7 +216,7 @@ class Policies:
 
     Attributes:
         model: the model's first name.
-        users: the requests.
+        users: the requests; a model that takes no adapters needs not name them, nor the following.
         store: has the tensors.
         max_loaded: most adapters; beyond that, an idle one that came from a folder is evicted.
         max_rank: largest rank of an adapter.
@@ -224,9 +224,9 @@ class Policies:
     """
 
     model: str
-    users: AdapterUsers
-    store: TensorStore
-    max_loaded: int
+    users: AdapterUsers = field(default_factory=NoAdapters)
+    store: TensorStore = field(default_factory=NoAdapters)
+    max_loaded: int = 0
     max_rank: int = 0
     base: BaseWeights = field(default_factory=BaseWeights)
     _plain: PolicyWeights = field(init=False)

@@ -129,7 +129,22 @@ class RequestDoor(Protocol):
         ...
 
     async def wait(self, name: str) -> None:
-        """Return once a model or adapter is loaded; see ``EngineCore.wait``."""
+        """Return once what is named in a ``ModelLoadingError`` is loaded.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
+        """
+        ...
+
+    async def check_queue(self, model: str, client: str, n: int) -> None:
+        """Refuse ``n`` samples of a client early; ``open_reader`` decides.
+
+        It costs nearly nothing. ``model`` is a first name.
+
+        Raises:
+            OverloadedError: the queue had no room for them a moment ago.
+        """
         ...
 
     async def open_reader(self, request: Any) -> Any:

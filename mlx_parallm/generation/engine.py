@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.models import QueueLoad, ServedEngine
-from mlx_parallm.engine.policies import NoAdapters, Policies
+from mlx_parallm.engine.policies import Policies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.generation.admission import check_request
 from mlx_parallm.generation.metrics import EngineMetrics
@@ -108,8 +108,7 @@ class GenerationEngine(ServedEngine):
         self.live = live
         self.grammars = grammars
         if live is None:
-            none = NoAdapters()
-            self.policies = Policies(model="", users=scheduler, store=none, max_loaded=0)
+            self.policies = Policies(model="", users=scheduler)
         else:
             self.policies = live.policies
         self._scheduler = scheduler

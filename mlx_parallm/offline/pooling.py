@@ -29,8 +29,9 @@ from mlx_parallm.offline.outputs import (
     PoolingRequestOutput,
     ScoringOutput,
 )
+from mlx_parallm.pooling.client import PoolingClient
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
 
@@ -81,7 +82,7 @@ class OfflinePooling:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what ``/v1/rewards/score`` gives, as arrays of one number."""
 
-        def choose(client: PoolingCalls) -> PoolingModel:
+        def choose(client: PoolingClient) -> PoolingModel:
             return reward_model(client, self._model.names[0], "classify")
 
         def make(logits: np.ndarray, _: PoolingModel) -> PoolingOutput:
@@ -114,7 +115,7 @@ class OfflinePooling:
             )
         pairs = Pairs(data_1, data_2, ("data_1", "data_2"), truncate)
 
-        async def work(client: PoolingCalls) -> list[float]:
+        async def work(client: PoolingClient) -> list[float]:
             model = scoring_model(client, self._model.names[0])
             return (await score_pairs(self._call(client, model), pairs)).values
 
@@ -134,7 +135,7 @@ class OfflinePooling:
         if top_k < 1:
             raise InvalidRequestError(f"top_k is {top_k}; it must be at least 1.", param="top_k")
 
-        async def work(client: PoolingCalls) -> list[Any]:
+        async def work(client: PoolingClient) -> list[Any]:
             call = self._call(client, client.get(adapter or self._model.names[0], "mlm"))
             reading = Reading(param="prompts")
             answers, _ = await filled(call, prompts, reading, top_k=top_k, targets=targets)
@@ -151,7 +152,7 @@ class OfflinePooling:
         truncate: int | None,
         role: Role = ANY_TEXT,
         adapter: str | None = None,
-        choose: Callable[[PoolingCalls], PoolingModel] | None = None,
+        choose: Callable[[PoolingClient], PoolingModel] | None = None,
     ) -> list[PoolingRequestOutput[T]]:
         """Return what ``make`` makes of each prompt's result."""
         if not prompts:
@@ -163,7 +164,7 @@ class OfflinePooling:
         reading = Reading(truncate=truncate, param="prompts")
         name = adapter or self._model.names[0]
 
-        async def work(client: PoolingCalls) -> tuple[Sequence[PoolingInput], list[T]]:
+        async def work(client: PoolingClient) -> tuple[Sequence[PoolingInput], list[T]]:
             model = client.get(name, task) if choose is None else choose(client)
             inputs = await single_inputs(prompts, model, task, reading, role=role)
             call = self._call(client, model)
@@ -178,10 +179,10 @@ class OfflinePooling:
             for read, output in zip(inputs, outputs, strict=True)
         ]
 
-    def _run(self, work: Callable[[PoolingCalls], Coroutine[Any, Any, T]]) -> T:
-        return self._engine.call(lambda client: work(client.pooling))
+    def _run(self, work: Callable[[PoolingClient], Coroutine[Any, Any, T]]) -> T:
+        return self._engine.call(lambda client: work(POOLING.client(client)))
 
-    def _call(self, client: PoolingCalls, model: PoolingModel) -> ModelCall:
+    def _call(self, client: PoolingClient, model: PoolingModel) -> ModelCall:
         return ModelCall(client=client, model=model, work_id=self._new_id())
 
     def _new_id(self) -> str:

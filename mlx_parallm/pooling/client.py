@@ -1,11 +1,11 @@
-"""``PoolingClient`` on the event loop: lists the pooling models and sends requests to them."""
+"""Finds the pooling models, and sends requests to them, on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from secrets import token_hex
 
 from mlx_parallm.engine.answer_reader import AnswerReader
 from mlx_parallm.engine.status import ModelStatus, RequestDoor
@@ -14,25 +14,30 @@ from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 from mlx_parallm.types.pooling import PoolingResults, PoolRequest, Task
 
 
-class AsyncPooling:
-    """The pooling models of an engine. Implements ``PoolingClient``."""
+class PoolingClient:
+    """The pooling models behind a door."""
 
-    def __init__(self, core: RequestDoor) -> None:
-        self._core = core
-        self._numbers = count()
+    def __init__(self, door: RequestDoor) -> None:
+        self._door = door
 
     def models(self) -> Sequence[PoolingModel]:
-        """See ``PoolingClient.models``."""
-        models = (status.model for status in self._core.statuses())
+        """Return those that requests may name, in the order they were given."""
+        models = (status.model for status in self._door.statuses())
         return [model for model in models if isinstance(model, PoolingModel)]
 
     def find(self, name: str) -> ModelStatus | None:
-        """See ``PoolingClient.find``."""
-        status = self._core.find(name)
+        """Return the pooling model, or the adapter of one, of this name; None if there is none."""
+        status = self._door.find(name)
         return status if status is not None and _may_pool(status) else None
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        """See ``PoolingClient.get``."""
+        """Return the model or adapter of this name, or the one made most for one of the tasks.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            ModelLoadingError: it is loaded for the first time; see ``RequestDoor.wait``.
+            InvalidRequestError: it is a model that generates; it can do none of the tasks.
+        """
         if name is None:
             able = [model for model in self.models() if set(tasks).intersection(model.info.tasks)]
             if not able:
@@ -46,9 +51,9 @@ class AsyncPooling:
                     place for place, task in enumerate(model.info.tasks) if task in tasks
                 ),
             )
-        status = self._core.find(name)
+        status = self._door.find(name)
         if status is None:
-            raise self._core.not_found(name)
+            raise self._door.not_found(name)
         if not _may_pool(status):
             raise status.wrong_kind(name)
         model: PoolingModel | None = status.model
@@ -56,24 +61,26 @@ class AsyncPooling:
             raise ModelLoadingError(name)
         return check_tasks(model, name, tasks)
 
-    async def wait(self, name: str) -> None:
-        """See ``PoolingClient.wait``."""
-        await self._core.wait(name)
-
     async def encode(self, request: PoolRequest) -> PoolingResults:
-        """See ``PoolingClient.encode``."""
+        """Return the result of each input's task, float32; see ``Task`` for the shapes.
+
+        Raises:
+            OverloadedError: too many inputs wait.
+            StepError: the model failed.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
         # Clients may use one id for several requests.
-        unique = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
+        unique = replace(request, request_id=f"{request.request_id}-{token_hex(8)}")
         try:
-            reader: AnswerReader[PoolingResults] = await self._core.open_reader(unique)
+            reader: AnswerReader[PoolingResults] = await self._door.open_reader(unique)
         except ModelLoadingError:
             # The adapter was replaced: refresh the names, so that a retry sees the new one.
-            await self._core.refresh()
+            await self._door.refresh()
             raise ModelLoadingError(request.model) from None
         try:
             return await reader.results()
         except asyncio.CancelledError:
-            await self._core.abort(unique.request_id)
+            await self._door.abort(unique.request_id)
             raise
 
 

@@ -10,10 +10,12 @@ from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.kind import Kind, MemoryLimit, ModelFolder, OpenModel
+from mlx_parallm.engine.status import RequestDoor
 from mlx_parallm.models.checkpoints.encoders import is_encoder
 from mlx_parallm.models.checkpoints.model_task import task_of
 from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer, load_encoder_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
@@ -34,10 +36,14 @@ def is_read(config: ModelConfig, path: Path) -> bool:
         return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
-class PoolingKind(Kind):
-    """The kind of pooling models. Implements ``Kind``."""
+class PoolingKind(Kind[PoolingClient]):
+    """The kind of pooling models."""
 
     traits = POOLING_TRAITS
+
+    @override
+    def client(self, door: RequestDoor) -> PoolingClient:
+        return PoolingClient(door)
 
     @override
     def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
@@ -56,6 +62,10 @@ class PoolingKind(Kind):
         (name, *_) = config.served_names or (path.name,)
         log_losses(name, tokenizer.probe_template())
         return OpenPooling(ModelFolder(config, path), settings, tokenizer)
+
+
+#: ``POOLING``: the kind, whose ``client`` routes use.
+POOLING = PoolingKind()
 
 
 @dataclass(frozen=True, slots=True)

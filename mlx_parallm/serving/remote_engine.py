@@ -19,8 +19,6 @@ from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.state import CheckRoom
 from mlx_parallm.engine.status import ModelStatus
-from mlx_parallm.generation.event_stream import EventStream
-from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
@@ -32,10 +30,7 @@ from mlx_parallm.peers.messages import (
     Wait,
 )
 from mlx_parallm.peers.wire import Wire
-from mlx_parallm.pooling.client import AsyncPooling
-from mlx_parallm.serving.generators import Generators
 from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
-from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.weights import WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -58,7 +53,7 @@ class KnownVersions:
         return self.known.get(model or self._first(), WeightsVersion())
 
 
-class RemoteEngine(Generators):
+class RemoteEngine:
     """Implements ``RequestClient`` by messages to the process that chooses among the engines."""
 
     def __init__(
@@ -83,7 +78,6 @@ class RemoteEngine(Generators):
         self._by_name: dict[str, ModelStatus] = {}
         self._names = AdapterNames(self, AdapterFolders(start.engine_config.adapters))
         self.control = KnownVersions(self._names, self._names.first_base)
-        self.pooling = AsyncPooling(self)
 
     def take(self, message: Any, number: int) -> bool:
         """Take a message of the other process; False if it is not about requests."""
@@ -118,26 +112,19 @@ class RemoteEngine(Generators):
         """See ``RequestClient``."""
         return self._names.not_found(name)
 
-    async def check_room(self, model: str, client: str, n: int) -> None:
-        """See ``RequestClient``."""
-        served = self.get_model(model)
+    async def check_queue(self, model: str, client: str, n: int) -> None:
+        """See ``RequestDoor``."""
         limit = self.config.scheduler.max_waiting
         # The other HTTP processes have about as many samples open as this one.
         if limit and self._streams.num_samples * self._start.num_processes + n > limit:
-            await self._ask(CheckRoom(served.parent or served.names[0], client, n))
+            await self._ask(CheckRoom(model, client, n))
 
     async def wait(self, name: str) -> None:
-        """See ``PoolingClient.wait``."""
+        """See ``RequestDoor``."""
         await self._ask(Wait(name))
 
     async def refresh(self) -> None:
         """Know the adapters as they are now: every answer comes after the latest catalog."""
-
-    async def submit(self, request: GenerateRequest) -> RequestHandle:
-        """See ``RequestClient``."""
-        self.get_model(request.model)
-        stream: EventStream = await self.open_reader(request)
-        return RequestHandle(request_id=request.request_id, events=stream, gather=stream.gather)
 
     async def open_reader(self, request: Any) -> Any:
         """See ``EngineCore.open_reader``."""

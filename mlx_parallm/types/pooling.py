@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mlx_parallm.types.request import EVERYBODY, CacheScope
-from mlx_parallm.types.work import Ends, RequestWork
+from mlx_parallm.types.work import EVERYBODY, CacheScope, Ends, RequestWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,10 +119,20 @@ class PoolRequest:
     scope: CacheScope = EVERYBODY
     rank: int | None = None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all inputs; see ``Request``."""
+        return sum(len(each.token_ids) for each in self.inputs)
+
+    def entering(self, scope: CacheScope, rank: int | None, *, is_background: bool) -> PoolRequest:
+        """Return the request as it enters a server; see ``Request``."""
+        del is_background
+        return replace(self, scope=scope, rank=rank)
+
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
         return RequestWork(
-            num_tokens=sum(len(each.token_ids) for each in self.inputs),
+            num_tokens=self.num_prompt_tokens,
             inputs=[each.token_ids for each in self.inputs],
             cache_key=(self.model, self.adapter, self.scope),
             rank=self.rank,

@@ -9,8 +9,10 @@ from typing import Any
 
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
-from mlx_parallm.types.work import RequestWork
+from mlx_parallm.types.work import EVERYBODY, CacheScope, RequestWork
 
+# BACKGROUND_PRIORITY: above every 64-bit number, and so behind every request of a client.
+BACKGROUND_PRIORITY = 2**64
 MAX_CHOICES = 128
 #: ``INPUT_TOKEN`` stands in ``prompt_ids`` where a row of an input is; it is never looked up.
 INPUT_TOKEN = 0
@@ -20,27 +22,6 @@ ALL_TOKENS = -1
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheScope:
-    """Which requests may reuse cached results; the scope is part of every cache key.
-
-    The server sets it when a request enters; no field of a request can change it.
-
-    Attributes:
-        owner: the only client whose requests may reuse them; None: every client's may.
-    """
-
-    owner: str | None = None
-
-    def content_key(self, *parts: str | None) -> bytes:
-        """Return a cache key: equal iff the scopes and all parts are equal."""
-        # The repr of a tuple is unambiguous; a client could forge joined strings to collide.
-        return repr((self.owner, *parts)).encode()
-
-
-EVERYBODY = CacheScope()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +306,19 @@ class GenerateRequest:
     adapter: str | None = None
     group: str | None = None
     inputs: tuple[ModelInput, ...] = ()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt; see ``Request``."""
+        return len(self.prompt_ids)
+
+    def entering(
+        self, scope: CacheScope, rank: int | None, *, is_background: bool
+    ) -> GenerateRequest:
+        """Return the request as it enters a server; see ``Request``."""
+        last = BACKGROUND_PRIORITY if is_background else 0
+        own_rank = rank if self.rank is None else self.rank
+        return replace(self, scope=scope, rank=own_rank, priority=last + self.priority)
 
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""

@@ -5,9 +5,30 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from mlx_parallm.types.errors import ParallmError
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScope:
+    """Which requests may reuse cached results; the scope is part of every cache key.
+
+    The server sets it when a request enters; no field of a request can change it.
+
+    Attributes:
+        owner: the only client whose requests may reuse them; None: every client's may.
+    """
+
+    owner: str | None = None
+
+    def content_key(self, *parts: str | None) -> bytes:
+        """Return a cache key: equal iff the scopes and all parts are equal."""
+        # The repr of a tuple is unambiguous; a client could forge joined strings to collide.
+        return repr((self.owner, *parts)).encode()
+
+
+EVERYBODY = CacheScope()
 
 
 class Ends(IntEnum):
@@ -70,8 +91,23 @@ class Request(Protocol):
         """The name of an adapter of the model; None for the model itself."""
         ...
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that a model reads, as a log counts them."""
+        ...
+
     def work(self) -> RequestWork:
         """Return what the request asks of an engine."""
+        ...
+
+    def entering(self, scope: CacheScope, rank: int | None, *, is_background: bool) -> Self:
+        """Return the request as it enters a server.
+
+        Args:
+            scope: whose requests may reuse its results.
+            rank: the number of the engine that the client chose; None if it chose none.
+            is_background: True if it is to wait behind all others.
+        """
         ...
 
 

@@ -27,6 +27,7 @@ from mlx_parallm.engine.build import build_models, loading
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.generation.build import GenerationBuilder
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.build import _generator_folders, training_beside, worker_for
 from mlx_parallm.serving.kinds import ignore_progress
@@ -140,7 +141,7 @@ async def generate(
     """Yield the likeliest tokens that follow a prompt."""
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(request_id=name, model=NAME, prompt_ids=prompt, params=params)
-    handle = await engine.submit(request)
+    handle = await GENERATION.client(engine).submit(request)
     async for event in handle.events:
         assert not isinstance(event, ErrorEvent), event
         if isinstance(event, TokenEvent):

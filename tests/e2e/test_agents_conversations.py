@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from tests.fake_engine import FakeEngine, serve_fake
@@ -169,7 +170,7 @@ def thinking() -> Iterator[tuple[FakeEngine, str]]:
 @pytest.mark.parametrize("path", GENERATING)
 def test_thinking_is_turned_off(thinking: tuple[FakeEngine, str], path: str) -> None:
     engine, url = thinking
-    tokenizer = engine.first_model().tokenizer
+    tokenizer = GENERATION.client(engine).first_model().tokenizer
     for body, end in ((GENERATING[path], "thinks"), (THINKING_OFF[path], "answers")):
         post(url, path, body)
         prompt = tokenizer.decode(engine.submitted.get().prompt_ids, skip_special_tokens=False)

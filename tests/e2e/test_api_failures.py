@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.types import errors
 from mlx_parallm.types.events import ErrorEvent
 from tests.fake_engine import FakeEngine, fail, hang, leave, serve_fake, write
@@ -86,7 +87,8 @@ def test_a_full_queue_refuses_before_the_prompt_is_encoded(
     engine: FakeEngine, url: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
-    monkeypatch.setattr(engine.get_model("alias").tokenizer, "encode", encoded.append)
+    model = GENERATION.client(engine).get_model("alias")
+    monkeypatch.setattr(model.tokenizer, "encode", encoded.append)
     engine.is_full = True
     assert post(url, path).status_code == 429
     # Clients need not retry a request that can never fit.

@@ -22,6 +22,7 @@ from mlx_parallm.engine.commands import LoopState
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterUpload, Policies
 from mlx_parallm.generation.engine import GenerationEngine
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -127,7 +128,7 @@ async def generate(
 ) -> Sample:
     """Return the sample of a request; ``begun`` is set at the first."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
-    handle = await engine.submit(
+    handle = await GENERATION.client(engine).submit(
         GenerateRequest(request_id=request_id, model=model, prompt_ids=PROMPT, params=params)
     )
     sample = Sample()
@@ -265,7 +266,7 @@ async def test_adapters_are_found_by_name_and_come_back(
     assert is_same(await generate(engine, "step-0", "again"), first)
     for name in ("step-9", "../named", "..", "step-0/../../x", "/etc"):
         with pytest.raises(ModelNotFoundError):
-            engine.get_model(name)
+            GENERATION.client(engine).get_model(name)
 
 
 async def test_an_adapter_that_had_to_go_comes_with_its_request(

@@ -18,6 +18,7 @@ from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig, Schedul
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.weights import DEFAULT_VERSION
@@ -154,7 +155,7 @@ async def test_what_does_not_fit_changes_nothing(
 @pytest.mark.parametrize("level", [1, 2])
 async def test_memory_is_given_back_in_sleep(engine: AsyncEngine, level: int) -> None:
     control = engine.control
-    info = engine.get_model(NAME).info
+    info = GENERATION.client(engine).get_model(NAME).info
     alone = await generate(engine, NAME, "alone", 40)
     kept = await begin(engine, NAME, "kept", 40)
     awake = await engine.call(Do(lambda _: mx.get_active_memory()))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.config import CacheConfig, EngineConfig, LoadingConfig, ModelConfig
+from mlx_parallm.api.http.internal import Caller
+from mlx_parallm.api.http.scopes import engine_for
+from mlx_parallm.config import CacheConfig, EngineConfig, LoadingConfig, ModelConfig, ServerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
 from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.commands import Submit
@@ -21,8 +23,10 @@ from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.models import KindTraits
-from mlx_parallm.engine.status import ModelState
+from mlx_parallm.engine.status import ModelState, RequestDoor
+from mlx_parallm.generation.client import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
 from mlx_parallm.serving.build import BUILDERS
 from mlx_parallm.types.errors import (
@@ -37,7 +41,7 @@ from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.work import Event
 from tests import sum_kind
-from tests.sum_kind import SumKind, SumRequest, write_sum_model
+from tests.sum_kind import SumClient, SumKind, SumRequest, write_sum_model
 
 SERVED = (SumKind(), *BUILDERS)
 SUM_BYTES = 1000
@@ -157,6 +161,28 @@ async def core(folder: Path) -> AsyncIterator[EngineCore]:
 
 async def answer(core: EngineCore, case: Case, request_id: str, model: str) -> Any:
     return await case.read(await core.open_reader(case.request(request_id, model)))
+
+
+async def asked_by_client(core: RequestDoor, case: Case) -> Any:
+    """Return what the kind's own client gives for ``case.request``."""
+    kind = next(kind for kind in SERVED if kind.traits == case.traits)
+    client, request = kind.client(core), case.request("by client", "a")
+    if isinstance(client, SumClient):
+        return await client.add(request.request_id, "a", *request.numbers)
+    if isinstance(client, GenerationClient):
+        return await tokens_of((await client.submit(request)).events)
+    assert isinstance(client, PoolingClient)
+    return [result.tolist() for result in await client.encode(request)]
+
+
+async def test_a_kind_has_its_client_through_any_door(core: EngineCore, case: Case) -> None:
+    expected = await answer(core, case, "by reader", "a")
+    assert await asked_by_client(core, case) == expected
+    door: Any = core
+    seen = engine_for(
+        Caller(client="somebody", max_waiting=None), door, ServerConfig(api_keys=("one", "two"))
+    )
+    assert await asked_by_client(seen, case) == expected
 
 
 async def test_two_models_answer_at_once_and_alike(core: EngineCore, case: Case) -> None:

@@ -18,6 +18,7 @@ from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.fairness import UNBOUNDED, ClientPace, EntryTurns, Holding, SharedBudget
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.machine import trim_heap
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
@@ -115,7 +116,9 @@ def _takes_images(scope: Scope) -> bool:
     """True if a served model does; the body, which names its model, is not read yet."""
     app = scope.get("app")
     engine: RequestClient | None = None if app is None else getattr(app.state, "engine", None)
-    return engine is not None and any(model.images is not None for model in engine.models())
+    return engine is not None and any(
+        model.images is not None for model in GENERATION.client(engine).models()
+    )
 
 
 class _Body:

@@ -75,7 +75,7 @@ class JsonRoute(APIRoute):
             if not self.repeats:
                 raise
             engine: RequestClient = request.app.state.engine
-            await engine.pooling.wait(problem.name)
+            await engine.wait(problem.name)
             # So far only the body was read, which the request keeps.
             response = await handle(request)
         if self._form is not None and response is not None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 from mlx_parallm.api.http.internal import Caller
 from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.generation.model import RequestHandle
-from mlx_parallm.serving.interface import PoolingClient, RequestClient
-from mlx_parallm.types.pooling import PoolingResults, PoolRequest
-from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest
-
-# BACKGROUND_PRIORITY: above every 64-bit number, and so behind every request of a client.
-BACKGROUND_PRIORITY = 2**64
+from mlx_parallm.serving.interface import RequestClient
+from mlx_parallm.types.work import EVERYBODY, CacheScope, Request
 
 
 def engine_for(caller: Caller, engine: RequestClient, config: ServerConfig) -> RequestClient:
@@ -24,40 +18,23 @@ def engine_for(caller: Caller, engine: RequestClient, config: ServerConfig) -> R
     all others.
     """
     scope = CacheScope(caller.client) if config.separates_keys else EVERYBODY
-    return cast(RequestClient, _CallersEngine(engine, scope, caller))
+    return cast("RequestClient", _CallersEngine(engine, scope, caller))
 
 
-class _View:
-    """Stands for an object, whose attributes it has unless a subclass defines them."""
+class _CallersEngine:
+    """Stands for an engine, through whose door requests of every kind enter as a caller's."""
 
-    def __init__(self, viewed: Any, scope: CacheScope, caller: Caller) -> None:
-        self._viewed = viewed
+    def __init__(self, engine: RequestClient, scope: CacheScope, caller: Caller) -> None:
+        self._engine = engine
         self._scope = scope
         self._caller = caller
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._viewed, name)
+        return getattr(self._engine, name)
 
-
-class _CallersEngine(_View):
-    async def submit(self, request: GenerateRequest) -> RequestHandle:
-        last = BACKGROUND_PRIORITY if self._caller.is_background else 0
-        request = replace(
-            request,
-            scope=self._scope,
-            priority=last + request.priority,
-            rank=self._caller.rank if request.rank is None else request.rank,
-        )
-        current_record().note_prompt(request.adapter or request.model, len(request.prompt_ids))
-        return await self._viewed.submit(request)
-
-    @property
-    def pooling(self) -> PoolingClient:
-        return cast(PoolingClient, _CallersPooling(self._viewed.pooling, self._scope, self._caller))
-
-
-class _CallersPooling(_View):
-    async def encode(self, request: PoolRequest) -> PoolingResults:
-        request = replace(request, scope=self._scope, rank=self._caller.rank)
-        current_record().note_prompt(request.adapter or request.model, request.work().num_tokens)
-        return await self._viewed.encode(request)
+    async def open_reader(self, request: Request) -> Any:
+        caller = self._caller
+        request = request.entering(self._scope, caller.rank, is_background=caller.is_background)
+        model = request.adapter or request.model
+        current_record().note_prompt(model, request.num_prompt_tokens)
+        return await self._engine.open_reader(request)

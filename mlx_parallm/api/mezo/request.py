@@ -31,7 +31,9 @@ from mlx_parallm.api.mezo.schema import (
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import MASK, candidates_of, masked_inputs, num_masks
 from mlx_parallm.batch_jobs.service import BatchService
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.copies import Copy
@@ -212,9 +214,9 @@ def model_of(
 ) -> PoolingModel | GenerationModel:
     """Return the model of a session; raise as ``EngineClient`` does for a name of its kind."""
     if isinstance(objective, OfPrompts):
-        model: PoolingModel | GenerationModel = engine.get_model(name)
+        model: PoolingModel | GenerationModel = GENERATION.client(engine).get_model(name)
     else:
-        model = engine.pooling.get(name, task_of(objective))
+        model = POOLING.client(engine).get(name, task_of(objective))
     if model.parent is not None:
         raise InvalidRequestError(f"{name} is an adapter; name its model.", param="model")
     return model

@@ -17,7 +17,9 @@ from mlx_parallm.api.mezo.schema import CreateSession, Reward, Row
 from mlx_parallm.api.rl.judges import check_url
 from mlx_parallm.api.rl.routes import routes as rollouts
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.training.records import Example, SessionConfig
 from mlx_parallm.types.errors import (
@@ -131,7 +133,7 @@ def check_reward(
         InvalidRequestError: the model does not generate or is an adapter, nobody judges or two do,
             or the server may not ask this verifier.
     """
-    model = engine.get_model(body.model)
+    model = GENERATION.client(engine).get_model(body.model)
     if model.parent is not None:
         raise InvalidRequestError(f"{body.model} is an adapter; name its model.", param="model")
     if (objective.verifier is None) == (objective.reward_model is None):
@@ -142,7 +144,7 @@ def check_reward(
         _at("objective.verifier.url", check_url, objective.verifier.url, config.verifier_urls)
     if objective.reward_model is not None:
         name = objective.reward_model.model
-        _at("objective.reward_model.model", engine.pooling.get, name, "classify")
+        _at("objective.reward_model.model", POOLING.client(engine).get, name, "classify")
     return model
 
 

@@ -60,6 +60,7 @@ from mlx_parallm.api.mezo.schema import (
 )
 from mlx_parallm.api.mezo.warm_start import warm_start
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
@@ -306,7 +307,9 @@ async def _examples(
     if isinstance(objective, Caller):
         raise InvalidRequestError("The objective caller reads no rows.", param=param)
     if isinstance(objective, Reward):
-        return await _read(rows, objective, engine.get_model(config.model), param)
+        return await _read(
+            rows, objective, GENERATION.client(engine).get_model(config.model), param
+        )
     return await _read(rows, objective, model_of(config.model, objective, engine), param)
 
 

@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response
 from mlx_parallm.api.http.dependencies import get_requests
 from mlx_parallm.api.pooling.encoded import ModelCall, are_few, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.pooling.client import PoolingClient
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput, Task
 
@@ -66,7 +67,7 @@ class PoolingPrelude:
 
 async def get_pooling_prelude(request: Request) -> PoolingPrelude:
     """Return a request before its body is worked on."""
-    return PoolingPrelude(request, (await get_requests(request)).pooling)
+    return PoolingPrelude(request, POOLING.client(await get_requests(request)))
 
 
 PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]

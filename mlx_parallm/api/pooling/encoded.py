@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, PoolingResults, Task
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class ModelCall:
         work_id: unique among the requests in flight.
     """
 
-    client: PoolingCalls
+    client: PoolingClient
     model: PoolingModel
     work_id: str
 

@@ -11,7 +11,9 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.pooling.scores.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.types.request import LOGPROBS_MODES
 
 
@@ -77,12 +79,15 @@ async def rl_capabilities(
 ) -> RLCapabilities:
     """Models and adapters with their weights' versions, exactness by dtype, modes and limits."""
     control = engine.control
-    models = [_model(model, control.version(model.names[0]).label) for model in engine.models()]
-    reading = list(engine.pooling.models())
+    models = [
+        _model(model, control.version(model.names[0]).label)
+        for model in GENERATION.client(engine).models()
+    ]
+    reading = list(POOLING.client(engine).models())
     for info in control.adapters():
-        status = engine.pooling.find(info.name)
+        status = POOLING.client(engine).find(info.name)
         if status is None:
-            models.append(_model(engine.get_model(info.name), info.version))
+            models.append(_model(GENERATION.client(engine).get_model(info.name), info.version))
         elif status.model is not None:
             reading.append(status.model)
     return RLCapabilities(

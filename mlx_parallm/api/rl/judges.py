@@ -18,7 +18,7 @@ from mlx_parallm.api.rl.schema import RewardModel, RolloutItem, Verifier
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.generation.model import Tokenizer
-from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.json_values import is_object
 

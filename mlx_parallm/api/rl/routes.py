@@ -24,6 +24,7 @@ from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _judge(
     if body.reward_model is None:
         return None
     return RewardScorer(
-        prelude.engine.pooling,
+        POOLING.client(prelude.engine),
         body.reward_model,
         items,
         admitted.model.tokenizer,

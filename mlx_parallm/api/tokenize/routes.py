@@ -28,6 +28,7 @@ from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.images.prompt import image_prompt
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
@@ -117,7 +118,7 @@ async def _text_tokens(
 ) -> Response:
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
-    model = engine.pooling.get(body.model, *get_args(Task))
+    model = POOLING.client(engine).get(body.model, *get_args(Task))
     prompt = named_prompt(model.info, body.prompt_name)
     prompted = [prompt + text for text in texts]
     if (size := sum(map(len, prompted))) > MAX_CHARACTERS:

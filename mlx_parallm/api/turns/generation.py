@@ -14,6 +14,7 @@ from mlx_parallm.api.http.errors import CLIENT_CLOSED
 from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.api.http.sse import wait_for_disconnect
 from mlx_parallm.generation.admission import check_room
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError
@@ -72,7 +73,10 @@ class Generation:
             if max_waiting is not None:
                 check_room(len(requests), requests[0].params.n, max_waiting)
             # All at once: one after the other, every prompt would wait for a step of its own.
-            tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+            tasks = [
+                asyncio.ensure_future(GENERATION.client(engine).submit(request))
+                for request in requests
+            ]
             try:
                 return cls(engine, await asyncio.gather(*tasks))
             except BaseException:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import get_args
 
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import RequestClient, TokenizingModel
 from mlx_parallm.types.errors import ModelNotFoundError
@@ -34,10 +36,16 @@ def generator(
         InvalidRequestError: the name is a pooling model's, or no model generates.
     """
     if adapter is None:
-        chosen = engine.get_model(model) if model is not None else engine.first_model()
+        chosen = (
+            GENERATION.client(engine).get_model(model)
+            if model is not None
+            else GENERATION.client(engine).first_model()
+        )
         return model or chosen.names[0], chosen
     try:
-        return adapter, engine.get_model(adapter if model is None else f"{model}:{adapter}")
+        return adapter, GENERATION.client(engine).get_model(
+            adapter if model is None else f"{model}:{adapter}"
+        )
     except ModelNotFoundError as error:
         error.param = field
         raise
@@ -67,6 +75,10 @@ def encoder_meant(engine: RequestClient, name: str | None, *tasks: Task) -> Pool
         ModelLoadingError: the model is loaded for the first time.
         InvalidRequestError: it can do none of the tasks, or nothing is served that could.
     """
-    if engine.models() if name is None else engine.pooling.find(name) is None:
+    if (
+        GENERATION.client(engine).models()
+        if name is None
+        else POOLING.client(engine).find(name) is None
+    ):
         return None
-    return engine.pooling.get(name, *tasks)
+    return POOLING.client(engine).get(name, *tasks)

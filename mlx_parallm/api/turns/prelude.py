@@ -17,6 +17,7 @@ from mlx_parallm.api.turns.images import DATA, Images
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.admission import check_room
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import RequestTooLargeError
@@ -146,7 +147,9 @@ class Prelude:
         """Refuse what the queue of a chosen model has no room for; see ``admit``."""
         with named_by(fields):
             self.check_room(num_prompts, n)
-            await self.engine.check_room(model.names[0], self.client, num_prompts * n)
+            await GENERATION.client(self.engine).check_room(
+                model.names[0], self.client, num_prompts * n
+            )
         return Admitted(self, name, model)
 
 

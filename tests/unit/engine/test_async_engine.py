@@ -13,6 +13,7 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.kind import BuiltModel, TellProgress
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
@@ -55,7 +56,7 @@ def wait_for(gate: threading.Event) -> None:
 
 
 async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
-    handle = await engine.submit(request)
+    handle = await GENERATION.client(engine).submit(request)
     return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
 
 
@@ -66,7 +67,7 @@ async def test_concurrent_requests_each_get_their_own_text(engine: AsyncEngine) 
 
 async def test_unknown_models_are_refused(engine: AsyncEngine) -> None:
     with pytest.raises(ModelNotFoundError):
-        await engine.submit(make_request(model="other"))
+        await GENERATION.client(engine).submit(make_request(model="other"))
 
 
 async def test_a_request_id_can_be_used_again_after_its_end(engine: AsyncEngine) -> None:
@@ -79,7 +80,7 @@ async def test_abort_between_steps_leaves_the_others_running() -> None:
     runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
     engine = engine_of(builder(runner))
     engine.start()
-    await engine.submit(make_request("a"))
+    await GENERATION.client(engine).submit(make_request("a"))
     kept = asyncio.create_task(text_of(engine, make_request("b")))
     await engine.abort("a")
     gate.set()
@@ -99,7 +100,7 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
 
     engine = engine_of(builder(FakeRunner(spell("hello"), before=before)))
     engine.start()
-    handle = await engine.submit(make_request("a", n=2))
+    handle = await GENERATION.client(engine).submit(make_request("a", n=2))
     while not isinstance(await anext(handle.events), TokenEvent):
         pass
     assert [request.request_id for request in engine.open_requests()] == ["a"]
@@ -119,7 +120,7 @@ async def test_a_stream_that_nobody_reads_is_ended() -> None:
     runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
     engine = engine_of(builder(runner))
     engine.start()
-    handle = await engine.submit(make_request("a"))
+    handle = await GENERATION.client(engine).submit(make_request("a"))
     event = TokenEvent(request_id="a", index=0, token_ids=(1,), text="x")
     engine._dispatch([event] * (MAX_UNREAD + MAX_UNREAD_PER_SAMPLE))
     assert len(engine.open_requests()) == 1
@@ -134,7 +135,7 @@ async def test_a_stream_that_nobody_reads_is_ended() -> None:
 async def test_a_dead_thread_tells_every_stream_and_health() -> None:
     engine = engine_of(builder(FakeRunner(spell("x")), BrokenScheduler))
     engine.start()
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     events = [event async for event in handle.events]
     assert isinstance(events[-1], ErrorEvent)
     assert isinstance(events[-1].error, EngineDeadError)
@@ -142,9 +143,9 @@ async def test_a_dead_thread_tells_every_stream_and_health() -> None:
         engine.check_health()
     # The error is not that its queue is full, because it would stay so.
     with pytest.raises(EngineDeadError):
-        await engine.check_room("m", "", 1_000_000)
+        await GENERATION.client(engine).check_room("m", "", 1_000_000)
     with pytest.raises(EngineDeadError):
-        await engine.submit(make_request())
+        await GENERATION.client(engine).submit(make_request())
 
 
 async def test_a_thread_told_to_restart_serves_again() -> None:
@@ -161,7 +162,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
 
     engine = engine_of(build, EngineConfig(restart_on_failure=True))
     engine.start()
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     assert isinstance([event async for event in handle.events][-1], ErrorEvent)
     assert await asyncio.to_thread(again.wait, 30)
     await asyncio.to_thread(engine.wait_until_loaded)
@@ -174,11 +175,11 @@ async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
     runner = FakeRunner(spell("x"), before=lambda batch: wait_for(gate))
     engine = engine_of(builder(runner))
     engine.start()
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     engine.check_open()
     await engine.drain(0.0)
     with pytest.raises(ShuttingDownError):
-        await engine.submit(make_request("b"))
+        await GENERATION.client(engine).submit(make_request("b"))
     with pytest.raises(ShuttingDownError):
         engine.check_open()
     events = [event async for event in handle.events]
@@ -213,7 +214,7 @@ async def test_a_command_that_fails_is_an_error_of_its_own(engine: AsyncEngine) 
 
 async def test_a_paused_request_can_be_cancelled(engine: AsyncEngine) -> None:
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     await engine.cancel("a")
     events = [event async for event in handle.events]
     assert [event.finish_reason for event in events if isinstance(event, TokenEvent)] == [
@@ -225,7 +226,7 @@ async def test_a_paused_request_can_be_cancelled(engine: AsyncEngine) -> None:
 
 async def test_drain_lets_what_a_pause_has_kept_end(engine: AsyncEngine) -> None:
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     await engine.drain(30)
     events = [event async for event in handle.events]
     assert "".join(event.text for event in events if isinstance(event, TokenEvent)) == "hello"
@@ -274,16 +275,16 @@ async def test_a_full_queue_is_known_before_a_request_is_made() -> None:
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
     engine = engine_of(builder(runner), config)
     engine.start()
-    await engine.check_room("alias", "a", 3)
-    handle = await engine.submit(make_request(n=3))
+    await GENERATION.client(engine).check_room("alias", "a", 3)
+    handle = await GENERATION.client(engine).submit(make_request(n=3))
     with pytest.raises(OverloadedError):
-        await engine.check_room("alias", "", 2)
+        await GENERATION.client(engine).check_room("alias", "", 2)
     # Another client has its half.
-    await engine.check_room("m", "other", 1)
+    await GENERATION.client(engine).check_room("m", "other", 1)
     gate.set()
     async for _ in handle.events:
         pass
-    await engine.check_room("alias", "", 3)
+    await GENERATION.client(engine).check_room("alias", "", 3)
     text, _ = await engine.render_metrics()
     assert b'admission_rejections_total{engine="0",model_name="m"} 1.0' in text
     engine.stop()

@@ -113,7 +113,7 @@ def test_calls_of_several_threads_run_side_by_side(engine: OfflineEngine, runner
     runner.reached.wait()
     second, more = on_a_thread(lambda: said(run(requests("b"), engine, None)))
     # The second does not wait for the end of the first.
-    while len(engine.client.all_requests()) < 2:
+    while len(engine.client.open_requests()) < 2:
         pass
     runner.open.set()
     first.join()
@@ -138,7 +138,7 @@ def test_nothing_is_generated_if_a_request_is_refused(engine: OfflineEngine, run
     with pytest.raises(ModelNotFoundError):
         run([*requests("a"), (None, make_request("b", model="another"))], engine, None)
     assert not runner.sizes
-    assert not engine.client.all_requests()
+    assert not engine.client.open_requests()
     assert said(run(requests("c", "d"), engine, None)) == [HELLO] * 2
 
 
@@ -173,7 +173,7 @@ def test_an_interrupt_ends_the_requests_and_the_next_call_goes_on(
     with pytest.raises(KeyboardInterrupt):
         run(requests(*names), engine, wait_for_ever)
     thread.join()
-    assert not engine.client.all_requests()
+    assert not engine.client.open_requests()
     assert said(run(requests("d", "e"), engine, None)) == [HELLO] * 2
 
 
@@ -183,7 +183,7 @@ def test_an_error_of_the_callers_ends_the_other_requests(engine: OfflineEngine) 
 
     with pytest.raises(LookupError, match="mine"):
         run(requests("a", max_tokens=1) + requests("b"), engine, fail)
-    assert not engine.client.all_requests()
+    assert not engine.client.open_requests()
     assert said(run(requests("c"), engine, None)) == [HELLO]
 
 

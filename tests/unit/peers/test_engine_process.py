@@ -27,6 +27,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import EngineState
 from mlx_parallm.engine.state import ReadMetrics
 from mlx_parallm.engine.status import Readiness
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.peers import life as remote_life_module
 from mlx_parallm.peers.channel import Channel
@@ -80,7 +81,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 
 async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
-    handle = await engine.submit(request)
+    handle = await GENERATION.client(engine).submit(request)
     return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
 
 
@@ -122,8 +123,8 @@ async def test_aborts_and_cancels_cross() -> None:
     engine = remote_engine("long")
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
-    cancelled = await engine.submit(make_request("a"))
-    aborted = await engine.submit(make_request("b"))
+    cancelled = await GENERATION.client(engine).submit(make_request("a"))
+    aborted = await GENERATION.client(engine).submit(make_request("b"))
     await engine.abort(aborted.request_id)
     await engine.cancel("a")
     last = [event async for event in cancelled.events][-1]
@@ -139,11 +140,11 @@ async def test_a_full_queue_is_known_before_a_request_is_made() -> None:
     engine = remote_engine(config=LIMITED)
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request(n=3))
+    handle = await GENERATION.client(engine).submit(make_request(n=3))
     with pytest.raises(OverloadedError):
-        await engine.check_room("m", "", 2)
+        await GENERATION.client(engine).check_room("m", "", 2)
     with pytest.raises(OverloadedError):
-        await engine.submit(make_request("b", n=2))
+        await GENERATION.client(engine).submit(make_request("b", n=2))
     await engine.abort(handle.request_id)
     await engine.control.resume()
     await asyncio.to_thread(engine.stop)
@@ -154,7 +155,7 @@ async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
     engine = remote_engine()
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     pid = await engine.call(Do(pid_of))
     if how == "killed":
         os.kill(pid, signal.SIGKILL)
@@ -188,7 +189,7 @@ async def test_a_stopped_process_counts_as_dead_after_the_deadline(num_ranks: in
     await asyncio.to_thread(engine.start)
     assert await text_of(engine, make_request("a")) == "hello"
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request("b"))
+    handle = await GENERATION.client(engine).submit(make_request("b"))
     pid = await engine.call(Do(pid_of))
     os.kill(pid, signal.SIGSTOP)
     last = [event async for event in handle.events][-1]
@@ -222,7 +223,7 @@ async def test_a_killed_process_that_cannot_die_keeps_no_request(
     engine = remote_engine(silence_timeout_s=timeout_s)  # time limit: of beats
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     pid = await engine.call(Do(pid_of))
     killed: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process))
@@ -253,7 +254,7 @@ async def test_a_process_that_hangs_is_told_and_ended() -> None:
     assert b'mlx_parallm:engine_ready{engine="0"} 0.0' in text
     with pytest.raises(EngineSilentError, match="Engine 0 has not answered"):
         await engine._life.query(ReadMetrics())
-    waiting = asyncio.ensure_future(engine.submit(make_request("a")))
+    waiting = asyncio.ensure_future(GENERATION.client(engine).submit(make_request("a")))
     await asyncio.sleep(0)
     await engine.drain(0)
     with pytest.raises(RequestAbortedError):
@@ -287,7 +288,7 @@ async def test_a_process_that_was_killed_is_started_anew() -> None:
     await asyncio.to_thread(engine.start)
     first = await engine.call(Do(pid_of))
     await engine.control.pause(PauseMode.KEEP)
-    handle = await engine.submit(make_request())
+    handle = await GENERATION.client(engine).submit(make_request())
     os.kill(first, signal.SIGKILL)
     assert isinstance([event async for event in handle.events][-1], ErrorEvent)
     await asyncio.to_thread(engine.wait_until_loaded)
@@ -321,7 +322,7 @@ async def test_a_stop_on_the_loop_waits_for_no_events() -> None:
     engine = remote_engine("long")
     await asyncio.to_thread(engine.start)
     for number in range(8):
-        await engine.submit(make_request(str(number)))
+        await GENERATION.client(engine).submit(make_request(str(number)))
     # Nothing is seen to while this waits.
     engine.stop()
     assert engine._thread is None

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers.messages import Known, StartHttp
 from mlx_parallm.peers.requests import EngineHost
 from mlx_parallm.peers.wire import Wire
@@ -77,37 +78,38 @@ async def pair(engine: AsyncEngine) -> AsyncIterator[Pair]:
 
 
 async def events_of(remote: RemoteEngine, request: GenerateRequest) -> list[TokenEvent]:
-    handle = await remote.submit(request)
+    handle = await GENERATION.client(remote).submit(request)
     return [event async for event in handle.events if isinstance(event, TokenEvent)]
 
 
 async def test_a_request_is_answered_as_where_the_engines_are(
     pair: Pair, engine: AsyncEngine
 ) -> None:
-    local = await engine.submit(make_request("local"))
+    local = await GENERATION.client(engine).submit(make_request("local"))
     expected = [event.text async for event in local.events if isinstance(event, TokenEvent)]
     requests = [make_request(f"r{number}") for number in range(5)]
     answers = await asyncio.gather(*(events_of(pair.remote, request) for request in requests))
     for events in answers:
         assert "".join(event.text for event in events) == "".join(expected)
-    assert engine.all_requests() == []
+    assert engine.open_requests() == []
 
 
 async def test_the_models_are_those_of_the_engines(pair: Pair, engine: AsyncEngine) -> None:
-    (model,), (known,) = engine.models(), pair.remote.models()
+    remote = GENERATION.client(pair.remote)
+    (model,), (known,) = GENERATION.client(engine).models(), remote.models()
     assert (model.names, model.info) == (known.names, known.info)
-    assert pair.remote.first_model().names == pair.remote.get_model(model.names[0]).names
+    assert remote.first_model().names == remote.get_model(model.names[0]).names
     with pytest.raises(ModelNotFoundError, match=model.names[0]):
-        pair.remote.get_model("nobody")
+        GENERATION.client(pair.remote).get_model("nobody")
     with pytest.raises(ModelNotFoundError):
-        await pair.remote.submit(replace(make_request("a"), model="nobody"))
-    await pair.remote.check_room(model.names[0], "", 60)
+        await GENERATION.client(pair.remote).submit(replace(make_request("a"), model="nobody"))
+    await GENERATION.client(pair.remote).check_room(model.names[0], "", 60)
 
 
 async def test_refusals_come_back_and_leave_nothing(pair: Pair, engine: AsyncEngine) -> None:
     engine._draining = True
     with pytest.raises(ShuttingDownError):
-        await pair.remote.submit(make_request("a"))
+        await GENERATION.client(pair.remote).submit(make_request("a"))
     engine._draining = False
     assert len(await events_of(pair.remote, make_request("a"))) > 0
 
@@ -116,11 +118,11 @@ async def test_an_abort_ends_the_request_where_the_engines_are(
     pair: Pair, engine: AsyncEngine
 ) -> None:
     await engine.control.pause(PauseMode.KEEP)
-    handle = await pair.remote.submit(make_request("a"))
+    handle = await GENERATION.client(pair.remote).submit(make_request("a"))
     assert [each.request_id for each in engine.open_requests()] == ["a"]
     await pair.remote.abort(handle.request_id)
     await engine.wait_until_idle()
-    cancelled = await pair.remote.submit(make_request("b"))
+    cancelled = await GENERATION.client(pair.remote).submit(make_request("b"))
     await pair.remote.cancel("b")
     reasons = [
         event.finish_reason async for event in cancelled.events if isinstance(event, TokenEvent)
@@ -133,8 +135,8 @@ async def test_requests_of_a_process_that_is_gone_are_aborted(
 ) -> None:
     await engine.control.pause(PauseMode.KEEP)
     for name in "abc":
-        await pair.remote.submit(make_request(name))
-    own = await engine.submit(make_request("own"))
+        await GENERATION.client(pair.remote).submit(make_request(name))
+    own = await GENERATION.client(engine).submit(make_request("own"))
     await pair.host.leave()
     assert [each.request_id for each in engine.open_requests()] == ["own"]
     await engine.control.resume()

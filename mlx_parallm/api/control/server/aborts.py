@@ -57,7 +57,9 @@ async def _abort(
     chosen = [
         each
         for each in engine.open_requests()
-        if (ids is None or is_named(each, ids)) and (reaches_all or each.client == client)
+        if isinstance(each, GenerateRequest)
+        and (ids is None or is_named(each, ids))
+        and (reaches_all or each.client == client)
     ]
     for each in chosen:
         await engine.cancel(each.request_id)

@@ -17,6 +17,7 @@ from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.engine.status import EngineReport, Readiness
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent
@@ -156,7 +157,7 @@ async def world_size(engine: EngineDep, include_dp: bool = True) -> WorldSize:
 async def workers(request: Request, engine: EngineDep) -> Workers:
     """List the workers of a router, for slime: only this server."""
     url = str(request.base_url).rstrip("/")
-    name = engine.first_model().names[0]
+    name = GENERATION.client(engine).first_model().names[0]
     return Workers(workers=[Worker(id=url, url=url, model_id=name)])
 
 
@@ -184,10 +185,10 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 
 async def _make_token(engine: EngineClient, request_id: str) -> None:
-    model = engine.first_model().names[0]
+    model = GENERATION.client(engine).first_model().names[0]
     params = SamplingParams(temperature=0, max_tokens=1)
     probe = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
-    handle = await engine.submit(probe)
+    handle = await GENERATION.client(engine).submit(probe)
     async for event in handle.events:
         if isinstance(event, ErrorEvent):
             raise event.error

@@ -18,6 +18,7 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.origins import is_foreign
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.json_values import is_object
@@ -39,7 +40,7 @@ async def server_info(
     config_format: Literal["json", "text"] = "json",
 ) -> ServerInfo:
     """Return version, settings and models; keys are left out."""
-    first = engine.first_model()
+    first = GENERATION.client(engine).first_model()
     is_admin = has_admin_key(request) and not is_foreign(request.headers)
     hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
     # An engine that hangs delays both by the same seconds.
@@ -98,7 +99,7 @@ async def model_info(engine: EngineDep) -> ModelInfo:
 
 
 def _model_info(engine: EngineClient) -> ModelInfo:
-    model = engine.first_model()
+    model = GENERATION.client(engine).first_model()
     return ModelInfo(
         weight_version=engine.control.version().label,
         model_path=model.root,

@@ -41,6 +41,7 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
+from mlx_parallm.types.request import GenerateRequest
 
 FILE = "weights"
 NO_TRANSFER = (
@@ -229,4 +230,5 @@ async def refuse_transfer(request: Request) -> None:
 async def _abort_all(engine: EngineClient, is_wanted: bool) -> None:
     if is_wanted:
         for each in engine.open_requests():
-            await engine.cancel(each.request_id)
+            if isinstance(each, GenerateRequest):
+                await engine.cancel(each.request_id)

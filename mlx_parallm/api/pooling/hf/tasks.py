@@ -26,8 +26,8 @@ from mlx_parallm.api.pooling.vectors.arrays import (
     similarities,
     softmax,
 )
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_object
 from mlx_parallm.types.pooling import PoolingInput, ProblemType, Task, TokenSpan

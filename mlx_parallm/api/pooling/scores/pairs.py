@@ -27,8 +27,8 @@ from mlx_parallm.api.pooling.vectors.late_interaction import (
     side_inputs,
     side_vectors,
 )
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import LateInteraction, PoolingInfo, PoolingInput
 
@@ -99,7 +99,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     return Pairs(queries, documents, names, body.truncate_prompt_tokens)
 
 
-def scoring_model(client: PoolingCalls, name: str | None) -> PoolingModel:
+def scoring_model(client: PoolingClient, name: str | None) -> PoolingModel:
     """Return the model of this name, else the one most suited to ranking; see ``_rank``.
 
     Raises:

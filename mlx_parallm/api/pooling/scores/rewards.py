@@ -21,8 +21,8 @@ from mlx_parallm.api.pooling.scores.pairs import logistic
 from mlx_parallm.api.pooling.scores.schema import RewardsRequest, Scored
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingCalls
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInfo, PoolingInput, Task
 from mlx_parallm.types.request import TokenLimit
@@ -33,7 +33,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True, in_any_process=True)
 
 
 def reward_model(
-    client: PoolingCalls, name: str | None, task: Task, *, chats: str | None = None
+    client: PoolingClient, name: str | None, task: Task, *, chats: str | None = None
 ) -> PoolingModel:
     """Return the model of this name, else the one that most likely was made for rewards.
 

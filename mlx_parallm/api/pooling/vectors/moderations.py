@@ -19,8 +19,8 @@ from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
 from mlx_parallm.api.pooling.inputs.encode import single_inputs
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, TEXT, as_texts, is_list_of, many
 from mlx_parallm.api.pooling.vectors.arrays import activated
+from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 from mlx_parallm.types.pooling import PoolingInfo
 

@@ -9,13 +9,21 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.answer_reader import AnswerReader
+from mlx_parallm.engine.residency import ModelEntry
+from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.types.errors import ModelLoadError, ModelLoadingError
-from mlx_parallm.types.pooling import PoolingInfo, PoolingResults, PoolRequest, Task
-from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import PoolingEvent, PoolingInfo, PoolingResults, PoolRequest
+from tests.fake_engine import FakeEngine, serve_fake
+
+INFO = PoolingInfo(
+    architecture="x", vocab_size=256, max_model_len=9, dims=2, dtype="float32", weight_bytes=1
+)
 
 
-class LoadingEncoders(NoEncoders):
+class LoadingEncoders:
     """A pooling model whose load ends when a request waits for it."""
 
     def __init__(self, failure: str | None = None) -> None:
@@ -23,38 +31,37 @@ class LoadingEncoders(NoEncoders):
         self.waited = 0
         self.is_loaded = threading.Event()
 
-    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
-        assert name == "new"
-        if not self.is_loaded.is_set():
-            raise ModelLoadingError(name)
-        info = PoolingInfo(
-            architecture="x",
-            vocab_size=256,
-            max_model_len=9,
-            dims=2,
-            dtype="float32",
-            weight_bytes=1,
-        )
+    @property
+    def thread(self) -> LoadingEncoders:
+        return self
+
+    def statuses(self) -> list[ModelStatus]:
         tokenizer: Any = SimpleNamespace(cut=lambda ids, length: ids)
-        return PoolingModel(
+        model = PoolingModel(
             names=("new",),
             root="r",
             created=1,
             tokenizer=tokenizer,
-            info=info,
+            info=INFO,
             max_batch_tokens=64,
             max_waiting=100,
         )
+        is_loaded = self.is_loaded.is_set()
+        return [ModelEntry(ModelConfig(), ("new",), model if is_loaded else None).status()]
 
     async def wait(self, name: str) -> None:
+        assert name == "new"
         self.waited += 1
         if self.failure is not None:
             raise ModelLoadError(self.failure)
         self.is_loaded.set()
 
-    async def encode(self, request: PoolRequest) -> PoolingResults:
+    async def open_reader(self, request: PoolRequest) -> AnswerReader[PoolingResults]:
         results = [np.array([len(read.token_ids), 1.0], np.float32) for read in request.inputs]
-        return PoolingResults(results, [False] * len(results))
+        reader = AnswerReader[PoolingResults](request)
+        answer = PoolingResults(results, [False] * len(results))
+        reader.put(PoolingEvent(request_id=request.request_id, results=answer))
+        return reader
 
 
 def ask(encoders: LoadingEncoders) -> httpx2.Response:

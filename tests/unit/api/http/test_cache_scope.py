@@ -19,9 +19,10 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
-from mlx_parallm.types.request import EVERYBODY, CacheScope, GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
+from mlx_parallm.types.work import EVERYBODY, CacheScope
 from tests.api_app import make_app
 from tests.fake_encoders import FakeEncoders, make_encoder
 from tests.fake_engine import FakeEngine, prompt_event

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.api.turns.openai import system_fingerprint
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.types.weights import WeightsVersion
 from mlx_parallm.worker.weights.revision import folder_revision
 from tests.fake_engine import FakeEngine
@@ -41,7 +42,7 @@ def test_another_configuration_has_another(tmp_path: Path) -> None:
 
 def test_the_fingerprint_changes_with_what_changes_results() -> None:
     engine = FakeEngine()
-    model = engine.first_model()
+    model = GENERATION.client(engine).first_model()
     known = [system_fingerprint(engine, model)]
     assert known[0] == system_fingerprint(FakeEngine(), model)
     for other in (

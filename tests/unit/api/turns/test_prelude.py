@@ -8,6 +8,7 @@ import httpx2
 import pytest
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import Tokenizer
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
@@ -49,7 +50,7 @@ async def test_a_full_queue_refuses_before_anything_is_encoded(
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("a prompt was encoded")
 
-    tokenizer: type[Tokenizer] = type(engine.first_model().tokenizer)
+    tokenizer: type[Tokenizer] = type(GENERATION.client(engine).first_model().tokenizer)
     monkeypatch.setattr(tokenizer, "encode", fail)
     monkeypatch.setattr(tokenizer, "render_chat", fail)
     answer = await post(engine, path)

@@ -19,6 +19,7 @@ from mlx_parallm.engine.parallel.division import LEAST_TOKENS, divide_inputs
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.pooling.engine import PoolingEngine
+from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.kinds import ignore_progress
@@ -94,7 +95,7 @@ async def serving(
 
 async def encode(engine: AsyncEngine, inputs: Sequence[tuple[int, ...]]) -> PoolingResults:
     request = PoolRequest(request_id="r", model="m", inputs=tuple(map(PoolingInput, inputs)))
-    return await engine.pooling.encode(request)
+    return await POOLING.client(engine).encode(request)
 
 
 def plain(results: PoolingResults) -> list[list[float]]:
@@ -141,7 +142,7 @@ async def test_a_part_that_fails_ends_the_others() -> None:
         poisoned.gate.set()
         with pytest.raises(StepError):
             await task
-        assert not engine.all_requests()
+        assert not engine.open_requests()
         for encoder in encoders:
             encoder.gate.set()
         # The batches in flight were the last.
@@ -161,7 +162,7 @@ async def test_a_refusal_of_one_part_is_the_requests() -> None:
         many = [(number, *[2] * 30) for number in range(1, 600)]
         refused = asyncio.create_task(encode(engine, many))
         await asyncio.sleep(0)
-        assert len(engine.all_requests()) == 2
+        assert len(engine.open_requests()) == 2
         busy.gate.set()
         with pytest.raises(OverloadedError):
             await refused
@@ -213,7 +214,7 @@ async def test_an_engine_that_the_client_chose_gets_all() -> None:
         request = PoolRequest(
             request_id="r", model="m", inputs=tuple(map(PoolingInput, MANY)), rank=2
         )
-        await engine.pooling.encode(request)
+        await POOLING.client(engine).encode(request)
         assert [encoder.num_inputs for encoder in encoders] == [0, 0, len(MANY)]
 
 

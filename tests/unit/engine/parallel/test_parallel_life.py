@@ -30,6 +30,7 @@ from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import ReadLoads
 from mlx_parallm.engine.status import Readiness
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
@@ -68,7 +69,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 
 async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
-    handle = await engine.submit(request)
+    handle = await GENERATION.client(engine).submit(request)
     return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
 
 
@@ -123,7 +124,7 @@ async def test_every_engine_answers(engine: AsyncEngine) -> None:
 
 async def test_a_pause_holds_every_engine_and_counts_all_requests(engine: AsyncEngine) -> None:
     assert await engine.control.pause(PauseMode.KEEP) == 0
-    handles = [await engine.submit(make_request(str(i))) for i in range(6)]
+    handles = [await GENERATION.client(engine).submit(make_request(str(i))) for i in range(6)]
     assert (await engine.load()).num_requests == 6
     assert await engine.control.pause(PauseMode.KEEP) == 6
     await engine.abort("0")
@@ -138,12 +139,12 @@ async def test_the_queue_is_full_when_those_of_all_engines_are() -> None:
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
     for number in range(2 * LIMITED.scheduler.max_waiting):
-        await engine.check_room("m", "", 1)
-        await engine.submit(make_request(str(number)))
+        await GENERATION.client(engine).check_room("m", "", 1)
+        await GENERATION.client(engine).submit(make_request(str(number)))
     with pytest.raises(OverloadedError):
-        await engine.check_room("m", "", 1)
+        await GENERATION.client(engine).check_room("m", "", 1)
     with pytest.raises(OverloadedError):
-        await engine.submit(make_request("one more"))
+        await GENERATION.client(engine).submit(make_request("one more"))
     await asyncio.to_thread(engine.stop)
 
 
@@ -153,12 +154,12 @@ async def test_every_engine_reports_its_load() -> None:
     await asyncio.to_thread(engine.start)
     await engine.control.pause(PauseMode.KEEP)
     for number in range(3):
-        await engine.submit(make_request(str(number)))
+        await GENERATION.client(engine).submit(make_request(str(number)))
     reports = await engine.engines()
     assert [report.rank for report in reports] == [0, 1]
     assert all(report.is_ready for report in reports)
     assert sorted(report.load.num_requests for report in reports) == [1, 2]
-    info = engine.first_model().info
+    info = GENERATION.client(engine).first_model().info
     assert {report.load.num_kv_tokens for report in reports} == {info.num_blocks * info.block_size}
     assert (await engine.load()).num_requests == 3
     await asyncio.to_thread(engine.stop)
@@ -171,7 +172,7 @@ async def test_the_context_is_one_that_every_engine_can_serve(smallest: int) -> 
     infos[smallest] = make_info(num_blocks=8, max_model_len=64)
     engine = parallel_engine(*[builder(FakeRunner(spell("a"), info=info)) for info in infos])
     await asyncio.to_thread(engine.start)
-    assert engine.first_model().info == infos[smallest]
+    assert GENERATION.client(engine).first_model().info == infos[smallest]
     await asyncio.to_thread(engine.stop)
 
 

@@ -19,6 +19,7 @@ from mlx_parallm.engine.parallel.division import Candidate, divide
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.parts import OpenRequest
 from mlx_parallm.engine.parallel.router import Move, Router
+from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import EngineDeadError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
@@ -56,7 +57,7 @@ async def serving(num_engines: int) -> AsyncIterator[tuple[AsyncEngine, list[Fak
 
 async def read(engine: AsyncEngine, request: GenerateRequest) -> tuple[Any, ...]:
     """Return what a reader gets: of the prompt, and of each sample."""
-    handle = await engine.submit(request)
+    handle = await GENERATION.client(engine).submit(request)
     prompts: list[PromptEvent] = []
     samples: dict[int, list[Any]] = defaultdict(lambda: [(), (), "", None])
     async for event in handle.events:
