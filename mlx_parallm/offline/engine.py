@@ -140,9 +140,16 @@ class _LoopThread:
         self._thread.start()
 
     def _run(self) -> None:
-        # A Runner cancels what still runs at its end.
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._is_ending.wait())
+        # A Runner would start a thread at its end, which an interpreter that exits refuses.
+        self.loop.run_until_complete(self._serve())
+        self.loop.close()
+
+    async def _serve(self) -> None:
+        await self._is_ending.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     def end(self) -> None:
         """Cancel what runs on the loop, and wait for its end."""

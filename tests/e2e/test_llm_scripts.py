@@ -40,6 +40,25 @@ def test_a_script_ends_without_close(tmp_path: Path) -> None:
     assert written == "begun\nanswered\n"
 
 
+# EMBEDS: it has used the threads of the event loop too.
+EMBEDS = """
+from mlx_parallm import LLM
+texts = [f"Text {number}." for number in range(64)]
+assert len(LLM("demo:embed").embed(texts)) == 64
+llm = LLM("demo:embed")
+llm.embed(texts)
+print("embedded", flush=True)
+"""
+
+
+def test_a_script_that_embeds_ends_without_close(tmp_path: Path) -> None:
+    process = script(tmp_path, EMBEDS)
+    written, log = process.communicate()
+    assert process.returncode == 0, log
+    assert written == "embedded\n"
+    assert "Traceback" not in log
+
+
 def test_ctrl_c_ends_a_script_that_generates(tmp_path: Path) -> None:
     process = script(tmp_path, SCRIPT)
     assert process.stdout is not None
