@@ -20,7 +20,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mlx_parallm.models.decoder_classes import decoder_classes
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 
 SPECIALS = (
     "<unk>",

@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
-from mlx_parallm.types.served_names import MAX_NAME
 
 # _HUB_ID is an owner and a name; a few models have no owner.
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?\w[\w.-]*", re.ASCII)
+MAX_NAME = 256
+# DOTS: parts of a path that clients and proxies resolve: /v1/adapters/.. would be another route.
+DOTS = frozenset({".", ".."})
 
 
 def is_hub_id(name: str, *, with_owner: bool = True) -> bool:
@@ -120,3 +122,18 @@ class Confinement:
         """True if a name has the form of a hub id and may be loaded from there."""
         is_id = len(name) <= MAX_NAME and is_hub_id(name, with_owner=with_owner)
         return is_id and any(fnmatchcase(name, repo) for repo in self._repos)
+
+
+def check_name(name: str, *, param: str = "name") -> None:
+    """Refuse a name that could not be written in a path, a line of a log, or a list.
+
+    Raises:
+        InvalidRequestError: it is empty or too long, has characters that cannot be printed, or a
+            part that is "." or "..".
+    """
+    if not name or len(name) > MAX_NAME:
+        raise InvalidRequestError(f"A name must have 1 to {MAX_NAME} characters.", param=param)
+    if not name.isprintable():
+        raise InvalidRequestError("A name must have printable characters only.", param=param)
+    if DOTS & set(name.split("/")):
+        raise InvalidRequestError('No part of a name can be "." or "..".', param=param)

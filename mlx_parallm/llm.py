@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.config import (
     CacheConfig,
     EngineConfig,
@@ -21,7 +21,6 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.images.prompt import ImagePrompt
-from mlx_parallm.offline.arguments import as_prompts, as_texts, is_conversation
 from mlx_parallm.offline.completions import RequestOutput
 from mlx_parallm.offline.engine import OfflineEngine, open_engine
 from mlx_parallm.offline.generation import (
@@ -29,9 +28,12 @@ from mlx_parallm.offline.generation import (
     OfflineRequests,
     Prompt,
     PromptMapping,
+    as_prompts,
+    as_texts,
     chat_prompt,
     compiled,
     hub_tokenizer,
+    is_conversation,
     part,
     plain_prompt,
     run,

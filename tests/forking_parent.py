@@ -38,10 +38,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.machine import visible_devices
 from mlx_parallm.peers.child_process import ChildProcess
 from mlx_parallm.peers.launch import ENGINE, HTTP
 from mlx_parallm.process_setup.device_process import prepare_device_process
-from mlx_parallm.worker.device.gpus import visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Modules that servers and their processes run or import late.

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from mlx_parallm.models.decoder_classes import decoder_classes
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from scripts import golden_vision_cases
 from tests.golden_images import read_vision, write_vision
 

@@ -5,7 +5,7 @@ import json
 from benchmarks.check_vision import TIE, Answer, is_equal
 from benchmarks.make_vision_model import make_vision_model
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.worker.weights.loader import load_model, parameters_of
 
 

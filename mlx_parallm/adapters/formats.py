@@ -8,15 +8,18 @@ with ``fine_tune_type`` and ``adapters.safetensors``, with tensors such as
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor, on_threads, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.types.errors import InvalidRequestError
@@ -51,6 +54,11 @@ _VARIANTS = (
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
 # _EXPERT_LAYERS: Mixtral's names of an expert's layers, and mlx_lm's.
 _EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+CONFIG_NAME = "adapter_config.json"
+#: ``WEIGHTS_NAMES``: the file names of PEFT and of mlx-lm.
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapters.safetensors")
+#: ``CHECKPOINT_FILES``: the files of a whole model: its weights, or the index of these.
+CHECKPOINT_FILES = "model*.safetensors*"
 
 
 def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> AdapterWeights:
@@ -329,3 +337,33 @@ def _check_module(item: tuple[str, LowRank]) -> None:
             raise _Unusable(f"the magnitudes of {path[:100]} are {module.magnitude.shape}")
     if not all(tensor.is_finite() for tensor in module.tensors()):
         raise _Unusable(f"{path[:100]} has numbers that are not finite")
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """True if a folder has an adapter and no whole checkpoint."""
+    return (path / CONFIG_NAME).is_file() and not any(path.glob(CHECKPOINT_FILES))
+
+
+def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
+    """Return the adapter that PEFT or mlx-lm wrote into a folder.
+
+    Raises:
+        InvalidRequestError: the folder has no adapter, or one that cannot be used.
+    """
+    try:
+        config = json.loads((path / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{path} has no readable {CONFIG_NAME}: {error}", param=param
+        ) from None
+    if not is_object(config):
+        raise InvalidRequestError(f"{path / CONFIG_NAME} must be a JSON object.", param=param)
+    weights_file = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
+    if weights_file is None:
+        raise InvalidRequestError(
+            f"{path} has no {' or '.join(WEIGHTS_NAMES)}; other formats are not supported.",
+            param=param,
+        )
+    return read_adapter(
+        config, read_safetensors(weights_file.read_bytes(), param=param), param=param
+    )

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from mlx_parallm.machine import count_cuda_devices
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.worker.device.gpus import count_cuda_devices
 
 # TIMEOUT_VARIABLE: where ART's own services read how many seconds a server's start may take.
 TIMEOUT_VARIABLE = "ART_SERVER_TIMEOUT"

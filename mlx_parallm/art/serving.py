@@ -15,8 +15,8 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.server import BackendError, CheckpointError, ManagedServer, UnservedStepError
 from mlx_parallm.client import RequestFailedError
 from mlx_parallm.client.transport import Transport
+from mlx_parallm.machine import VISIBLE, count_cuda_devices
 from mlx_parallm.serving.local_ranks import nccl_ranks, ring_ranks
-from mlx_parallm.worker.device.gpus import VISIBLE, count_cuda_devices
 
 #: ``EMBEDDED_MODEL``: the name of the model in the package, which is served without ``--model``.
 EMBEDDED_MODEL = "mlx-parallm-demo"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.machine import num_processors
+from mlx_parallm.machine import num_processors, visible_devices
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -24,7 +24,6 @@ from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.units import readable_bytes
-from mlx_parallm.worker.device.gpus import visible_devices
 
 NUM_STREAMS = 32
 # NUM_TOKENS: tokens of each prompt, and of each answer.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from mlx_parallm.adapters.folder import CONFIG_NAME, read_adapter_folder
+from mlx_parallm.adapters.formats import CONFIG_NAME, read_adapter_folder
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.confinement import Confinement, is_hub_id, is_spelled
+from mlx_parallm.confinement import MAX_NAME, Confinement, is_hub_id, is_spelled
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelLoadError,
     ModelNotFoundError,
     NotFoundError,
 )
-from mlx_parallm.types.served_names import MAX_NAME
 from mlx_parallm.worker.weights.hub import download_adapter, log_download
 
 #: ``LORA_PATH``: the field of requests that names a folder or a hub id.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from mlx_parallm.adapters.folder import is_adapter_folder
+from mlx_parallm.adapters.formats import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
 from mlx_parallm.engine.commands import EngineDoor

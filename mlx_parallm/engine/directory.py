@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_names import with_adapter
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.kind import ModelLoad
@@ -22,7 +23,6 @@ from mlx_parallm.types.errors import (
     ModelLoadError,
     ModelNotFoundError,
 )
-from mlx_parallm.types.served_names import check_name
 
 logger = logging.getLogger(__name__)
 

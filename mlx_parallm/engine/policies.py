@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -17,7 +18,6 @@ from mlx_parallm.types.errors import (
     OverloadedError,
     VersionMismatchError,
 )
-from mlx_parallm.types.served_names import check_name
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 
 #: A head that an adapter brings. Only its model's kind knows what is in it.

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.config import LoadingConfig
-from mlx_parallm.confinement import Confinement, is_hub_id
+from mlx_parallm.confinement import MAX_NAME, Confinement, is_hub_id
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
-from mlx_parallm.types.served_names import MAX_NAME
 
 #: ``MODEL``: the field of requests that names a model.
 MODEL = "model"

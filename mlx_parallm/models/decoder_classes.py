@@ -16,8 +16,8 @@ from mlx_parallm.models import opt
 from mlx_parallm.models.extended_decoders import EXTENDED_DECODERS
 from mlx_parallm.models.family_weights import FAMILY_WEIGHTS
 from mlx_parallm.models.text_halves import TEXT_HALVES
+from mlx_parallm.models.vision.checkpoint import with_tower
 from mlx_parallm.models.vision.registry import family_of
-from mlx_parallm.models.vision.with_tower import with_tower
 
 #: ``OWN_DECODERS``: the classes of architectures that mlx_lm lacks, by ``model_type``.
 OWN_DECODERS: Mapping[str, tuple[type, type]] = {

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.control import PauseMode
@@ -18,7 +18,6 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.structured_outputs import structured_outputs_spec
 from mlx_parallm.images.prompt import ImagePrompt
-from mlx_parallm.offline.arguments import per_prompt
 from mlx_parallm.offline.completions import Ended, OutputReader, RequestOutput
 from mlx_parallm.offline.engine import OfflineEngine
 from mlx_parallm.serving.async_engine import AsyncEngine
@@ -31,6 +30,7 @@ Prompt = str | Sequence[int]
 #: ``PromptMapping``: vLLM's form of a prompt, which may have images.
 PromptMapping = Mapping[str, Any]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def part(name: str) -> Any:
@@ -201,3 +201,37 @@ async def _abort(client: AsyncEngine, readers: Sequence[OutputReader]) -> None:
     """End the requests of readers that have not ended."""
     for reader in readers:
         await client.abort(reader.request.request_id)
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts; one alone becomes a list."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+def as_texts(texts: str | Sequence[str]) -> list[str]:
+    """Return the texts; one alone becomes a list."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def per_prompt(value: T | Sequence[T], num_prompts: int, name: str) -> list[T]:
+    """Return a value for each prompt; raise InvalidRequestError if they are not as many."""
+    if not _is_per_prompt(value):
+        return [value] * num_prompts  # type: ignore[list-item]
+    if len(value) != num_prompts:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} entries for {num_prompts} prompts.", param=name
+        )
+    return list(value)
+
+
+def _is_per_prompt(value: T | Sequence[T]) -> TypeGuard[Sequence[T]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_conversation(value: Sequence[Any]) -> bool:
+    """True if it is a list of messages, not of conversations."""
+    return bool(value) and isinstance(value[0], Mapping)

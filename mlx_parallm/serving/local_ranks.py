@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mlx_parallm.worker.device.gpus import VISIBLE
+from mlx_parallm.machine import VISIBLE
 
 LOOPBACK = "127.0.0.1"
 

@@ -12,12 +12,11 @@ from mlx_parallm.engine.kind import TellProgress
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.machine import num_processors
+from mlx_parallm.machine import VISIBLE, num_processors, visible_devices
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import RemoteLife
 from mlx_parallm.serving.launched import has_rank
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.worker.device.gpus import VISIBLE, visible_devices
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
 
 # THREAD_COUNTS: variables that say how many threads a BLAS library uses.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.generator_adapters import AdaptedGenerator
 

@@ -15,9 +15,9 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.internvl import INTERNVL
 from mlx_parallm.models.vision.registry import family_of, why_no_family
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.worker.weights.loader import load_model, parameters_of
 from mlx_parallm.worker.weights.model_weights import ModelWeights
 from tests.encoder_folders import golden_arrays

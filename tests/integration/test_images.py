@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import Arrays, Features, Tower
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import POSITIONS, TOKEN_IDS, InputKind, ModelInput
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.compiled_attention import AheadAttention, CompiledAttention

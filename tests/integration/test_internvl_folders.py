@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.worker.weights.loader import load_model
 from tests.integration.test_llm_images import asked, png
 from tests.internvl_folders import write_internvl, write_internvl_chat

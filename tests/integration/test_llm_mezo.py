@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.adapters.formats import read_adapter_folder
 from mlx_parallm.llm import LLM
 from mlx_parallm.offline.training import OfflineSession
 from mlx_parallm.types.errors import InvalidRequestError, StorageInUseError

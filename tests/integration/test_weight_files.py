@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.arrays import to_host
-from mlx_parallm.adapters.folder import is_adapter_folder
+from mlx_parallm.adapters.formats import is_adapter_folder
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models import indexed_weights
 from mlx_parallm.models.checkpoint_names import Weights

@@ -25,7 +25,7 @@ from mlx_parallm.engine.build import build_models
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.generation.scheduler.stage_cost import StageCost
+from mlx_parallm.generation.scheduler.step_cost import StageCost
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.images.processor import host_array
 from mlx_parallm.types.errors import InvalidRequestError

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK
-from mlx_parallm.worker.attention.held_tables import HeldTables
-from mlx_parallm.worker.attention.kernel_plan import KernelPlan
+from mlx_parallm.worker.attention.kernel_plan import HeldTables, KernelPlan
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
 
 BLOCK_SIZE = 16

@@ -6,9 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from mlx_parallm.api.http.error_schema import ErrorResponse
+
+class ErrorDetail(BaseModel):
+    """The details of an error."""
+
+    message: str = Field(description="A sentence for people.")
+    type: str = Field(description="OpenAI's kind of error.")
+    param: str | None = Field(description="The field of the request at fault.")
+    code: str | None = Field(description="A machine-readable reason.")
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's error object; all four keys are always there."""
+
+    error: ErrorDetail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +74,12 @@ def openai_error(failure: Failure, request_id: str | None) -> dict[str, Any]:
 
 
 OPENAI = Dialect(error_body=openai_error, error_model=ErrorResponse)
+
+
+def sglang_error(failure: Failure, request_id: str | None) -> dict[str, Any]:
+    """Return OpenAI's error object with what SGLang's clients read."""
+    extra = {"success": False, "message": failure.message, "error_message": failure.message}
+    return openai_error(failure, request_id) | extra
+
+
+SGLANG = Dialect(error_body=sglang_error, error_model=ErrorResponse)

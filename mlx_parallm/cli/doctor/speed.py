@@ -15,9 +15,9 @@ from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.properties import backend_name, cache_memory_bytes, give_back_memory
 from mlx_parallm.worker.generation.load.plan import DecoderChoices
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.ops import Load, Op, Pending, Unload
 from mlx_parallm.worker.worker import Worker
 

@@ -12,10 +12,10 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.running import ClientShares, RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
-from mlx_parallm.generation.scheduler.stage_cost import StageCost
 from mlx_parallm.generation.scheduler.step_cost import (
     MIN_CHUNK,
     PrefillAllowance,
+    StageCost,
     StepCost,
     StepWork,
 )

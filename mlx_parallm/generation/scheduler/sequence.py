@@ -11,7 +11,7 @@ from mlx_parallm.generation.inputs.held import HeldInputs
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
-from mlx_parallm.generation.speculation.proposer import Speculation
+from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import (

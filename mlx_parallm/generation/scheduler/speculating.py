@@ -10,7 +10,7 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import Sequence
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.updates import SpeculationStats
-from mlx_parallm.generation.speculation.proposer import LONGEST_PAUSE, Speculation
+from mlx_parallm.generation.speculation import LONGEST_PAUSE, Speculation
 from mlx_parallm.types.step import ScheduledSequence
 
 # BUDGET_SHARE: proposals take at most one in so many of the tokens that decode rows leave.

@@ -35,9 +35,9 @@ from mlx_parallm.worker.attention.kernel_pool import why_unsupported
 from mlx_parallm.worker.attention.quantisation import KVQuantisation, quantisation_of
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import OTHER_RANK, Ranks, agreed
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.chunk_plan import LongChunk
-from mlx_parallm.worker.attention.held_tables import HeldTables
-from mlx_parallm.worker.attention.kernel_plan import Work, WorkKind, row_work
+from mlx_parallm.worker.attention.kernel_plan import HeldTables, Work, WorkKind, row_work
 
 
 @dataclass(slots=True)

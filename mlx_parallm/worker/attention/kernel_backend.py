@@ -17,10 +17,9 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK, LongChunk
 from mlx_parallm.worker.attention.decode_plan import DecodePlan, DecodeRows
-from mlx_parallm.worker.attention.held_tables import HeldTables
 from mlx_parallm.worker.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.worker.attention.kernel_moves import MoveKernels
-from mlx_parallm.worker.attention.kernel_plan import KernelPlan, WorkKind
+from mlx_parallm.worker.attention.kernel_plan import HeldTables, KernelPlan, WorkKind
 from mlx_parallm.worker.attention.kernel_pool import (
     KernelPool,
     PoolLayout,

@@ -18,6 +18,16 @@ logger = logging.getLogger(__name__)
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 #: LATE begins MLX's message about work that failed after it was submitted.
 LATE = "[METAL] Command buffer execution failed"
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def is_device_error(error: BaseException) -> bool:

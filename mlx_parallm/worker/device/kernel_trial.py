@@ -9,10 +9,10 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks, agreed
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
 

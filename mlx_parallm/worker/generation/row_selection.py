@@ -15,9 +15,9 @@ import mlx.nn as nn
 
 from mlx_parallm.models.checkpoints.decoder_sizes import config_value
 from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.weights.loader import LoadedModel
 
 EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Protocol
 
 from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.shape_buckets import coarse
+from mlx_parallm.types.shape_buckets import coarse, padded_rows
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampleSpec,
@@ -22,9 +22,8 @@ from mlx_parallm.types.step import (
     ScheduledSequence,
     StepInFlight,
 )
-from mlx_parallm.worker.attention.held_tables import table_length
+from mlx_parallm.worker.attention.kernel_plan import table_length
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
-from mlx_parallm.worker.layers.row_counts import padded_rows
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.types.shape_buckets import ROW_COUNTS
 from mlx_parallm.worker.device.kernel_trial import KernelTrials
-from mlx_parallm.worker.layers.row_counts import ROW_COUNTS
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 from mlx_parallm.worker.layers.wrapped_calls import replace_class
 

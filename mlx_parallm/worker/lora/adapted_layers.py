@@ -14,8 +14,8 @@ import mlx.nn as nn
 from mlx_parallm.adapters.arrays import to_mlx
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.registry import TOWER_PARTS
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.device.ranks import Ranks, agreed

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.pooling.vectors import last_of
 
 #: ``Reach`` maps a window's size to how many tokens away bidirectional attention reaches.

@@ -25,6 +25,7 @@ from mlx_parallm.types.pooling import (
     Task,
 )
 from mlx_parallm.types.training import TrainedText, TrainingInput
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 from mlx_parallm.worker.lora.adapted_layers import (
@@ -37,7 +38,6 @@ from mlx_parallm.worker.lora.adapter_store import SlotTarget
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.worker.lora.stack import AdapterStack
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob

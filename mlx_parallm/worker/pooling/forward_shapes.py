@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_parallm.types.shape_buckets import rounded_up
+from mlx_parallm.types.shape_buckets import padded_rows, rounded_up
 from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.layers.row_counts import padded_rows
 
 # LENGTHS_PER_OCTAVE: padded lengths between a power of two and the next.
 LENGTHS_PER_OCTAVE = 4

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from typing_extensions import override
 
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.types.pooling import PoolingJob
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
 

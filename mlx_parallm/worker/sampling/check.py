@@ -11,9 +11,9 @@ import numpy as np
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.kernels import KernelReport, device_language
 from mlx_parallm.worker.device.ranks import OTHER_RANK, Ranks, agreed
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels, why_unsupported
 from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
 from mlx_parallm.worker.sampling.sampler import categorical

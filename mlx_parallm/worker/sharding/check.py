@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_parallm.models.load_failures import reason
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.sharding.stock_shard import Rank, copy_structure, run_shard
 
 #: ``QUERY_HEADS``: the field of config.json that every ``shard`` divides.

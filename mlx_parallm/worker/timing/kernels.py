@@ -21,10 +21,10 @@ from mlx_parallm.worker.attention.check import (
 )
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import quantisation_of
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.lora import adapter_check
 from mlx_parallm.worker.lora.change_kernels import ChangeKernels
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sampling import check as sampling_check
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
 

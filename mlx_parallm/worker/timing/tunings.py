@@ -12,8 +12,8 @@ from mlx_parallm.kernels.language import METAL_TUNINGS, KernelLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.kernels import device_language
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 BLOCK_SIZE = 16
 # SHAPE, HEADS: a layer of an 8B model, with the KV of NUM_ROWS sequences of NUM_KEYS tokens.

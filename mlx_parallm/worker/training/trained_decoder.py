@@ -14,13 +14,13 @@ import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import BranchedText, ChoiceInput, TrainedText, TrainingInput
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.stack import AdapterStack
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
 from mlx_parallm.worker.training.branched_forward import BranchedForward

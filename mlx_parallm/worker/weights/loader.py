@@ -23,8 +23,8 @@ from mlx_parallm.models.checkpoints.weight_files import mlx_lm_folder
 from mlx_parallm.models.decoder_classes import decoder_classes
 from mlx_parallm.models.indexed_weights import reading_index, tied_as_saved
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.registry import family_of, why_no_family
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.device.kernel_trial import KernelTrials

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, leaves, probe_layout
 from mlx_parallm.worker.generation.load.path_choice import PathChoice, checked_length, choose_path
@@ -21,7 +22,6 @@ from mlx_parallm.worker.generation.load.self_check import (
     largest_difference,
     stock_texts,
 )
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sharding.check import check_shardable
 from mlx_parallm.worker.sharding.sharding import cut_model
 from tests.builders.architectures.configs import (

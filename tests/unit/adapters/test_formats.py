@@ -20,8 +20,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.adapters.arrays import to_mlx
-from mlx_parallm.adapters.folder import read_adapter_folder
-from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.formats import read_adapter, read_adapter_folder
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.errors import InvalidRequestError

@@ -28,8 +28,8 @@ from mlx_parallm.art.server import ManagedServer
 from mlx_parallm.art.serving import Checkpoints, ServedPolicy, is_adapter
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.confinement import is_spelled
+from mlx_parallm.machine import count_cuda_devices
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.worker.device.gpus import count_cuda_devices
 
 
 @given(count=st.integers(0, 16))

@@ -26,7 +26,7 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.cli.settings import SETTINGS
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.process_setup.device_process import enlarge_command_buffers
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.timing import tunings
 from mlx_parallm.worker.timing.kernels import KernelTime
 from mlx_parallm.worker.timing.tunings import TuningTime

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.folder import CONFIG_NAME
+from mlx_parallm.adapters.formats import CONFIG_NAME
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.confinement import is_spelled
 from mlx_parallm.engine import adapter_folders

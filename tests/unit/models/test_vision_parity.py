@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.registry import TOWERS
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.model_input import TOKEN_IDS
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import ScheduledSequence

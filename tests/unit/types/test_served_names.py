@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.confinement import MAX_NAME, check_name
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.served_names import MAX_NAME, check_name
 
 GOOD = ("a", "org/name", "v1.2", "...", "a..b", "größer", "名", "a b", "x" * MAX_NAME, "/models/a")
 BAD = (

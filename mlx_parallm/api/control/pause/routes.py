@@ -20,9 +20,9 @@ from mlx_parallm.api.control.pause.schema import (
 )
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dialect import SGLANG
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError

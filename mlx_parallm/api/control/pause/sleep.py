@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field
 from mlx_parallm.api.control.pause.schema import MessageAnswer
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dialect import SGLANG
 from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
 

@@ -35,11 +35,11 @@ from mlx_parallm.api.control.weights.tensors import (
 )
 from mlx_parallm.api.http.declared import ADAPTER, Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dialect import SGLANG
 from mlx_parallm.api.http.ignored import tell_ignored
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.uploads import Received, json_object, receive, validated
-from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, NotImplementedRouteError

@@ -32,11 +32,11 @@ from mlx_parallm.api.control.weights.tensors import (
 )
 from mlx_parallm.api.http.declared import WEIGHTS, Access
 from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.dialect import SGLANG
 from mlx_parallm.api.http.ignored import tell_ignored
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.uploads import Received, is_json, json_object, receive, validated
-from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.serving.interface import EngineClient

@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic import BeforeValidator, Field, StrictStr, WithJsonSchema
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.error_schema import ErrorResponse
+from mlx_parallm.api.http.dialect import ErrorResponse
 from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.models.vision.registry import family_of
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.two_way import TwoWayRows
 from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam, find_rotary

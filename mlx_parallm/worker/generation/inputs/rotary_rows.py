@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.types.json_values import is_mapping
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.generation.inputs.rows import InputFeatures

@@ -14,10 +14,10 @@ from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.two_way import TwoWaySpan
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.row_selection import embedding_tables
 from mlx_parallm.worker.layers.wrapped_calls import Methods, WrappedCalls
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 
 class PlacedRows:

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows, Span
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.rotary_rows import AXES
 from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures
@@ -31,7 +32,6 @@ from mlx_parallm.worker.generation.load.self_check import (
 )
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 # PROMPTS: the number of tokens of each prompt, and the places of its images. They begin and end
 # within a chunk, at the start of a prompt, and one after the other; the last prompt has none.

@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.cache_layout import (
     CacheLayout,
@@ -37,7 +38,6 @@ from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.paths.split import SplitPath
 from mlx_parallm.worker.generation.row_selection import RowSelector, install_row_selection
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
 

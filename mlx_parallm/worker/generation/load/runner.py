@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import Tower
-from mlx_parallm.models.vision.with_tower import TOWER
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import InputKind

@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import token_array
-from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 # TOLERANCE is the largest difference of a log-probability that rounding explains, by dtype, for
 # logits up to LARGE_LOGIT. It grows with larger logits, where a dtype's numbers are further apart.

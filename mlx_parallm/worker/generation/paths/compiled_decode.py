@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.types.shape_buckets import padded_blocks, padded_rows
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.worker.generation.paged_cache import PackedStep, positions_of
 from mlx_parallm.worker.generation.state_store import States, StateStore
-from mlx_parallm.worker.layers.row_counts import padded_blocks, padded_rows
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from typing_extensions import override
 
+from mlx_parallm.types.shape_buckets import padded_tokens
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.worker.attention.two_way import TwoWayRows
@@ -20,7 +21,6 @@ from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
 from mlx_parallm.worker.generation.row_selection import RowSelector
 from mlx_parallm.worker.generation.seam import ModelSeams
 from mlx_parallm.worker.generation.state_store import States, StateStore
-from mlx_parallm.worker.layers.row_counts import padded_tokens
 from mlx_parallm.worker.lora.rows import AdapterRows
 
 

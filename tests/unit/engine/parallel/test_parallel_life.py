@@ -31,12 +31,12 @@ from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.state import ReadLoads
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.machine import visible_devices
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.serving.parallel_engines import parallel_life, share_of, thread_share
 from mlx_parallm.types.errors import ConfigError, EngineDeadError, OverloadedError
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.worker.device.gpus import visible_devices
 from tests.engine_action import Do
 from tests.fakes import FakeRunner, make_info, spell
 from tests.fleet_harness import FakeLife

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.generation.scheduler.stage_cost import GROWTH, StageCost
+from mlx_parallm.generation.scheduler.step_cost import STAGE_GROWTH, StageCost
 
 ROWS_S = 0.01
 PER_TOKEN_S, PER_BEGUN_S, FIXED_S = 5e-5, 1e-5, 0.002
@@ -64,6 +64,6 @@ def test_a_step_has_few_more_stages_than_recent_ones() -> None:
     cost = StageCost()
     assert cost.tokens_within(1.0, 0) == 0
     observe(cost, 100)
-    assert cost.tokens_within(1.0, 0) == GROWTH * 100
+    assert cost.tokens_within(1.0, 0) == STAGE_GROWTH * 100
     observe(cost, 200, 50)
-    assert cost.tokens_within(1.0, 0) == GROWTH * 150
+    assert cost.tokens_within(1.0, 0) == STAGE_GROWTH * 150

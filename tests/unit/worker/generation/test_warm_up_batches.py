@@ -7,11 +7,11 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.types.shape_buckets import padded_rows, padded_tokens
 from mlx_parallm.types.step import ScheduledBatch
-from mlx_parallm.worker.attention.held_tables import HeldTables
+from mlx_parallm.worker.attention.kernel_plan import HeldTables
 from mlx_parallm.worker.generation.paths.base import is_decode
 from mlx_parallm.worker.generation.warm_up import StepLimits, warm_up_batches
-from mlx_parallm.worker.layers.row_counts import padded_rows, padded_tokens
 
 LIMITS = st.builds(
     StepLimits,

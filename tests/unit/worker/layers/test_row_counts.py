@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlx_parallm.worker.layers.row_counts import (
+from mlx_parallm.types.shape_buckets import (
     MIN_BLOCKS,
     MIN_TOKENS,
     padded_blocks,

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.arrays import to_host
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
-from mlx_parallm.models.vision.with_tower import TOWER
+from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.device.ranks import Ranks, all_succeed
 from mlx_parallm.worker.generation.load.loading import GenerationLoader

@@ -9,9 +9,13 @@ import pytest
 from hypothesis import given
 
 from mlx_parallm.config import SpeculativeConfig
-from mlx_parallm.generation.speculation import ngram
-from mlx_parallm.generation.speculation.ngram import MAX_CANDIDATES, NgramIndex
-from mlx_parallm.generation.speculation.proposer import LONGEST_PAUSE, Speculation
+from mlx_parallm.generation import speculation
+from mlx_parallm.generation.speculation import (
+    LONGEST_PAUSE,
+    MAX_CANDIDATES,
+    NgramIndex,
+    Speculation,
+)
 from mlx_parallm.types.errors import ConfigError
 
 # Few different tokens, so that they repeat.
@@ -57,7 +61,7 @@ def test_a_loop_goes_on_beyond_the_end() -> None:
 
 
 def test_a_long_prompt_is_indexed_over_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "MAX_INDEXED", 10)
+    monkeypatch.setattr(speculation, "MAX_INDEXED", 10)
     tokens = [*range(30), 3, 4]
     index = NgramIndex(2, 2)
     proposals = [index.propose(tokens, 2) for _ in range(4)]

@@ -1,1 +1,0 @@
-"""Guesses what a sequence goes on with, for the model to check. Pure Python; no array in here."""
