@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from mlx_parallm import __version__
-from mlx_parallm.api.control.art.policies import Policies
+from mlx_parallm.api.control.art.policies import ArtPolicies
 from mlx_parallm.api.control.server.load_log import LoadLog
 from mlx_parallm.api.files.service import make_batch_service
 from mlx_parallm.api.http import openapi
@@ -134,7 +134,7 @@ def create_app(
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
-    app.state.policies = Policies()
+    app.state.policies = ArtPolicies()
     app.state.batches = make_batch_service(app, engine.config.scheduler, config, max_waiting)
     app.state.training = _training(app, engine, config)
     app.state.load_log = LoadLog(engine)
@@ -189,7 +189,7 @@ def create_request_app(
     *,
     max_waiting: int,
     bound_to: str,
-    policies: Policies,
+    policies: ArtPolicies,
 ) -> FastAPI:
     """Return an application with the routes that only send requests, for an HTTP process.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.types.model_input import InputKind, InputStore, ModelInput
+from mlx_parallm.types.model_input import InputKind, ModelInput
 from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
 
@@ -77,13 +77,12 @@ def _check_input(each: ModelInput, info: RunnerInfo) -> None:
     name = each.kind.value
     if each.kind not in info.input_kinds:
         raise InvalidRequestError(f"This model does not take {name}.", param=name)
-    is_served = each.store is InputStore.FEATURES and each.span is not None
-    if not is_served:
+    if each.span is None:
         raise InvalidRequestError(f"This model does not take such {name}.", param=name)
     if each.kind is not InputKind.PROMPT_EMBEDS:
         return
     shape = each.arrays["rows"].shape
-    if each.span is not None and shape != (len(each.span), info.input_width):
+    if shape != (len(each.span), info.input_width):
         raise InvalidRequestError(
             f"{name} has the shape {list(shape)}; this model takes rows of {info.input_width}.",
             param=name,

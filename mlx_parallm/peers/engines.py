@@ -48,10 +48,10 @@ def serve_engines(
     start, _ = channel.receive()
     assert isinstance(start, StartEngines)
     find_remote_code(start.config)
-    return _Host(channel, start, build, beside, open_worker).run()
+    return _EnginePeer(channel, start, build, beside, open_worker).run()
 
 
-class _Host:
+class _EnginePeer:
     def __init__(
         self,
         channel: Channel,

@@ -43,7 +43,7 @@ class Shared(Protocol):
         ...
 
 
-class EngineHost:
+class HttpPeer:
     """Carries out the requests of one HTTP process. Lives on the event loop."""
 
     def __init__(self, core: EngineCore, wire: Wire, shared: Shared) -> None:

@@ -25,15 +25,6 @@ FEATURE = -1
 POSITIONS = "positions"
 
 
-class InputStore(StrEnum):
-    """Where the product of an input lives once it is computed."""
-
-    #: A slot of the ``InputCache``: rows that enter the model with the tokens, as an image's do.
-    FEATURES = "features"
-    #: Blocks of the KV pool, as the cross-attention keys and values of a source text.
-    KV_BLOCKS = "kv_blocks"
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class HostArray:
     """Numbers in host memory, in row order.
@@ -81,7 +72,6 @@ class ModelInput:
         num_positions: the position ids that its rows take, where these are not their places: then
             the array ``POSITIONS`` has them, and what follows begins so many behind its first row
             (M-RoPE, arXiv:2409.12191). None: as many as rows.
-        store: where its product lives.
         shape_key: inputs of a kind with equal keys have arrays of equal shapes and can be computed
             together; None if it is computed alone.
     """
@@ -94,7 +84,6 @@ class ModelInput:
     span: Span | None = None
     may_cut: bool = True
     num_positions: int | None = None
-    store: InputStore = InputStore.FEATURES
     shape_key: str | None = None
 
 

@@ -44,6 +44,22 @@ class WorkerModel(Protocol):
         ...
 
 
+class TrainingSessions(Protocol):
+    """The training sessions of a model."""
+
+    def begin(self, op: Any, /) -> Pending[Any]:
+        """Begin an op that names a session; raise if it is refused."""
+        ...
+
+    def recover(self) -> None:
+        """Forget what was computed by work whose results are lost; the sessions stay."""
+        ...
+
+    def release(self) -> None:
+        """Forget all sessions."""
+        ...
+
+
 class PendingLoad(Pending[Any], Protocol):
     """A model whose weights are being read; ``wait`` returns its plan."""
 

@@ -13,7 +13,7 @@ import uvloop
 from fastapi import FastAPI
 
 from mlx_parallm.api.app import answers_in_any_process, create_request_app
-from mlx_parallm.api.control.art.policies import Policies
+from mlx_parallm.api.control.art.policies import ArtPolicies
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.cli.child_modules import begin
 from mlx_parallm.engine.commands import Stop
@@ -21,7 +21,7 @@ from mlx_parallm.peers.connections import ConnectionPipe
 from mlx_parallm.peers.messages import Catalog, Closed, Counted, Ready, StartHttp, find_remote_code
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
-from mlx_parallm.serving.remote_engine import RemoteEngine
+from mlx_parallm.serving.remote_client import RemoteClient
 
 # ORPHANED: exit code of a process whose server is gone.
 ORPHANED = 3
@@ -45,7 +45,7 @@ class HttpProcess:
         self._wire_end = wire_end
         self._pipe_end = pipe_end
         self._wire = Wire(self._take, on_lost=_end_at_once)
-        self._engine: RemoteEngine | None = None
+        self._engine: RemoteClient | None = None
         self._app: FastAPI | None = None
         self._connections: ConnectionServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -77,8 +77,8 @@ class HttpProcess:
         pipe = ConnectionPipe(
             self._pipe_end, self._adopt, on_lost=_end_at_once, on_dropped=self._note_closed
         )
-        policies = Policies()
-        self._engine = RemoteEngine(start, self._wire, policies.replace)
+        policies = ArtPolicies()
+        self._engine = RemoteClient(start, self._wire, policies.replace)
         app = self._app = create_request_app(
             self._engine,
             start.server_config,

@@ -19,7 +19,7 @@ from mlx_parallm.engine.parallel.member import delay_after
 from mlx_parallm.peers.connections import ConnectionPipe, Handover
 from mlx_parallm.peers.launch import launch
 from mlx_parallm.peers.messages import Closed, Counted, Ready, StartHttp
-from mlx_parallm.peers.requests import EngineHost, Shared
+from mlx_parallm.peers.requests import HttpPeer, Shared
 from mlx_parallm.peers.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Process:
     child: subprocess.Popen[bytes]
     wire: Wire
     pipe: ConnectionPipe
-    host: EngineHost
+    peer: HttpPeer
     num_connections: int = 0
     is_ready: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -150,7 +150,7 @@ class HttpProcesses:
 
     async def _settle(self, process: _Process, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(process.host.settle(), timeout_s)
+            await asyncio.wait_for(process.peer.settle(), timeout_s)
         except TimeoutError:
             logger.warning("HTTP process %d does not answer; it is killed", process.child.pid)
             process.child.kill()
@@ -204,11 +204,11 @@ class HttpProcesses:
 
         wire = Wire(take, end)
         pipe = ConnectionPipe(pipe_end, self._adopt, on_lost=lambda: None)
-        box.append(_Process(child, wire, pipe, EngineHost(self._core, wire, self._shared)))
+        box.append(_Process(child, wire, pipe, HttpPeer(self._core, wire, self._shared)))
         self._processes.append(box[0])
         await wire.connect(wire_end)
         wire.send(self._start)
-        box[0].host.show()
+        box[0].peer.show()
         if self._stopping.is_set():
             # It was not there when the others were asked to stop.
             child.kill()
@@ -224,7 +224,7 @@ class HttpProcesses:
             case Counted():
                 self._count(message.counts)
             case _:
-                known = process.host.take(message, number)
+                known = process.peer.take(message, number)
                 assert known, message
 
     async def _bury(self, process: _Process) -> None:
@@ -232,7 +232,7 @@ class HttpProcesses:
         self._processes.remove(process)
         process.pipe.close()
         process.wire.close()
-        await process.host.leave()
+        await process.peer.leave()
         process.child.kill()
         await asyncio.to_thread(process.child.wait)
 

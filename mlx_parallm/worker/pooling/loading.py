@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -39,32 +39,16 @@ from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder, EncoderA
 from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
 from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
-from mlx_parallm.worker.worker import Device, Loader, Tensors, WorkerModel
+from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
 
 #: ``PART_BYTES``: weights evaluated by one stage of a load; a larger tensor is a stage by itself.
 PART_BYTES = 4 << 20
 
 
-class Sessions(Protocol):
-    """The training sessions of a model."""
-
-    def begin(self, op: Any, /) -> Pending[Any]:
-        """Begin an op that names a session; raise if it is refused."""
-        ...
-
-    def recover(self) -> None:
-        """Forget what was computed by work whose results are lost; the sessions stay."""
-        ...
-
-    def release(self) -> None:
-        """Forget all sessions."""
-        ...
-
-
 class PoolingLoader(Loader):
     """Loads pooling models. Implements ``Loader``."""
 
-    def __init__(self, make_sessions: Callable[[EncoderAdapters], Sessions]) -> None:
+    def __init__(self, make_sessions: Callable[[EncoderAdapters], TrainingSessions]) -> None:
         """``make_sessions`` returns a place for the training sessions of a model."""
         self._make_sessions = make_sessions
 
@@ -90,7 +74,7 @@ class PendingEncoder(Pending):
     ) -> None:
         """``finish`` makes the runner, once all parameters of ``model`` are evaluated."""
         self.model: EncoderModel | None = None
-        self.make_sessions: Callable[[EncoderAdapters], Sessions] | None = None
+        self.make_sessions: Callable[[EncoderAdapters], TrainingSessions] | None = None
         self._folder = folder
         self._finish = finish
         self._is_cast = is_cast
@@ -131,7 +115,7 @@ class PendingEncoder(Pending):
 class EncoderModel(WorkerModel):
     """A loaded pooling model. Implements ``WorkerModel``."""
 
-    def __init__(self, runner: AdaptedEncoder, sessions: Sessions | None = None) -> None:
+    def __init__(self, runner: AdaptedEncoder, sessions: TrainingSessions | None = None) -> None:
         self._runner = runner
         self._adapters = AdapterStore(runner.adapters)
         self._sessions = sessions

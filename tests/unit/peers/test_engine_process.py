@@ -31,7 +31,7 @@ from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.peers import life as remote_life_module
 from mlx_parallm.peers.channel import Channel
-from mlx_parallm.peers.engines import ORPHANED, _Host
+from mlx_parallm.peers.engines import ORPHANED, _EnginePeer
 from mlx_parallm.peers.launch import ENGINE, module_command
 from mlx_parallm.peers.life import SILENCE_TIMEOUT_S, RemoteLife, _spawned
 from mlx_parallm.peers.messages import (
@@ -400,8 +400,8 @@ def test_its_answers_can_be_withdrawn() -> None:
 
     ours, theirs = (Channel(end) for end in socket.socketpair())
     grammars = Grammars()
-    host = _Host(theirs, StartEngines(EngineConfig(), SILENCE_TIMEOUT_S), lambda *_: [])
-    host._life._state = EngineState(
+    peer = _EnginePeer(theirs, StartEngines(EngineConfig(), SILENCE_TIMEOUT_S), lambda *_: [])
+    peer._life._state = EngineState(
         MetricFamilies(), {"m": cast("Any", SimpleNamespace(grammars=grammars))}
     )
     with closing(ours), closing(theirs):
@@ -409,6 +409,6 @@ def test_its_answers_can_be_withdrawn() -> None:
         ours.send(Withdraw(), 3)
         ours.send(Withdraw(), 4)
         for _ in range(3):
-            host._take_next()
+            peer._take_next()
     assert grammars.made.cancelled()
-    assert not host._futures
+    assert not peer._futures

@@ -42,7 +42,7 @@ class Policy:
 
 
 @dataclass(slots=True, eq=False)
-class Policies(Shared):
+class ArtPolicies(Shared):
     """The generations of all slots. It is used on the event loop only.
 
     Attributes:
@@ -146,7 +146,7 @@ class PolicySpans:
         num_prompt_tokens: tokens of the prompt.
     """
 
-    policies: Policies
+    policies: ArtPolicies
     slot: str
     label: str
     num_prompt_tokens: int

@@ -12,7 +12,7 @@ from typing import Annotated
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.control.art.policies import Policies, Policy
+from mlx_parallm.api.control.art.policies import ArtPolicies, Policy
 from mlx_parallm.api.control.weights.adapters import refuse_3d_weights
 from mlx_parallm.api.control.weights.schema import FolderPath, Name
 from mlx_parallm.api.http.declared import Access
@@ -78,7 +78,7 @@ class InFlightUpdated(BaseModel):
 
 
 async def update_in_flight(
-    body: InFlightUpdate, control: EngineControl, policies: Policies
+    body: InFlightUpdate, control: EngineControl, policies: ArtPolicies
 ) -> InFlightUpdated:
     """Move a slot from one generation to the next.
 
@@ -114,7 +114,7 @@ def _check(body: InFlightUpdate) -> None:
 
 
 async def _advance(
-    body: InFlightUpdate, control: EngineControl, policies: Policies, info: AdapterInfo | None
+    body: InFlightUpdate, control: EngineControl, policies: ArtPolicies, info: AdapterInfo | None
 ) -> Policy:
     slot = body.model_name
     current = None if info is None else policies.find(slot, info.version)

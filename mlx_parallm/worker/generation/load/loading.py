@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
@@ -44,23 +44,7 @@ from mlx_parallm.worker.ops import (
     Wake,
 )
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
-from mlx_parallm.worker.worker import Device, Loader, Tensors, WorkerModel
-
-
-class Sessions(Protocol):
-    """The training sessions of a model."""
-
-    def begin(self, op: Any, /) -> Pending[Any]:
-        """Begin an op that names a session; raise if it is refused."""
-        ...
-
-    def recover(self) -> None:
-        """Forget what was computed by work whose results are lost; the sessions stay."""
-        ...
-
-    def release(self) -> None:
-        """Forget all sessions."""
-        ...
+from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
 
 
 class GenerationLoader(Loader):
@@ -69,7 +53,7 @@ class GenerationLoader(Loader):
     def __init__(
         self,
         choose_attention: Callable[..., BackendChoice] = choose_backend,
-        make_sessions: Callable[[StockModel], Sessions] | None = None,
+        make_sessions: Callable[[StockModel], TrainingSessions] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """Prepare.
@@ -219,12 +203,12 @@ class GeneratorModel(WorkerModel):
         self,
         weights: _Weights,
         device: Device,
-        make_sessions: Callable[[StockModel], Sessions] | None = None,
+        make_sessions: Callable[[StockModel], TrainingSessions] | None = None,
     ) -> None:
         self._weights: _Weights | None = weights
         self._device = device
         self._make_sessions = make_sessions
-        self._sessions: Sessions | None = None
+        self._sessions: TrainingSessions | None = None
         self._allocated: ModelRunner | None = None
 
     @property

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.control.art.policies import MAX_REMEMBERED, Policies, PolicySpans
+from mlx_parallm.api.control.art.policies import MAX_REMEMBERED, ArtPolicies, PolicySpans
 from mlx_parallm.api.turns.samples import VersionSpans
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError
@@ -217,7 +217,7 @@ async def test_chats_tell_policies_where_they_are_asked(app: FastAPI) -> None:
 def test_spans_partition_prompt_and_tokens(
     parts: list[tuple[str, int]], num_prompt_tokens: int
 ) -> None:
-    policies = Policies()
+    policies = ArtPolicies()
     for step in (1, 2):
         policies.begin("p:active", f"p@{step}", step)
     versions = VersionSpans()
@@ -247,13 +247,13 @@ def ends(span: dict[str, Any]) -> tuple[int, int]:
     [("p@12", "1", 12), ("p:active", "p@3", 3), ("p", "default", 0), ("p@x", "7", 0)],
 )
 def test_what_art_did_not_name_is_called_by_its_step(slot: str, label: str, step: int) -> None:
-    policy = Policies().of(slot, label)
+    policy = ArtPolicies().of(slot, label)
     assert (policy.policy_version, policy.update_seq) == (step, 0)
-    assert Policies().of(slot, "other").generation_id != policy.generation_id
+    assert ArtPolicies().of(slot, "other").generation_id != policy.generation_id
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    policies = Policies()
+    policies = ArtPolicies()
     for step in range(MAX_REMEMBERED + 1):
         policies.begin("p", str(step), step)
         policies.settle(str(step), {}, step)

@@ -14,10 +14,10 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.peers.messages import Known, StartHttp
-from mlx_parallm.peers.requests import EngineHost
+from mlx_parallm.peers.requests import HttpPeer
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
-from mlx_parallm.serving.remote_engine import RemoteEngine
+from mlx_parallm.serving.remote_client import RemoteClient
 from mlx_parallm.types.errors import ModelNotFoundError, ShuttingDownError
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
@@ -44,20 +44,20 @@ class Pair:
         self.seen: list[Any] = []
         self.here = Wire(self._take_here, lambda: None)
         self.there = Wire(self._take_there, lambda: None)
-        self.host = EngineHost(engine, self.there, self.shared)
-        self.remote = RemoteEngine(start, self.here, self.seen.append)
+        self.peer = HttpPeer(engine, self.there, self.shared)
+        self.remote = RemoteClient(start, self.here, self.seen.append)
 
     def _take_here(self, message: Any, number: int) -> None:
         assert self.remote.take(message, number)
 
     def _take_there(self, message: Any, number: int) -> None:
-        assert self.host.take(message, number)
+        assert self.peer.take(message, number)
 
     async def connect(self) -> None:
         here, there = socket.socketpair()
         await self.here.connect(here)
         await self.there.connect(there)
-        await self.host.settle()
+        await self.peer.settle()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def pair(engine: AsyncEngine) -> AsyncIterator[Pair]:
     pair.there.close()
 
 
-async def events_of(remote: RemoteEngine, request: GenerateRequest) -> list[TokenEvent]:
+async def events_of(remote: RemoteClient, request: GenerateRequest) -> list[TokenEvent]:
     handle = await GENERATION.client(remote).submit(request)
     return [event async for event in handle.events if isinstance(event, TokenEvent)]
 
@@ -137,12 +137,12 @@ async def test_requests_of_a_process_that_is_gone_are_aborted(
     for name in "abc":
         await GENERATION.client(pair.remote).submit(make_request(name))
     own = await GENERATION.client(engine).submit(make_request("own"))
-    await pair.host.leave()
+    await pair.peer.leave()
     assert [each.request_id for each in engine.open_requests()] == ["own"]
     await engine.control.resume()
     assert "".join([e.text async for e in own.events if isinstance(e, TokenEvent)]) == "hello"
     await engine.wait_until_idle()
-    await pair.host.settle()
+    await pair.peer.settle()
 
 
 async def test_what_applications_share_is_known_before_the_next_answer(pair: Pair) -> None:
@@ -150,7 +150,7 @@ async def test_what_applications_share_is_known_before_the_next_answer(pair: Pai
     pair.shared.number = 1
     await events_of(pair.remote, make_request("a"))
     assert pair.seen == ["change 0", "change 1"]
-    await pair.host.settle()
+    await pair.peer.settle()
     assert len(pair.seen) == 2
 
 
@@ -158,15 +158,15 @@ async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncE
     pair = Pair(engine)
     number = 1
     for is_late in (True, False):
-        impatient = asyncio.create_task(pair.host.settle())
+        impatient = asyncio.create_task(pair.peer.settle())
         await asyncio.sleep(0)
         impatient.cancel()
         with pytest.raises(asyncio.CancelledError):
             await impatient
         number += 1
         if is_late:
-            assert pair.host.take(Known(), number)
-    waiting = asyncio.create_task(pair.host.settle())
+            assert pair.peer.take(Known(), number)
+    waiting = asyncio.create_task(pair.peer.settle())
     await asyncio.sleep(0)
-    await pair.host.leave()
+    await pair.peer.leave()
     await waiting

@@ -53,7 +53,7 @@ class KnownVersions:
         return self.known.get(model or self._first(), WeightsVersion())
 
 
-class RemoteEngine:
+class RemoteClient:
     """Implements ``RequestClient`` by messages to the process that chooses among the engines."""
 
     def __init__(
