@@ -45,7 +45,7 @@ class EngineLife(Protocol):
         ...
 
     async def query(self, ask: StateQuery[T]) -> T:
-        """Answer a query about the engines' state, without waiting for a step; ``ask`` is pickled.
+        """Answer a query about the engines' state, without waiting for a step; ``ask`` must pickle.
 
         Raises:
             EngineDeadError: no engines are there.
