@@ -133,7 +133,7 @@ def status_of(model: GenerationModel | PoolingModel) -> ModelStatus:
 
 
 class FakePooling(Protocol):
-    """What has a door to pooling models."""
+    """A door to pooling models."""
 
     @property
     def thread(self) -> Any: ...
