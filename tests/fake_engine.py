@@ -133,7 +133,7 @@ def status_of(model: GenerationModel | PoolingModel) -> ModelStatus:
 
 
 class FakePooling(Protocol):
-    """A door to pooling models."""
+    """An owner of a door to pooling models."""
 
     @property
     def thread(self) -> Any: ...
