@@ -32,8 +32,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ OWN = "MLX_PARALLM_"
 #: ROOM: an argument in whose place ps(1) and /proc show those of what is forked.
 ROOM = "." * 4000
 #: MAX_REQUEST, MAX_DESCRIPTORS: the largest request, in bytes, and the descriptors with it.
-MAX_REQUEST, MAX_DESCRIPTORS = 1 << 17, 64
+MAX_REQUEST, MAX_DESCRIPTORS = 1 << 18, 64
 #: SUBREAPER: PR_SET_CHILD_SUBREAPER of prctl(2).
 SUBREAPER = 36
 #: EXECUTE: how ``subprocess`` starts a process, with the arguments of SIGNATURE.
@@ -204,6 +204,23 @@ def shared_parent() -> ForkingParent | None:
     if sys.platform != "linux" or not has_one_thread or visible_devices(os.environ):
         return None
     return ForkingParent.start(os.environ)
+
+
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """Let the engine processes that this process starts in the block be forked."""
+    before = POPEN._execute_child
+
+    def execute(process: Any, command: Any, *arguments: Any) -> None:
+        is_engine = isinstance(command, list) and command[1:4] == ["-P", "-m", ENGINE]
+        parent = shared_parent() if is_engine else None
+        _execute(parent, process, [command, *arguments])
+
+    POPEN._execute_child = execute
+    try:
+        yield
+    finally:
+        POPEN._execute_child = before
 
 
 def _execute(parent: ForkingParent | None, process: Any, arguments: Sequence[Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from tests.forking_parent import forked_engines
 from tests.server_process import ServerProcess
 from tests.server_state import ServerState, put_back, state_of
 
@@ -22,6 +23,13 @@ def pytest_runtest_makereport(
     report = yield
     item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     return report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _engines_of_this_process_are_forked() -> Iterator[None]:
+    """Fork the engines of ``LLM``: see README.md."""
+    with forked_engines():
+        yield
 
 
 @pytest.fixture(autouse=True)
