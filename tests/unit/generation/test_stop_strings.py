@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.stop_strings import StopStrings
+from mlx_parallm.generation.output_processor import StopStrings
 
 
 def reference(text: str, stop: list[str]) -> tuple[int, str] | None:
