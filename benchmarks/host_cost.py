@@ -24,8 +24,7 @@ from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.tokenizer.loading import load_tokenizer
-from mlx_parallm.types.step import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.step import Phase, RunnerInfo, SampledToken, ScheduledBatch, StepOutput
 
 PROMPT_TOKENS, BLOCK_SIZE, ROUNDS = 512, 16, 5
 PHASES = (Phase.SCHEDULE, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH)

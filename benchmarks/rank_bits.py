@@ -40,8 +40,7 @@ from mlx_parallm.serving.build import build_engines, follow_ranks, install_loade
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.step import ScheduledBatch
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.step import Phase, ScheduledBatch
 from mlx_parallm.worker.worker import Worker
 from tests.rank_simulator import describe
 

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, create_app, examples_of
 from mlx_parallm.api.http.declared import RouteFacts
-from mlx_parallm.api.http.examples import (
+from mlx_parallm.api.http.openapi import (
     FORM,
     JSON,
     Example,

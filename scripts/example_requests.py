@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx2
 
-from mlx_parallm.api.http.examples import EVENTS, JSON, Example, ExampleAnswer, ExampleRequest
+from mlx_parallm.api.http.openapi import EVENTS, JSON, Example, ExampleAnswer, ExampleRequest
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests import adapter_files
 from tests.server_process import ServerProcess

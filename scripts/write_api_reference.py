@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, examples_of
-from mlx_parallm.api.http.examples import FILE_NAME
+from mlx_parallm.api.http.openapi import FILE_NAME
 from scripts.api_reference import render
 from scripts.compact_json import compact_json
 from scripts.example_requests import ExampleSender, example_server

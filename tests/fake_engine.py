@@ -23,7 +23,7 @@ from mlx_parallm.engine.models import ModelMemory, QueueLoad
 from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.json_calls import HERMES
-from mlx_parallm.parsing.reasoning import THINK
+from mlx_parallm.parsing.turn import THINK
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.training.requests import TrainingRequest
 from mlx_parallm.types.errors import (

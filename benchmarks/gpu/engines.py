@@ -27,7 +27,7 @@ from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.models.checkpoints.decoder_sizes import query_heads
-from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.step import StepTracer
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout

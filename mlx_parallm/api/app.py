@@ -19,12 +19,10 @@ from mlx_parallm.api.control.art.policies import ArtPolicies
 from mlx_parallm.api.control.server.load_log import LoadLog
 from mlx_parallm.api.files.service import make_batch_service
 from mlx_parallm.api.http import openapi
-from mlx_parallm.api.http.auth import KeyRing
+from mlx_parallm.api.http.auth import ANY, KeyRing, checked_hosts
 from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.http.errors import install_error_handlers
-from mlx_parallm.api.http.examples import Example, add_examples, read_examples
-from mlx_parallm.api.http.hosts import checked_hosts
-from mlx_parallm.api.http.ignored import HEADER
+from mlx_parallm.api.http.json_body import HEADER
 from mlx_parallm.api.http.middleware import (
     AccessLogMiddleware,
     HeadMiddleware,
@@ -35,7 +33,7 @@ from mlx_parallm.api.http.middleware import (
     refuse_keys,
     refuse_origins,
 )
-from mlx_parallm.api.http.origins import ANY
+from mlx_parallm.api.http.openapi import Example, add_examples, read_examples
 from mlx_parallm.api.http.request_counts import CountingMiddleware, RequestCounts
 from mlx_parallm.api.http.routing import DeclaredRoute, RouteIndex, declared_routes
 from mlx_parallm.api.mezo.rewards import RolloutRewards

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.step import Phase
 
 # MIN_WAIT_S: a shorter wait only reads results that are ready.
 MIN_WAIT_S = 2e-4

@@ -16,8 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from mlx_parallm.bench.step_times import Span, device_spans
-from mlx_parallm.types.step import ScheduledBatch
-from mlx_parallm.types.tracing import Phase, StepTracer
+from mlx_parallm.types.step import Phase, ScheduledBatch, StepTracer
 
 PROCESS = 1
 ENGINE_THREAD = 1

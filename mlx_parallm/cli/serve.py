@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from mlx_parallm.api.app import answers_in_any_process, create_app
+from mlx_parallm.api.http.auth import is_loopback
 from mlx_parallm.api.http.connection import BoundedProtocol
-from mlx_parallm.api.http.hosts import is_loopback
 from mlx_parallm.cli.api_servers.connections import (
     FLUSH_TIMEOUT_S,
     FORCE_TIMEOUT_S,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from mlx_parallm.api.http.hosts import ANY, named_host
+from mlx_parallm.api.http.auth import ANY, named_host
 from mlx_parallm.config import AUTO, ModelTask, SpeculativeConfig
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_object, is_sequence

@@ -16,7 +16,7 @@ from mlx_parallm.distributed.log import (
     Refused,
 )
 from mlx_parallm.types.errors import ConfigError, ConflictError, RankLostError
-from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.step import StepTracer
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import share_large
 from mlx_parallm.worker.ops import (

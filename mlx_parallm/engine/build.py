@@ -24,7 +24,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.model_files import kind_of, model_folder
 from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.step import StepTracer
 from mlx_parallm.worker.device.allocator import limit_allocator
 from mlx_parallm.worker.device.cpu_process import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in

@@ -35,8 +35,18 @@ from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import Residency
-from mlx_parallm.engine.state import CheckRoom, ReadCacheBytes, ReadLoads, ReadMetrics, StateQuery
-from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelState, ModelStatus, Readiness
+from mlx_parallm.engine.status import (
+    CheckRoom,
+    EngineLoad,
+    EngineReport,
+    ModelState,
+    ModelStatus,
+    ReadCacheBytes,
+    Readiness,
+    ReadLoads,
+    ReadMetrics,
+    StateQuery,
+)
 from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,

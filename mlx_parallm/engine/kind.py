@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.engine.models import KindTraits, ServedEngine, ServedModel
 from mlx_parallm.engine.status import RequestDoor
-from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.step import StepTracer
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies

@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypeVar
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.models import EngineState
-from mlx_parallm.engine.state import StateQuery
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.types.work import Event
 
 T = TypeVar("T")

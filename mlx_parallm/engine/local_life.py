@@ -17,12 +17,10 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.kind import BuiltModel, StartedModel, TellProgress
 from mlx_parallm.engine.life import Deliver, EngineLife, OnLoaded
-from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.loop import EngineLoop, StepClock
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import EngineState, MakeBeside, WorkBeside
-from mlx_parallm.engine.state import StateQuery
-from mlx_parallm.engine.status import Readiness
-from mlx_parallm.engine.step_clock import StepClock
+from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.cpu_process import compute_in_batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,34 @@ from typing_extensions import override
 from mlx_parallm.engine.commands import Abort, Call, Command, LoopState, Stop, Submit
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import ServedEngine, WorkBeside
-from mlx_parallm.engine.step_clock import StepClock
 from mlx_parallm.engine.turns import Turns
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
 from mlx_parallm.types.work import Event, EventReader
 
 if TYPE_CHECKING:
     from mlx_parallm.worker.worker import Worker
+
+
+class StepClock:
+    """Set by the engine thread; any thread may read it. A device that hangs is seen by it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s: float | None = None
+
+    def begin(self) -> None:
+        """Note that a step or a command begins; the one before it has ended."""
+        self._began_s = self._clock()
+
+    def end(self) -> None:
+        """Note that the thread waits for a command."""
+        self._began_s = None
+
+    def running_s(self) -> float:
+        """Return for how long the step in flight has run, in seconds; 0.0 if there is none."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else self._clock() - began_s
+
 
 logger = logging.getLogger(__name__)
 

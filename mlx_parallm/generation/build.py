@@ -38,9 +38,8 @@ from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import InputKind
-from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.step import KVPlan, RunnerInfo
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
 from mlx_parallm.worker.device.properties import (

@@ -30,8 +30,7 @@ from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpd
 from mlx_parallm.types.errors import OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
-from mlx_parallm.types.step import Runner, ScheduledBatch, StepInFlight
-from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
+from mlx_parallm.types.step import NoTracer, Phase, Runner, ScheduledBatch, StepInFlight, StepTracer
 
 if TYPE_CHECKING:
     from mlx_parallm.worker.generation.warm_up import WarmUp

@@ -12,7 +12,7 @@ from mlx_parallm.parsing.families.json_calls import HERMES, LLAMA3_JSON, LONGCAT
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
 from mlx_parallm.parsing.families.minimax_m3 import MINIMAX_M3
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.parsing.reasoning import REASONING_FORMATS
+from mlx_parallm.parsing.turn import REASONING_FORMATS
 from mlx_parallm.types.errors import ConfigError
 
 Form = TypeVar("Form", ToolFormat, ReasoningFormat)

@@ -26,8 +26,7 @@ from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.kind import StartedModel, TellProgress
 from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, EngineLife, OnLoaded
 from mlx_parallm.engine.models import Ask, EngineState
-from mlx_parallm.engine.state import StateQuery
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.engine.thread_streams import free_streams
 from mlx_parallm.peers.channel import Channel, Packed, UnreadableError, pack, pack_shared
 from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch

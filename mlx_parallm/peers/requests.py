@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.models import EngineState, PackedModel, ServedModel
-from mlx_parallm.engine.state import CheckRoom
+from mlx_parallm.engine.status import CheckRoom
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,

@@ -17,8 +17,7 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.models import EngineState, ServedModel
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.engine.state import CheckRoom
-from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.engine.status import CheckRoom, ModelStatus
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,

@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.chat_template import ChatTemplate, has_chat_template
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.tokenizer.encoder_settings import has_token_types, read_backend
+from mlx_parallm.tokenizer.jinja_chat import ChatTemplate, has_chat_template
 from mlx_parallm.tokenizer.loaded import HubTokenizer
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.types.errors import InvalidRequestError

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.tokenizer.chat_template import template_refusals
-from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
+from mlx_parallm.tokenizer.jinja_chat import template_refusals
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.loaded import (
     LoadedTokenizer,
@@ -19,7 +18,7 @@ from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.rewrites import WriteCalls
 from mlx_parallm.tokenizer.template_form import TemplateForm, probed_form, probed_tools
 from mlx_parallm.tokenizer.thinking import ThinkingVariables, probed_thinking
-from mlx_parallm.tokenizer.vocabulary import Vocabulary
+from mlx_parallm.tokenizer.vocabulary import ByteLevelDetokenizer, Vocabulary, WindowDetokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 

@@ -7,13 +7,88 @@ run the same ``ScheduledBatch``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 from mlx_parallm.types.model_input import InputChanges, InputKind, InputRows
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.weights import DEFAULT_VERSION
+
+
+class Phase(StrEnum):
+    """The engine thread's work, in the order of a step; ``STEP`` contains all other phases."""
+
+    STEP = "step"
+    SCHEDULE = "schedule"
+    #: ``BUILD``: Python builds the graph.
+    BUILD = "build"
+    #: ``DISPATCH``: the graph is submitted; the device may begin with it meanwhile.
+    DISPATCH = "dispatch"
+    #: ``EVALUATE``: dispatch and computation together, on devices without run-ahead.
+    EVALUATE = "evaluate"
+    #: ``WAIT``: the thread waits for a step's results and converts them to Python values.
+    WAIT = "wait"
+    #: ``UPDATE``: the scheduler applies the results.
+    UPDATE = "update"
+    #: ``DETOKENIZE``: tokens become text and events.
+    DETOKENIZE = "detokenize"
+    #: ``PUBLISH``: metrics are updated, and samples that met a stop string end.
+    PUBLISH = "publish"
+
+
+class StepTracer(Protocol):
+    """Records the phases of the engine thread, which makes all the calls."""
+
+    def span(
+        self, phase: Phase, batch: ScheduledBatch | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that the thread enters for a phase of ``batch``; spans nest."""
+        ...
+
+
+class NoTracer:
+    """Records nothing. Implements ``StepTracer``."""
+
+    def __init__(self) -> None:
+        self._nothing = nullcontext()
+
+    def span(
+        self, phase: Phase, batch: ScheduledBatch | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        del phase, batch
+        return self._nothing
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """A model's claim on the budget.
+
+    Attributes:
+        block_size: tokens per block.
+        block_bytes: bytes of one block in all layers.
+        wanted_blocks: blocks that ``max_num_seqs`` sequences of ``max_model_len`` could use.
+        max_model_len: longest sequence.
+    """
+
+    block_size: int
+    block_bytes: int
+    wanted_blocks: int
+    max_model_len: int
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The claim in bytes."""
+        return self.wanted_blocks * self.block_bytes
+
+    @property
+    def context_blocks(self) -> int:
+        """Blocks of one sequence of ``max_model_len``."""
+        return -(-self.max_model_len // self.block_size)
+
 
 # PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the
 # runner reads it on the device.

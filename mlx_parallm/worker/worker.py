@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.types.step import NoTracer, StepTracer
 from mlx_parallm.worker.device.faults import DeviceFaults, is_device_error
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.device.shared_tensors import on_hosts

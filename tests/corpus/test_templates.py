@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.chat.tools import chat_tools
+from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.turns.fields import effort_kwargs
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.tokenizer.rewrites import developers_as_systems

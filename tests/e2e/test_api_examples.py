@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, examples_of
-from mlx_parallm.api.http.examples import EVENTS, Example, operations
+from mlx_parallm.api.http.openapi import EVENTS, Example, operations
 from scripts.example_requests import ExampleSender, differences, ends_of, example_server
 
 EXAMPLES = examples_of(SLICES + STORING_SLICES)

@@ -11,8 +11,7 @@ import pytest
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, routes_of
 from mlx_parallm.api.chat.schema import ChatRequest
-from mlx_parallm.api.http.ignored import ignored_names
-from mlx_parallm.api.http.json_body import JsonRoute
+from mlx_parallm.api.http.json_body import JsonRoute, ignored_names
 from mlx_parallm.api.http.routing import DeclaredRoute
 from mlx_parallm.api.responses.schema import ResponsesRequest
 from mlx_parallm.api.sglang.schema import GenerateBody

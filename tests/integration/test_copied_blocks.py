@@ -10,8 +10,13 @@ import pytest
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.step import (
+    PENDING_TOKEN,
+    Phase,
+    SampleSpec,
+    ScheduledBatch,
+    ScheduledSequence,
+)
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner

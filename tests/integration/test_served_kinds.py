@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.http.internal import Caller
+from mlx_parallm.api.http.auth import Caller
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.config import CacheConfig, EngineConfig, LoadingConfig, ModelConfig, ServerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX

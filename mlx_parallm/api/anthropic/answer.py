@@ -6,9 +6,8 @@ from typing import Any
 
 from mlx_parallm.api.anthropic.blocks import ContentBlocks
 from mlx_parallm.api.anthropic.schema import MessagesRequest
-from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.prepare import PreparedTurn
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.samples import Answer, Chunk, Usage
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
 from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.constraints import body_structure
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.request import TurnRequest
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_structure
 from mlx_parallm.api.turns.tools import (
     Tool,
     ToolChoice,

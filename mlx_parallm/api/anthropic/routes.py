@@ -27,10 +27,9 @@ from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.images import image_sources
-from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prelude import PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
-from mlx_parallm.api.turns.respond import StreamForm, respond
+from mlx_parallm.api.turns.stream import StreamForm, respond
 from mlx_parallm.types.request import ANY_LENGTH
 
 # Other statuses get the type of their class.

@@ -10,11 +10,17 @@ from typing_extensions import override
 from mlx_parallm.api.chat.schema import ChatRequest
 from mlx_parallm.api.control.art.policies import PolicySpans
 from mlx_parallm.api.http.sse import TextEvents, data
-from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mlx_parallm.api.turns.openai import answer_head, chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.prepare import PreparedTurn
+from mlx_parallm.api.turns.samples import (
+    Answer,
+    Chunk,
+    answer_head,
+    chunk_usage,
+    closing_chunks,
+    usage_body,
+)
 from mlx_parallm.api.turns.stream import (
     TOOL_CALLS,
     SampleState,

@@ -14,7 +14,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
-from mlx_parallm.api.turns.respond import respond
+from mlx_parallm.api.turns.stream import respond
 
 routes = Routes(CHAT, body_limit=INPUT, short=True, in_any_process=True)
 

@@ -7,11 +7,18 @@ from typing import Any
 
 from mlx_parallm.api.completions.request import Prompt
 from mlx_parallm.api.completions.schema import CompletionRequest
-from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs, with_top
-from mlx_parallm.api.turns.openai import answer_head, chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.prelude import Admitted
-from mlx_parallm.api.turns.samples import LazySequence, Sample
+from mlx_parallm.api.turns.samples import (
+    Chunk,
+    LazySequence,
+    Sample,
+    SampledAnswer,
+    answer_head,
+    chunk_usage,
+    closing_chunks,
+    usage_body,
+)
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
 

@@ -8,12 +8,12 @@ from mlx_parallm.api.completions.embeds import read_embeds
 from mlx_parallm.api.completions.infill import infill_ids, with_infill_ends
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.turns.constraints import body_grammar
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.logprobs import most_asked
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.prepare import TRUNCATE, prompt_limit
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError

@@ -11,7 +11,7 @@ import httpx2
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.api.http.internal import INTERNAL_CALLER, Caller
+from mlx_parallm.api.http.auth import INTERNAL_CALLER, Caller
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService

@@ -1,17 +1,198 @@
-"""API keys: who may use the model routes, and who may change the server."""
+"""Checks of who calls: keys, hosts, origins, and the server's own calls."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
-from mlx_parallm.api.http.origins import is_foreign
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.types.errors import AuthenticationError, PermissionDeniedError
+from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
+
+#: The header that chooses an engine, as in vLLM.
+RANK = "X-data-parallel-rank"
+# MAX_RANK_DIGITS: the number of an engine has no more; a client may send a header of any length.
+MAX_RANK_DIGITS = 9
+INTERNAL_CALLER = "mlx_parallm.internal_caller"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The client behind a request.
+
+    Attributes:
+        client: a digest of its key; see ``auth.client_of``.
+        max_waiting: sequences that one of its requests may put into the queue; None: not known.
+        rank: the number of the engine that it chose for the request; None if it chose none.
+        is_background: True if the server itself sends the request for the client.
+    """
+
+    client: str
+    max_waiting: int | None
+    rank: int | None = None
+    is_background: bool = False
+
+
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Return the client behind a request.
+
+    Raises:
+        InvalidRequestError: it chose an engine that there is not.
+    """
+    internal: Caller | None = connection.scope.get(INTERNAL_CALLER)
+    if internal is not None:
+        return internal
+    state = connection.app.state
+    client = client_of(connection.headers, state.config)
+    rank = read_rank(connection.headers.get(RANK), state.config.data_parallel_size, RANK)
+    return Caller(client=client, max_waiting=state.max_waiting, rank=rank)
+
+
+def read_rank(value: Any, num_engines: int, param: str) -> int | None:
+    """Return the number of an engine that a client chose; None if it chose none.
+
+    Args:
+        value: a header's or a body's.
+        num_engines: how many there are.
+        param: the header or field that it comes from.
+
+    Raises:
+        InvalidRequestError: there is no such engine.
+    """
+    if value is None:
+        return None
+    text = str(value)
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_RANK_DIGITS
+    if is_number and (rank := int(text)) < num_engines:
+        return rank
+    raise InvalidRequestError(
+        f"{param} must be the number of an engine, from 0 to {num_engines - 1}.", param=param
+    )
+
+
+ANY = "*"
+# SAFE_METHODS: see RFC 9110, section 9.2.1.
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+# OWN_SITES: values of browsers for requests of this server's pages and of people (Fetch Metadata).
+OWN_SITES = frozenset({"same-origin", "none"})
+# WEB_SCHEMES: apps and extensions use other schemes, with any host.
+WEB_SCHEMES = frozenset({"http", "https"})
+
+
+def is_foreign(headers: Headers) -> bool:
+    """True if a browser sent the request for a page of another origin.
+
+    ``Sec-Fetch-Site`` decides if present: no page can set it, and a proxy that changes the Host
+    header does not affect it. Older browsers send only ``Origin``, other programs neither.
+    """
+    sites = headers.getlist("sec-fetch-site")
+    if sites:
+        return any(site not in OWN_SITES for site in sites)
+    host = headers.get("host", "").lower()
+    return any(_authority(origin) != host for origin in headers.getlist("origin"))
+
+
+def may_change(config: ServerConfig, method: str, headers: Headers) -> bool:
+    """True if a request's method is safe, no foreign page sent it, or CORS allows that page."""
+    if method in SAFE_METHODS or not is_foreign(headers):
+        return True
+    if not {method, ANY} & set(config.allowed_methods):
+        return False
+    if ANY in config.allowed_origins:
+        return True
+    origins = headers.getlist("origin")
+    return bool(origins) and set(origins) <= set(config.allowed_origins)
+
+
+def _authority(origin: str) -> str | None:
+    """Return the host and port of a web origin; None for others, such as ``null``.
+
+    Both schemes are accepted: behind a proxy that ends TLS, the server does not know its own.
+    """
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return None
+    return parts.netloc.lower() if parts.scheme in WEB_SCHEMES and parts.netloc else None
+
+
+ANY_HOST = "*"
+LOCALHOST = "localhost"
+# NUM_KEPT: Host headers whose reading is kept. Most clients name a server by one or two names; any
+# number of long ones must not fill the memory.
+NUM_KEPT = 16
+# HOST_HEADER: the form of RFC 9110, section 7.2, without user information and percent signs.
+HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@%\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
+
+
+def checked_hosts(config: ServerConfig, bound_to: str | None) -> frozenset[str] | None:
+    """Return the hosts to answer beside those of the loopback interface; None to answer all.
+
+    Args:
+        config: the server's settings.
+        bound_to: the IP address of its TCP socket; None if it has none, as behind a Unix socket,
+            which no web page can reach.
+    """
+    if bound_to is None or config.api_keys or ANY_HOST in config.allowed_hosts:
+        return None
+    if not config.allowed_hosts and not is_loopback(bound_to):
+        return None
+    own = named_host(config.host) if config.fd is None else None
+    return frozenset(config.allowed_hosts).union([own] if own is not None else [])
+
+
+@lru_cache(NUM_KEPT)
+def host_of(header: str) -> str | None:
+    """Return the host of a Host header, without port and trailing dot; None if it is malformed.
+
+    Names are in lower case, IPv6 addresses in brackets and in their shortest form.
+    """
+    match = HOST_HEADER.fullmatch(header.strip(" \t"))
+    if match is None:
+        return None
+    host = match[1].lower()
+    if not host.startswith("["):
+        return host.removesuffix(".") or None
+    try:
+        return f"[{ipaddress.IPv6Address(host[1:-1])}]"
+    except ValueError:
+        return None
+
+
+def named_host(name: str) -> str | None:
+    """Return the host of a name or address as people write it: IPv6 without brackets too."""
+    return host_of(f"[{name}]" if name.count(":") > 1 and not name.startswith("[") else name)
+
+
+@lru_cache(NUM_KEPT)
+def is_loopback_host(host: str) -> bool:
+    """True if a host, as ``host_of`` gives it, is ``localhost`` or a loopback address."""
+    if host == LOCALHOST:
+        return True
+    try:
+        return is_loopback(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+
+
+def is_loopback(address: str) -> bool:
+    """True if an IP address is of the loopback interface, also as an IPv4-mapped one.
+
+    Raises:
+        ValueError: it is not an address in the usual form, such as 127.1 and 0x7f000001.
+    """
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
 
 
 class KeyRing:

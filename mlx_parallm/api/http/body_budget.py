@@ -11,9 +11,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from mlx_parallm.api.http.auth import client_of
+from mlx_parallm.api.http.auth import INTERNAL_CALLER, client_of
 from mlx_parallm.api.http.declared import BodyLimit, Kept, facts_of
-from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
-from mlx_parallm.api.http.internal import caller_of
+from mlx_parallm.api.http.auth import caller_of
 from mlx_parallm.api.http.scopes import engine_for
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient, RequestClient

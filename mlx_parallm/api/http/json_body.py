@@ -2,23 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+import functools
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import numpy as np
+from fastapi import params
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mlx_parallm.api.http.direct_call import DirectCall
-from mlx_parallm.api.http.ignored import forms_of, ignored_names, tell_ignored
+from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
-from mlx_parallm.types.json_values import MAX_ENTRIES, MAX_VALUES, TOO_MANY, may_have_too_many
+from mlx_parallm.types.json_values import (
+    MAX_ENTRIES,
+    MAX_VALUES,
+    TOO_MANY,
+    is_list,
+    is_object,
+    may_have_too_many,
+)
+
+JSON = "application/json"
+# TELEMETRY: FastAPI's entry of the ASGI scope, if its telemetry is configured.
+TELEMETRY = "fastapi.telemetry"
+# OTHER_PARAMS: what a dependant may take beside a body, dependencies and the request.
+OTHER_PARAMS = (
+    "path_params",
+    "query_params",
+    "header_params",
+    "cookie_params",
+    "websocket_param_name",
+    "http_connection_param_name",
+    "response_param_name",
+    "background_tasks_param_name",
+    "security_scopes_param_name",
+    "concurrency",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """A parameter of an endpoint that is made of the request alone.
+
+    Attributes:
+        name: the parameter; None if the endpoint does not take the value.
+        make: returns the value.
+        request_name: the parameter of ``make``.
+    """
+
+    name: str | None
+    make: Callable[..., Awaitable[Any]]
+    request_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectCall:
+    """An endpoint that takes a JSON object and what is made of the request, and answers itself.
+
+    Attributes:
+        endpoint: returns the response.
+        body: the field of the body.
+        provided: its other parameters, in FastAPI's order.
+    """
+
+    endpoint: Callable[..., Awaitable[Response]]
+    body: Any
+    provided: Sequence[Provided]
+
+    @staticmethod
+    def of(route: APIRoute) -> DirectCall | None:
+        """Return the call of a route's endpoint; None if FastAPI has to make it."""
+        dependant = route.dependant
+        if len(dependant.body_params) != 1 or _takes_others(dependant):
+            return None
+        (body,) = dependant.body_params
+        is_plain = type(body.field_info) is params.Body and not body.field_info.embed
+        if not is_plain or not body.field_info.is_required() or dependant.request_param_name:
+            return None
+        provided = [_provided(each) for each in dependant.dependencies]
+        if None in provided or not _answers_itself(route.endpoint):
+            return None
+        return DirectCall(route.endpoint, body, [each for each in provided if each is not None])
+
+    async def answer(self, request: Request) -> Response | None:
+        """Return the endpoint's response; None if FastAPI has to read, or to refuse, the body.
+
+        The endpoint was not called then, and the request keeps the body.
+
+        Raises:
+            Exception: what the reader of the body, a dependency or the endpoint raises.
+        """
+        content_type = request.headers.get("content-type", "")
+        if content_type.lower().partition(";")[0] != JSON or TELEMETRY in request.scope:
+            return None
+        try:
+            body = await request.json() if await request.body() else None
+        except ClientDisconnect:
+            return None
+        if not is_object(body):
+            return None
+        value, problems = self.body.validate(body, {}, loc=("body",))
+        if problems:
+            return None
+        values = {self.body.name: value}
+        for each in self.provided:
+            made = await each.make(**{each.request_name: request})
+            if each.name is not None:
+                values[each.name] = made
+        return await self.endpoint(**values)
+
+
+def _takes_others(dependant: Dependant) -> bool:
+    return any(getattr(dependant, name, None) for name in OTHER_PARAMS)
+
+
+def _provided(dependant: Dependant) -> Provided | None:
+    """Return a dependency as a value of the request alone; None if it is something else."""
+    is_more = dependant.dependencies or dependant.body_params or _takes_others(dependant)
+    make, name = dependant.call, dependant.request_param_name
+    if is_more or make is None or name is None or not inspect.iscoroutinefunction(make):
+        return None
+    return Provided(dependant.name, make, name)
+
+
+def _answers_itself(endpoint: Callable[..., Any]) -> bool:
+    """True if an endpoint returns a response, not a value for one."""
+    if not inspect.iscoroutinefunction(endpoint):
+        return False
+    returned = get_type_hints(endpoint).get("return")
+    return isinstance(returned, type) and issubclass(returned, Response)
+
+
+logger = logging.getLogger(__name__)
+
+HEADER = "x-ignored-fields"
+MAX_NAMES = 20
+MAX_NAME_CHARS = 64
+
+
+def tell_ignored(response: Response, names: Collection[str]) -> None:
+    """Name the fields in a header and in the log; names that no header can hold are left out."""
+    if not names:
+        return
+    listed = ", ".join([name for name in sorted(names) if _is_plain(name)][:MAX_NAMES])
+    if listed:
+        response.headers[HEADER] = listed
+        logger.warning("ignored unknown request fields: %s", listed)
+
+
+def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
+    """Return the names in a JSON body that its form does not read; those of options have a dot.
+
+    A null means absent. The fields in a form's ``without_effect`` are not reported.
+    """
+    if not is_object(body):
+        return set()
+    read = _read_names(form)
+    names = {name for name, value in body.items() if name not in read and value is not None}
+    for name, options in _option_forms(form):
+        values = body.get(name)
+        if values is None:
+            continue
+        for value in values if is_list(values) else [values]:
+            names |= {f"{name}.{inner}" for inner in ignored_names(options, value)}
+    return names
+
+
+def forms_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield every model in a type, such as those of a union or of a list's elements."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from forms_of(part)
+
+
+@functools.cache
+def _read_names(form: type[BaseModel]) -> frozenset[str]:
+    """Return the names that are not reported: a form reads them, or they have no effect."""
+    names = set(form.model_fields)
+    if issubclass(form, NullIsAbsent):
+        names |= form.without_effect
+    for field in form.model_fields.values():
+        alias = field.validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        names.update(choice for choice in choices if isinstance(choice, str))
+    return frozenset(names)
+
+
+@functools.cache
+def _option_forms(form: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """Return the fields with options of a single form; other models pass their extra keys on."""
+    options: list[tuple[str, type[BaseModel]]] = []
+    for name, field in form.model_fields.items():
+        forms = {each for each in forms_of(field.annotation) if issubclass(each, NullIsAbsent)}
+        if len(forms) == 1:
+            options.append((name, forms.pop()))
+    return options
+
+
+def _is_plain(name: str) -> bool:
+    plain = name.replace(".", "").replace("_", "").replace("-", "")
+    return len(name) <= MAX_NAME_CHARS and plain.isascii() and plain.isalnum()
+
 
 R = TypeVar("R", bound=Response | None)
 

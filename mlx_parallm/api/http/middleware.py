@@ -15,12 +15,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
-from mlx_parallm.api.http.auth import KeyRing, key_of, wrong_key
+from mlx_parallm.api.http.auth import (
+    INTERNAL_CALLER,
+    KeyRing,
+    host_of,
+    is_loopback_host,
+    key_of,
+    may_change,
+    wrong_key,
+)
 from mlx_parallm.api.http.declared import FACTS, Access, facts_of, id_headers, local_path
 from mlx_parallm.api.http.errors import response_of
-from mlx_parallm.api.http.hosts import host_of, is_loopback_host
-from mlx_parallm.api.http.internal import INTERNAL_CALLER
-from mlx_parallm.api.http.origins import may_change
 from mlx_parallm.api.http.request_record import RequestRecord, new_record
 from mlx_parallm.api.http.routing import ROUTE, DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig

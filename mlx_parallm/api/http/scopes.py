@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from mlx_parallm.api.http.internal import Caller
+from mlx_parallm.api.http.auth import Caller
 from mlx_parallm.api.http.request_record import current_record
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import RequestClient

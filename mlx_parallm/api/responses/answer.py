@@ -16,10 +16,9 @@ from mlx_parallm.api.responses.output import (
 )
 from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, shown_tools
-from mlx_parallm.api.turns.answer import Answer
 from mlx_parallm.api.turns.logprobs import TextTokens, TokenNames
 from mlx_parallm.api.turns.prepare import PreparedTurn
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.samples import Answer, Usage
 from mlx_parallm.parsing.parts import ContentText, ReasoningText
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 

@@ -9,11 +9,11 @@ from mlx_parallm.api.responses.items import Item, image_places
 from mlx_parallm.api.responses.messages import item_messages
 from mlx_parallm.api.responses.schema import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
+from mlx_parallm.api.turns.constraints import body_structure
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_structure
 from mlx_parallm.types.errors import InvalidRequestError
 
 #: What a body calls the names of the engine and of turns.

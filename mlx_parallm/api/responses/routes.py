@@ -10,9 +10,9 @@ from fastapi import Depends, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.files.schema import list_object
+from mlx_parallm.api.http.auth import INTERNAL_CALLER
 from mlx_parallm.api.http.declared import COUNT, INPUT
 from mlx_parallm.api.http.dependencies import ClientDep
-from mlx_parallm.api.http.internal import INTERNAL_CALLER
 from mlx_parallm.api.http.offload import on_body
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
@@ -25,10 +25,9 @@ from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
 from mlx_parallm.api.turns.generation import named_by
-from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
+from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep, generator
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
-from mlx_parallm.api.turns.respond import NAMED_EVENTS, respond
+from mlx_parallm.api.turns.stream import NAMED_EVENTS, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH

@@ -9,9 +9,8 @@ from typing import Any
 from mlx_parallm.api.http.forms import INT64
 from mlx_parallm.api.rl.groups import Group, Verdict
 from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
-from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.samples import Usage, usage_body
 from mlx_parallm.types.model_input import num_image_tokens
 from mlx_parallm.types.step import TokenLogprob
 

@@ -19,9 +19,8 @@ from mlx_parallm.api.turns.fields import ProcessorKwargs
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.images import ImageUrls, named_sources, pixel_range_of
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
-from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.samples import Usage, usage_body
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.images.prompt import ImagePrompt
 from mlx_parallm.types.errors import InvalidRequestError

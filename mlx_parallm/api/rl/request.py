@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
-from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import MarkedTokenizer, appended_ids

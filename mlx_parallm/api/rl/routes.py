@@ -20,10 +20,10 @@ from mlx_parallm.api.rl.groups import Groups, Judge
 from mlx_parallm.api.rl.judges import RewardScorer, VerifierClient, check_url
 from mlx_parallm.api.rl.request import encode_items
 from mlx_parallm.api.rl.schema import RolloutItem, RolloutRequest
+from mlx_parallm.api.turns.constraints import body_grammar
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.types.request import GenerateRequest
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.sglang.request import SglangItem
 from mlx_parallm.api.sglang.schema import GenerateBody, is_batch
-from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
-from mlx_parallm.api.turns.samples import Sample
+from mlx_parallm.api.turns.samples import Chunk, Sample, SampledAnswer
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob

@@ -13,8 +13,8 @@ from mlx_parallm.api.sglang.schema import (
     is_batch,
     prompts_of,
 )
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.images import ImageSource, named_sources
-from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list
 from mlx_parallm.types.request import Grammar, SamplingParams

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from fastapi import Response
 
+from mlx_parallm.api.http.auth import read_rank
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.internal import read_rank
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
 from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody, prompts_of
+from mlx_parallm.api.turns.constraints import body_grammar
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.images import pixel_range_of
-from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
-from mlx_parallm.api.turns.respond import respond
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.turns.prelude import Prelude, PreludeDep, generator
+from mlx_parallm.api.turns.stream import respond
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.prompt import ImagePrompt

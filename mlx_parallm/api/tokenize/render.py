@@ -19,8 +19,7 @@ from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prelude import PreludeDep, generator
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest

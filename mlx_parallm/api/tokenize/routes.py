@@ -9,8 +9,8 @@ from typing import Any, get_args
 from pydantic import AliasChoices, Field, StrictBool, StrictStr
 from starlette.responses import Response
 
+from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.chat.schema import Messages, turns_of
-from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.declared import COUNT, TOKENIZE
 from mlx_parallm.api.http.dependencies import RequestsDep
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
@@ -23,8 +23,7 @@ from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.turns.fields import ProcessorKwargs, TemplateKwargs, TurnEndFields
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.images import image_sources, pixel_range_of
-from mlx_parallm.api.turns.model_choice import tokenizing_model
-from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prelude import PreludeDep, tokenizing_model
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.images.processor import PreparedImage
 from mlx_parallm.images.prompt import image_prompt

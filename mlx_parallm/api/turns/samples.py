@@ -2,12 +2,151 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, overload
 
+from mlx_parallm import __version__
+from mlx_parallm.api.turns.fields import StreamOptions
+from mlx_parallm.api.turns.prelude import Admitted
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
+
+DIGEST_CHARS = 12
+
+
+def answer_head(admitted: Admitted, answer_id: str, kind: str) -> dict[str, Any]:
+    """Return the keys that an answer begins with, and that each of its chunks repeats.
+
+    Args:
+        admitted: the request.
+        answer_id: of the answer.
+        kind: its ``object``.
+    """
+    return {
+        "id": answer_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": admitted.name,
+        "system_fingerprint": system_fingerprint(admitted.prelude.engine, admitted.model),
+    }
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Return token counts as OpenAI writes them."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": usage.prompt_details(),
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def chunk_usage(usage: Usage, options: StreamOptions | None) -> dict[str, Any]:
+    """Return the ``usage`` key of a chunk with choices: the counts so far, null, or no key."""
+    if options is not None and options.tells_usage_so_far:
+        return {"usage": usage_body(usage)}
+    return {"usage": None} if options is not None and options.include_usage else {}
+
+
+def closing_chunks(
+    head: dict[str, Any], usage: Usage, options: StreamOptions | None
+) -> list[dict[str, Any]]:
+    """Return what follows the last choice of a stream: the usage, if the client wants it."""
+    if options is None or not options.include_usage:
+        return []
+    return [head | {"choices": [], "usage": usage_body(usage)}]
+
+
+def system_fingerprint(engine: RequestClient, model: GenerationModel) -> str:
+    """Return a short digest of a model's weights as they are now, and of how it is served.
+
+    It stays the same over restarts. It changes with an update of the weights or of the adapter, or
+    their label, with the version of this program and with settings that change results. A request
+    that runs during an update reports the version it started with; ``weight_versions`` say more.
+    """
+    info = model.info
+    base = engine.control.version(model.parent or model.names[0])
+    digests = (
+        adapter.digest for adapter in engine.control.adapters() if adapter.name == model.adapter
+    )
+    facts = [
+        __version__,
+        model.revision,
+        [base.content, base.label],
+        None if model.adapter is None else next(digests, ""),
+        model.tokenizer.chat_template,
+        dict(model.chat_template_kwargs),
+        engine.config.logprobs_mode,
+        [info.path, info.attention_backend, info.dtype, info.kv_cache_dtype, info.max_model_len],
+    ]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"fp_{digest[:DIGEST_CHARS]}"
+
+
+Chunk = dict[str, Any]
+
+
+class Answer(ABC):
+    """An answer that grows with the events; ``prompt`` is the number of an event's prompt."""
+
+    @abstractmethod
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return the answer, once every event is in."""
+
+    def opening(self, prompt: PromptEvent | None) -> list[Chunk]:
+        """Return the chunks before the first event's; ``prompt`` is that event, if it is in."""
+        return []
+
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
+        """Take in an event of a stream; return what it adds: often one chunk, sometimes none."""
+        raise NotImplementedError
+
+    def encoded(
+        self, prompt: int, event: PromptEvent | TokenEvent, encode: Callable[..., bytes]
+    ) -> bytes:
+        """Return ``chunks`` as ``encode`` writes them; empty if there are none."""
+        chunks = self.chunks(prompt, event)
+        return encode(*chunks) if chunks else b""
+
+    def closing(self) -> list[Chunk]:
+        """Return the chunks after the last event's."""
+        return []
+
+    def failure(self, error: Chunk) -> list[Chunk]:
+        """Return the chunks that end a stream with an error, the route's object of it."""
+        return [error]
+
+
+class SampledAnswer(Answer):
+    """An answer with samples as they are: ``n`` of each prompt, prompt after prompt."""
+
+    def __init__(self, n: int, num_prompts: int = 1, *, num_prompt_tokens: int = 0) -> None:
+        self.n = n
+        self.samples = LazySequence(num_prompts * n, lambda _index: Sample())
+        self.prompt_events: dict[int, PromptEvent] = {}
+        self.usage = Usage(prompt_tokens=num_prompt_tokens)
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event, of the whole answer or of a stream."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self.prompt_events[prompt] = event
+        else:
+            self.samples[prompt * self.n + event.index].add(event)
+
 
 T = TypeVar("T")
 

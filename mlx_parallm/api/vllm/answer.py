@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import TokenNames, prompt_logprobs, with_top
-from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
-from mlx_parallm.api.turns.samples import Sample
+from mlx_parallm.api.turns.samples import (
+    Chunk,
+    Sample,
+    SampledAnswer,
+    chunk_usage,
+    closing_chunks,
+    usage_body,
+)
 from mlx_parallm.api.vllm.schema import UNSUPPORTED, TokenGenerateRequest, TokenSamplingParams
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.images.prompt import ImagePrompt

@@ -8,12 +8,12 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
+from mlx_parallm.api.turns.constraints import body_grammar
+from mlx_parallm.api.turns.fields import sampling_params
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import PreludeDep
-from mlx_parallm.api.turns.respond import respond
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.turns.stream import respond
 from mlx_parallm.api.turns.written_prompts import WrittenPrompt, read_prompts
 from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer
 from mlx_parallm.api.vllm.schema import TokenGenerateRequest

@@ -20,8 +20,7 @@ from mlx_parallm.engine.models import EngineState
 from mlx_parallm.engine.parallel.asking import SharedAsk
 from mlx_parallm.engine.parallel.fleet import Fleet
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.state import StateQuery
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 
 T = TypeVar("T")

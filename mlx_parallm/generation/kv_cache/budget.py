@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.step import KVPlan
 from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)

@@ -10,19 +10,23 @@ from typing_extensions import override
 
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.types.request import ALL_TOKENS
-from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepOutput
-from mlx_parallm.types.tracing import Phase, StepTracer
+from mlx_parallm.types.step import Phase, Runner, RunnerInfo, ScheduledBatch, StepOutput, StepTracer
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
 from mlx_parallm.worker.generation.rank_steps import RankTokens
-from mlx_parallm.worker.generation.step_rows import PendingTokens, StepRows, place_proposals
+from mlx_parallm.worker.generation.step_rows import (
+    Constraints,
+    GrammarRows,
+    PendingTokens,
+    StepRows,
+    place_proposals,
+)
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.generation.submitted_step import ModelStep
 from mlx_parallm.worker.lora.adapter_store import AdapterStore

@@ -10,12 +10,15 @@ import numpy as np
 
 from mlx_parallm.types.request import RAW_LOGPROBS
 from mlx_parallm.types.step import SampledToken, SampleSpec
-from mlx_parallm.worker.sampling.adjust import adjust_logits
 from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
-from mlx_parallm.worker.sampling.logprob_rows import LogprobRows, RowLogprobs
 from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
-from mlx_parallm.worker.sampling.row_settings import RowSettings, random_keys
-from mlx_parallm.worker.sampling.truncation import draw_logits
+from mlx_parallm.worker.sampling.row_settings import (
+    LogprobRows,
+    RowLogprobs,
+    RowSettings,
+    random_keys,
+)
+from mlx_parallm.worker.sampling.truncation import adjust_logits, draw_logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.tracing import Phase
+from mlx_parallm.types.step import Phase
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
 
 

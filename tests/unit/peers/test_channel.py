@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
-from mlx_parallm.parsing.reasoning import REASONING_FORMATS
+from mlx_parallm.parsing.turn import REASONING_FORMATS
 from mlx_parallm.peers import channel
 from mlx_parallm.peers.channel import Channel, Incoming, UnreadableError, pack, pack_shared
 from mlx_parallm.peers.messages import Events

@@ -25,8 +25,7 @@ from mlx_parallm.config import EngineConfig, ModelConfig, RanksConfig, Scheduler
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import EngineState
-from mlx_parallm.engine.state import ReadMetrics
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.status import Readiness, ReadMetrics
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.generation.remote_grammars import compile_grammar
 from mlx_parallm.peers import life as remote_life_module

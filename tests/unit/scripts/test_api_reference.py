@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.http.examples import parse_examples
+from mlx_parallm.api.http.openapi import parse_examples
 from scripts.api_reference import anchor, render
 from scripts.compact_json import compact_json
 from scripts.example_requests import (

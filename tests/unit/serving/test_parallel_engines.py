@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from mlx_parallm.api.http.internal import read_rank
+from mlx_parallm.api.http.auth import read_rank
 from mlx_parallm.cli.engines import open_engine
 from mlx_parallm.cli.setting_values import engine_count as parse_count
 from mlx_parallm.config import AUTO, CacheConfig, EngineConfig, ServerConfig

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.tokenizer.chat_template import template_refusals
+from mlx_parallm.tokenizer.jinja_chat import template_refusals
 from mlx_parallm.tokenizer.libraries import plain_of
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.plain import PlainTokenizer

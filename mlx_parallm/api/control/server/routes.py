@@ -12,10 +12,9 @@ from fastapi import Request
 from mlx_parallm import __version__
 from mlx_parallm.api.control.server.schema import EngineInfo, ModelInfo, ServerInfo
 from mlx_parallm.api.control.weights.adapters import loaded_adapters
-from mlx_parallm.api.http.auth import has_admin_key
+from mlx_parallm.api.http.auth import has_admin_key, is_foreign
 from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.http.openapi import SERVER
-from mlx_parallm.api.http.origins import is_foreign
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.generation.kind import GENERATION

@@ -33,7 +33,7 @@ from mlx_parallm.api.control.weights.tensors import (
 from mlx_parallm.api.http.declared import WEIGHTS, Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.dialect import SGLANG
-from mlx_parallm.api.http.ignored import tell_ignored
+from mlx_parallm.api.http.json_body import tell_ignored
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.uploads import Received, is_json, json_object, receive, validated

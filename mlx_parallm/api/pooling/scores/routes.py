@@ -33,10 +33,8 @@ from mlx_parallm.api.pooling.scores.pairs import (
 )
 from mlx_parallm.api.pooling.scores.schema import RerankRequest, ScoreRequest
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
-from mlx_parallm.api.turns.model_choice import encoder_meant, generator
-from mlx_parallm.api.turns.openai import usage_body
-from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.prelude import Prelude, PreludeDep, encoder_meant, generator
+from mlx_parallm.api.turns.samples import Usage, usage_body
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 

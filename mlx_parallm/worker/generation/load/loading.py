@@ -11,7 +11,7 @@ from typing_extensions import override
 from mlx_parallm.models.checkpoints.decoder_sizes import context_length, query_heads
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError
-from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.step import KVPlan
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.device.kernel_trial import KernelTrials

@@ -14,7 +14,7 @@ from mlx_parallm.models.checkpoints.decoder_sizes import (
     query_heads,
 )
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.step import KVPlan
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.dense import SCORE_BYTES, is_fused
 from mlx_parallm.worker.device.properties import backend_name

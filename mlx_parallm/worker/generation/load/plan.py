@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.step import KVPlan, RunnerInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

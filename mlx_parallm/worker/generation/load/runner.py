@@ -13,11 +13,9 @@ from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import Tower
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.request import RAW_LOGPROBS
-from mlx_parallm.types.step import RunnerInfo
-from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.types.step import KVPlan, NoTracer, RunnerInfo, StepTracer
 from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.device.faults import DeviceFaults

@@ -9,8 +9,7 @@ import httpx2
 import pytest
 
 from mlx_parallm.api.app import SLICES, routes_of
-from mlx_parallm.api.http.direct_call import DirectCall
-from mlx_parallm.api.http.json_body import JsonRequest
+from mlx_parallm.api.http.json_body import DirectCall, JsonRequest
 from mlx_parallm.api.http.routing import declared_routes
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError

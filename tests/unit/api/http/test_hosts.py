@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from mlx_parallm.api.http.hosts import checked_hosts, host_of, is_loopback_host
+from mlx_parallm.api.http.auth import checked_hosts, host_of, is_loopback_host
 from mlx_parallm.cli.serve import warn_if_exposed
 from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app

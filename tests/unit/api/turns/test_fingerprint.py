@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.api.turns.openai import system_fingerprint
+from mlx_parallm.api.turns.samples import system_fingerprint
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.types.weights import WeightsVersion
 from mlx_parallm.worker.weights.revision import folder_revision

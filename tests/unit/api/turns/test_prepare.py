@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.chat.tools import chat_tools
+from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolChoice, ToolMode

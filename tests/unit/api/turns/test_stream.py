@@ -19,8 +19,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallBegin,
     TurnParser,
 )
-from mlx_parallm.parsing.reasoning import THINK
-from mlx_parallm.parsing.turn import turn_parser
+from mlx_parallm.parsing.turn import THINK, turn_parser
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

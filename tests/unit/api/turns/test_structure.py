@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.turns.structure import structure_of
+from mlx_parallm.api.turns.constraints import structure_of
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.chat.tools import chat_tools
+from mlx_parallm.api.chat.request import chat_tools
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
@@ -20,8 +20,8 @@ from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import ContentText, ReasoningText, ToolCallBegin
-from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.parsing.registry import tool_format_names
+from mlx_parallm.parsing.turn import REASONING_FORMATS
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from tests.byte_vocabulary import END, ByteVocabulary
 from tests.fakes import make_info

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.chat.tools import (
+from mlx_parallm.api.chat.request import (
     chat_function_choice,
     chat_functions,
     chat_tool_choice,

@@ -28,8 +28,7 @@ from mlx_parallm.engine.metrics import labelled_by_engine
 from mlx_parallm.engine.models import QueueLoad
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.state import ReadLoads
-from mlx_parallm.engine.status import Readiness
+from mlx_parallm.engine.status import Readiness, ReadLoads
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.machine import visible_devices
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.generation.kv_cache.budget import KVShare, most_bytes, report_cut, share_budget
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.step import KVPlan
 
 BLOCK = 16
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
-from mlx_parallm.worker.sampling.adjust import adjust_logits
 from mlx_parallm.worker.sampling.row_settings import seed_word
 from mlx_parallm.worker.sampling.sampler import Sampler
-from mlx_parallm.worker.sampling.truncation import truncate
+from mlx_parallm.worker.sampling.truncation import adjust_logits, truncate
 
 VOCAB = 24
 
