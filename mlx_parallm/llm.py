@@ -47,8 +47,7 @@ from mlx_parallm.offline.outputs import (
 )
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.types.request import RAW_LOGPROBS, Grammar, SamplingParams
-from mlx_parallm.types.weights import SLEEP_TAGS
+from mlx_parallm.types.request import RAW_LOGPROBS, SLEEP_TAGS, Grammar, SamplingParams
 from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from jinja2.exceptions import TemplateError
 from parser_templates import TEMPLATES, Template
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from mlx_parallm.parsing.formats import merge
 from mlx_parallm.parsing.parts import ContentText, Part, ReasoningText, ToolCallBegin
 from mlx_parallm.parsing.registry import (
     detect_reasoning_format,
@@ -30,7 +31,6 @@ from mlx_parallm.parsing.registry import (
     tool_format,
 )
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from mlx_parallm.engine.control import EngineControl, PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import NotFoundError, ParallmError, VersionMismatchError
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 
 
 class FakeControl(EngineControl):

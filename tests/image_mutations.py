@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.two_way import TwoWaySpan
+from mlx_parallm.worker.attention.dense import TwoWaySpan
 from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam
 from mlx_parallm.worker.generation.inputs.rows import InputFeatures
 from tests.golden_images import vision_names

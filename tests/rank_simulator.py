@@ -21,6 +21,7 @@ from mlx_parallm.distributed.link import FollowerLink, LeaderLink, Message
 from mlx_parallm.distributed.log import LeaderLog
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import KV_CACHE, WEIGHTS
 from mlx_parallm.types.step import (
     RunnerInfo,
     SampleSpec,
@@ -28,7 +29,6 @@ from mlx_parallm.types.step import (
     ScheduledSequence,
     StepOutput,
 )
-from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.ops import (
     AddAdapter,

@@ -25,9 +25,8 @@ from mlx_parallm.types.events import (
     TokenEvent,
 )
 from mlx_parallm.types.pooling import OwnHead
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import DEFAULT_VERSION, GenerateRequest, WeightsVersion
 from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
-from mlx_parallm.types.weights import DEFAULT_VERSION, WeightsVersion
 from tests.block_simulator import (
     END_ID,
     Choice,

@@ -18,7 +18,7 @@ from operator import is_not
 from typing import Any
 
 from mlx_parallm.types.model_input import InputRows
-from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 from mlx_parallm.types.step import (
     NO_CHANGES,
     PENDING_TOKEN,
@@ -26,7 +26,6 @@ from mlx_parallm.types.step import (
     ScheduledBatch,
     ScheduledSequence,
 )
-from mlx_parallm.types.weights import DEFAULT_VERSION
 
 # STAND_IN: the spec of every sampled row on a follower, which samples nothing.
 STAND_IN = SampleSpec(params=SamplingParams(), seed=0, position=0, prompt_ids=(), output_ids=())

@@ -28,7 +28,7 @@ from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.status import EngineReport
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
-from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
+from mlx_parallm.types.request import SLEEP_TAGS, WeightsVersion
 
 # SLEEP_LEVELS: see ``EngineControl.sleep``.
 SLEEP_LEVELS = (0, 1, 2)

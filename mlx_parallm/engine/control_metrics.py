@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.status import EngineReport
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 
 DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 #: ``ADAPTER`` and ``WEIGHTS`` are the kinds of updates: of an adapter, or of a model's weights.

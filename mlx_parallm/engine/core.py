@@ -30,9 +30,8 @@ from mlx_parallm.engine.directory import ModelDirectory
 from mlx_parallm.engine.kind import Kind, ModelLoad, StartedModel
 from mlx_parallm.engine.life import END_TIMEOUT_S, EngineLife
 from mlx_parallm.engine.loader import ModelLoader
-from mlx_parallm.engine.mailbox import Mailbox
+from mlx_parallm.engine.mailbox import Mailbox, OpenStreams
 from mlx_parallm.engine.models import EngineState, ModelMemory, QueueLoad
-from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload, NamedAdapter
 from mlx_parallm.engine.residency import Residency
 from mlx_parallm.engine.status import (

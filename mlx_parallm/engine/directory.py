@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.confinement import check_name
-from mlx_parallm.engine.adapter_names import with_adapter
+from mlx_parallm.engine.adapter_control import with_adapter
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.kind import ModelLoad
 from mlx_parallm.engine.policies import NamedAdapter

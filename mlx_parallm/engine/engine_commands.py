@@ -26,7 +26,7 @@ from mlx_parallm.engine.live_weights import LiveWeights, WeightsHistory, Weights
 from mlx_parallm.engine.models import ServedEngine
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
-from mlx_parallm.types.weights import DROPS_WEIGHTS, SLEEP_TAGS, WEIGHTS, WeightsVersion
+from mlx_parallm.types.request import DROPS_WEIGHTS, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
 #: All adapters, and the versions of the models themselves by their first names.
 LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
-from mlx_parallm.types.weights import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
+from mlx_parallm.types.request import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.device import DeviceWeights

@@ -18,7 +18,7 @@ from mlx_parallm.types.errors import (
     OverloadedError,
     VersionMismatchError,
 )
-from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
+from mlx_parallm.types.request import BaseWeights, PolicyWeights, WeightsVersion
 
 #: A head that an adapter brings. Only its model's kind knows what is in it.
 AdapterHead = Any

@@ -11,10 +11,15 @@ from mlx_parallm.parsing.families.kimi_k3 import ANSWER as KIMI_K3_ANSWER
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
 from mlx_parallm.parsing.families.marked import Lookout, read_call_within, read_calls
 from mlx_parallm.parsing.families.muse import MUSE_REASONING
-from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat, tools_of
+from mlx_parallm.parsing.formats import (
+    ReadContext,
+    ReasoningFormat,
+    ToolFormat,
+    TurnWriter,
+    tools_of,
+)
 from mlx_parallm.parsing.parts import Part, TurnParser
 from mlx_parallm.parsing.reader import Reader, Steps
-from mlx_parallm.parsing.writer import TurnWriter
 
 
 def read_reasoning(

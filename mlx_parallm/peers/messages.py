@@ -16,7 +16,7 @@ from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.status import ModelStatus
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import TokenEvent
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 from mlx_parallm.types.work import Event, Request
 
 

@@ -14,7 +14,7 @@ from mlx_parallm.engine.status import EngineLoad, EngineReport, ModelStatus, Rea
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.training.requests import TrainingRequest
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 
 #: ``TokenizingModel`` reads texts as tokens, whatever it makes of them.
 TokenizingModel = GenerationModel | PoolingModel

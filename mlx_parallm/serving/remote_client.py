@@ -11,11 +11,11 @@ from itertools import count
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.adapter_control import AdapterNames, with_adapter
 from mlx_parallm.engine.adapter_folders import AdapterFolders
-from mlx_parallm.engine.adapter_names import AdapterNames, with_adapter
 from mlx_parallm.engine.commands import Abort
+from mlx_parallm.engine.mailbox import OpenStreams
 from mlx_parallm.engine.models import EngineState, ServedModel
-from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.status import CheckRoom, ModelStatus
 from mlx_parallm.peers.messages import (
@@ -30,7 +30,7 @@ from mlx_parallm.peers.messages import (
 )
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 
 logger = logging.getLogger(__name__)
 

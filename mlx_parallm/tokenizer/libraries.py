@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from mlx_parallm.tokenizer.jinja_chat import JinjaChat, processor_template
+from mlx_parallm.tokenizer.jinja_chat import JinjaChat, PlainTokenizer, processor_template
 from mlx_parallm.tokenizer.loaded import HubTokenizer, LoadedTokenizer
-from mlx_parallm.tokenizer.plain import PlainTokenizer
 
 
 def load_with_mlx_lm(

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.record import message
+from mlx_parallm.types.request import DEFAULT_VERSION
 from mlx_parallm.types.step import TokenLogprob
-from mlx_parallm.types.weights import DEFAULT_VERSION
 from mlx_parallm.types.work import Ends
 
 

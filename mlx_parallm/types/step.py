@@ -14,8 +14,7 @@ from typing import Protocol
 
 from mlx_parallm.types.model_input import InputChanges, InputKind, InputRows
 from mlx_parallm.types.record import message
-from mlx_parallm.types.request import SamplingParams
-from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 
 
 class Phase(StrEnum):

@@ -21,7 +21,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.model_input import InputKind, InputRows
-from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.request import KV_CACHE, WEIGHTS, SamplingParams
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
     SampleSpec,
@@ -29,7 +29,6 @@ from mlx_parallm.types.step import (
     ScheduledSequence,
     StepOutput,
 )
-from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.ranks import Ranks, join_ranks
 from mlx_parallm.worker.device.shared_tensors import SharedTensor

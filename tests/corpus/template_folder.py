@@ -9,9 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_parallm.parsing.forced import call_writer
 from mlx_parallm.parsing.registry import detect_tool_format
-from mlx_parallm.tokenizer.jinja_chat import JinjaChat
+from mlx_parallm.tokenizer.jinja_chat import JinjaChat, PlainTokenizer
 from mlx_parallm.tokenizer.loaded import LoadedTokenizer
-from mlx_parallm.tokenizer.plain import PlainTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
 from tests.corpus.fetch import unpacked
 from tests.corpus.sources import LLAMA_CPP, VLLM

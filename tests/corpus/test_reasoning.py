@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.parsing.formats import ReasoningFormat
+from mlx_parallm.parsing.formats import ReasoningFormat, merge
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -14,7 +14,6 @@ from mlx_parallm.parsing.parts import (
 )
 from mlx_parallm.parsing.registry import reasoning_format
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 from tests.corpus.fetch import unpacked
 from tests.corpus.sources import VLLM
 from tests.corpus.vllm_cases import Case, read_cases

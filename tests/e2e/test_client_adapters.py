@@ -17,7 +17,7 @@ import pytest
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.peers import child_process
-from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.request import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
 pytestmark = pytest.mark.slow

@@ -32,8 +32,7 @@ from mlx_parallm.types.errors import (
     VersionMismatchError,
 )
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.request import DEFAULT_VERSION, GenerateRequest, SamplingParams
 from tests.engine_action import Do
 
 PROMPT = tuple(range(50, 90))

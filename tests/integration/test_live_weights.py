@@ -21,7 +21,7 @@ from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
-from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.request import DEFAULT_VERSION
 from tests.engine_action import Do
 from tests.integration.test_live_adapters import Sample, begin, generate, is_same
 

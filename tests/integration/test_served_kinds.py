@@ -24,7 +24,7 @@ from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import LocalLife
 from mlx_parallm.engine.models import KindTraits
 from mlx_parallm.engine.status import ModelState, RequestDoor
-from mlx_parallm.generation.client import GenerationClient
+from mlx_parallm.generation.kind import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS

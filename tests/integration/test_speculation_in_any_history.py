@@ -24,9 +24,14 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.distributed.codec import StepDecoder, StepEncoder
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import (
+    BaseWeights,
+    GenerateRequest,
+    PolicyWeights,
+    SamplingParams,
+    WeightsVersion,
+)
 from mlx_parallm.types.step import ScheduledBatch, StepInFlight
-from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.rank_steps import RankTokens

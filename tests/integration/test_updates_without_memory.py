@@ -27,7 +27,7 @@ from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.build import build_engines
 from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.errors import OutOfMemoryError
-from mlx_parallm.types.weights import DEFAULT_VERSION
+from mlx_parallm.types.request import DEFAULT_VERSION
 from mlx_parallm.worker.ops import (
     AddAdapter,
     CommitWeights,

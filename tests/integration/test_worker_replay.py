@@ -38,9 +38,14 @@ from mlx_parallm.types.model_input import (
     Span,
 )
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
-from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.request import (
+    INPUT_TOKEN,
+    SLEEP_TAGS,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+)
 from mlx_parallm.types.step import StepOutput
-from mlx_parallm.types.weights import SLEEP_TAGS
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
 from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step

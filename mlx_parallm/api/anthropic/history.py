@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.anthropic.schema import InputMessage
-from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.images import ImageSource, image_part
 from mlx_parallm.types.errors import InvalidRequestError
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
-from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.constraints import body_structure
-from mlx_parallm.api.turns.fields import sampling_params
+from mlx_parallm.api.turns.fields import BodyValue, sampling_params
 from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.request import TurnRequest

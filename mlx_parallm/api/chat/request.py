@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatRequest
-from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.constraints import body_structure
-from mlx_parallm.api.turns.fields import sampling_params
+from mlx_parallm.api.turns.fields import BodyValue, sampling_params
 from mlx_parallm.api.turns.images import pixel_range_of
 from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.images import detail_of
 from mlx_parallm.types.json_values import is_list
 

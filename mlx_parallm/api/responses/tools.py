@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.tools import (
     TOOL_TYPES,
     Tool,

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.http.json_body import check_values
 from mlx_parallm.api.turns.arguments import arguments_object
-from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 from mlx_parallm.types.json_values import is_mapping
 

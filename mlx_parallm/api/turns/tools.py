@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.fields import BodyValue
 from mlx_parallm.grammar.lark_regex import lark_regex
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_mapping

@@ -15,7 +15,7 @@ from mlx_parallm.engine.engine_commands import (
     WakeModels,
 )
 from mlx_parallm.engine.live_weights import WeightsHistory
-from mlx_parallm.types.weights import SLEEP_TAGS
+from mlx_parallm.types.request import SLEEP_TAGS
 
 
 def catch_up(journal: StateJournal) -> Sequence[EngineCommand[Any]]:

@@ -8,9 +8,8 @@ from itertools import count
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.scheduler.live_requests import LiveRequests
 from mlx_parallm.generation.scheduler.planner import Planner
-from mlx_parallm.generation.scheduler.running import RunningSet
+from mlx_parallm.generation.scheduler.running import LiveRequests, RunningSet
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.updates import (
@@ -21,9 +20,8 @@ from mlx_parallm.generation.scheduler.updates import (
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
-from mlx_parallm.types.weights import PolicyWeights
 
 
 class Scheduler:

@@ -13,7 +13,7 @@ from mlx_parallm.generation.kv_cache.blocks import BlockTable
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
     DraftInput,
@@ -22,7 +22,6 @@ from mlx_parallm.types.step import (
     ScheduledSequence,
     TokenLogprob,
 )
-from mlx_parallm.types.weights import PolicyWeights
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.record import message
+from mlx_parallm.types.request import DEFAULT_VERSION
 from mlx_parallm.types.step import SampledToken
-from mlx_parallm.types.weights import DEFAULT_VERSION
 
 
 @message

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from mlx_parallm.generation.scheduler.sequence import Sequence
-from mlx_parallm.types.weights import PolicyWeights
+from mlx_parallm.types.request import PolicyWeights
 
 # AGING_PERIOD: once in so many admissions the longest waiting sequence goes first, whatever its
 # priority, so that nothing starves behind an endless stream of better sequences.

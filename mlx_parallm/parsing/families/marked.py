@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlx_parallm.parsing.formats import CallReader, ReadContext, ToolFormat
+from mlx_parallm.parsing.formats import CallReader, ReadContext, ToolFormat, TurnWriter, merge
 from mlx_parallm.parsing.json_text import decode
 from mlx_parallm.parsing.parts import Part, ToolCallArguments, ToolCallBegin
 from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
-from mlx_parallm.parsing.writer import TurnWriter, merge
 
 # LONGEST_NAME: most characters of a function's name or a call's id; longer text is no call.
 LONGEST_NAME = 256

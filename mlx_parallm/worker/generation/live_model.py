@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
+from mlx_parallm.types.request import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.device.room import give_back
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath

@@ -19,7 +19,7 @@ from mlx_parallm.worker.attention.base import (
     LayerPool,
     LayerShape,
 )
-from mlx_parallm.worker.attention.two_way import TwoWayRows
+from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.device.allocator import limit_arrays
 from mlx_parallm.worker.device.properties import allocate
 

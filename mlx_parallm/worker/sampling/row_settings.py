@@ -1,4 +1,7 @@
-"""The sampler's view of a batch's rows, reused while the same sequences decode."""
+"""The sampler's view of a batch's rows, reused while the same sequences decode.
+
+It names the rows that return log-probabilities, and the keys of random numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages from adjusted logits to those that tokens are drawn from.
+"""The stages from logits to those that tokens are drawn from: adjusting, then truncation.
 
 min-p, top-k and top-p are one threshold per row: each keeps the likeliest tokens, so together they
 amount to the smallest logit kept. Tokens that tie with it are kept too: the result must not depend

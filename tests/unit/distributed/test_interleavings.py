@@ -27,8 +27,7 @@ from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError, OverloadedError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, TokenEvent
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.weights import SLEEP_TAGS
+from mlx_parallm.types.request import SLEEP_TAGS, GenerateRequest, SamplingParams
 from mlx_parallm.worker.ops import Allocate, Load, Unload
 from mlx_parallm.worker.worker import Worker
 from tests.fakes import make_info

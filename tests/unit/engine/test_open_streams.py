@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.engine.open_streams import OpenStreams
+from mlx_parallm.engine.mailbox import OpenStreams
 from mlx_parallm.generation.event_stream import MAX_UNREAD, EventStream
 from mlx_parallm.types.errors import InvalidRequestError, StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent

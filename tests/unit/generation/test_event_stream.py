@@ -9,9 +9,8 @@ import pytest
 from mlx_parallm.generation.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import DEFAULT_VERSION, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
-from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.token_events import token_event, token_events
 
 

@@ -281,7 +281,7 @@ def test_an_interrupt_ends_a_load() -> None:
         signal.pthread_kill(main, signal.SIGINT)
         try:
             while True:
-                ended.wait(1e-3)
+                ended.wait(1e-3)  # time limit: an exception is raised between two waits
         finally:
             ended.set()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.parsing.formats import merge
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -19,7 +20,6 @@ from mlx_parallm.parsing.parts import (
 )
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 from tests.turn_texts import WRITTEN
 
 TOOLS: list[dict[str, Any]] = [

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.parsing.formats import merge
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -23,7 +24,6 @@ from mlx_parallm.parsing.parts import (
 )
 from mlx_parallm.parsing.registry import reasoning_format, tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

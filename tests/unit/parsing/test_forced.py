@@ -12,11 +12,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_parallm.parsing.forced import arguments_schema, forced_calls
-from mlx_parallm.parsing.formats import ToolFormat, tools_of
+from mlx_parallm.parsing.formats import ToolFormat, merge, tools_of
 from mlx_parallm.parsing.parts import ContentText, Part, ToolCallArguments, ToolCallBegin
 from mlx_parallm.parsing.registry import tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 from mlx_parallm.types.errors import InvalidRequestError
 
 TEXT = {"type": "string", "maxLength": 6}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.parsing.families.marked import MOST_READ_AGAIN
+from mlx_parallm.parsing.formats import merge
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -18,7 +19,6 @@ from mlx_parallm.parsing.parts import (
 from mlx_parallm.parsing.reader import Reader
 from mlx_parallm.parsing.registry import reasoning_format, tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.parsing.writer import merge
 from tests.turn_texts import WRITTEN, Written
 
 TOOLS: list[dict[str, Any]] = [

@@ -13,10 +13,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.tokenizer.jinja_chat import template_refusals
+from mlx_parallm.tokenizer.jinja_chat import PlainTokenizer, template_refusals
 from mlx_parallm.tokenizer.libraries import plain_of
 from mlx_parallm.tokenizer.loading import load_tokenizer
-from mlx_parallm.tokenizer.plain import PlainTokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 
 USER = {"role": "user", "content": " hi <b>&amp; \u4f60 "}

@@ -15,7 +15,7 @@ from mlx_parallm.models.vision.checkpoint import TOWER
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.models.vision.registry import family_of
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.two_way import TwoWayRows
+from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.generation.inputs.rotary_rows import RotarySeam, find_rotary
 from mlx_parallm.worker.generation.inputs.rows import EmbeddingSeam, InputFeatures, PlacedRows
 from mlx_parallm.worker.generation.paths.base import ForwardPath

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_parallm.models.vision.features import TwoWay
 from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.two_way import TwoWaySpan
+from mlx_parallm.worker.attention.dense import TwoWaySpan
 from mlx_parallm.worker.device.faults import MODEL_ERRORS
 from mlx_parallm.worker.device.ranks import Ranks, agreed
 from mlx_parallm.worker.generation.row_selection import embedding_tables

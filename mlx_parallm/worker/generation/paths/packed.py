@@ -13,7 +13,7 @@ from typing_extensions import override
 from mlx_parallm.types.shape_buckets import padded_tokens
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
-from mlx_parallm.worker.attention.two_way import TwoWayRows
+from mlx_parallm.worker.attention.dense import TwoWayRows
 from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.worker.generation.paged_cache import KVPools, PackedStep, PagedLayerCache
 from mlx_parallm.worker.generation.paths.base import PooledPath, adapter_slots, is_decode

@@ -15,7 +15,7 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import OutOfMemoryError
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 from tests.fake_control import FakeControl
 from tests.unit.api.control.test_adapters import BOTH, ScriptedEngine, call
 

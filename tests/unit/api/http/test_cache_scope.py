@@ -19,9 +19,8 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.scheduler.sequence import RequestGroup
 from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolingResults, PoolRequest
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import BaseWeights, GenerateRequest, PolicyWeights, WeightsVersion
 from mlx_parallm.types.step import TokenLogprob
-from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 from mlx_parallm.types.work import EVERYBODY, CacheScope
 from tests.api_app import make_app
 from tests.fake_encoders import FakeEncoders, make_encoder

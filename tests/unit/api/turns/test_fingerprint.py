@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.api.turns.samples import system_fingerprint
 from mlx_parallm.generation.kind import GENERATION
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.request import WeightsVersion
 from mlx_parallm.worker.weights.revision import folder_revision
 from tests.fake_engine import FakeEngine
 from tests.fakes import make_info

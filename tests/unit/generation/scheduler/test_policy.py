@@ -9,9 +9,8 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.types.errors import ContextLengthError, OverloadedError
-from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, PolicyWeights, SamplingParams, WeightsVersion
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepOutput
-from mlx_parallm.types.weights import PolicyWeights, WeightsVersion
 
 
 def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:

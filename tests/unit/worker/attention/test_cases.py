@@ -7,7 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.worker.attention import decode_groups, dense
+from mlx_parallm.worker.attention import dense
+from mlx_parallm.worker.attention import reference as reference_module
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
@@ -52,7 +53,7 @@ def test_a_forgotten_cap_shows() -> None:
 
 def test_rows_of_one_prefix_heed_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "is_exp_slow", lambda: True)
-    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 16)
+    monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", 16)
     case = Case(sequences=((40, 1), (40, 1)), soft_cap=0.5)
     trial, backend = Trial(case), ReferenceAttention(case.block_size)
     # The second sequence is the first.

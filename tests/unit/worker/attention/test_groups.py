@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.worker.attention.decode_groups import split_by_length
+from mlx_parallm.worker.attention.reference import split_by_length
 
 LENGTHS = st.one_of(
     st.lists(st.integers(1, 6), min_size=1, max_size=12),

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention import decode_groups, dense
+from mlx_parallm.worker.attention import dense
+from mlx_parallm.worker.attention import reference as reference_module
 from mlx_parallm.worker.attention.base import LayerShape
-from mlx_parallm.worker.attention.decode_groups import make_decode_groups
-from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.attention.reference import ReferenceAttention, make_decode_groups
 from mlx_parallm.worker.generation.row_groups import join_outputs, make_groups
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=mx.float32)
@@ -77,7 +77,7 @@ STEP = [
 
 
 def test_rows_with_a_common_prefix_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 4)
+    monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", 4)
     groups = make_decode_groups(STEP[:6], np.arange(6), 4)
     starts = {tuple(group.rows.tolist()): group.start for group in groups}
     assert starts == {(0, 2, 5): 12, (1, 4): 4, (3,): 0}
@@ -97,7 +97,7 @@ def test_sharing_a_prefix_changes_nothing(
     sinks = mx.random.normal((4,)) if has_sinks else None
 
     def attend(min_saved: int) -> mx.array:
-        monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", min_saved)
+        monkeypatch.setattr(reference_module, "MIN_SAVED_TOKENS", min_saved)
         plan = backend.plan(STEP)
         return backend.attend(pool, plan, queries, scale=0.3, window=window, sinks=sinks)
 

@@ -18,9 +18,8 @@ import pytest
 import mlx_parallm
 from mlx_parallm.distributed.codec import STAND_IN, StepDecoder, StepEncoder, for_follower
 from mlx_parallm.types.model_input import InputRows, Span
-from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 from mlx_parallm.types.step import DraftInput, SampleSpec, ScheduledBatch, ScheduledSequence
-from mlx_parallm.types.weights import DEFAULT_VERSION
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.draft_model import drafted, known_tokens
 from mlx_parallm.worker.generation.load.image_check import ImageText

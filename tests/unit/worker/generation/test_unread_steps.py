@@ -14,8 +14,8 @@ from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.device.faults import LATE, DeviceFaults
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
+from mlx_parallm.worker.generation.model_runner import ModelStep
 from mlx_parallm.worker.generation.step_rows import StepRows
-from mlx_parallm.worker.generation.submitted_step import ModelStep
 from mlx_parallm.worker.sampling.sampler import SampleResult
 
 CHUNK = ScheduledSequence(seq_id=1, slot=0, start=0, token_ids=(5, 6), block_table=(0,))
