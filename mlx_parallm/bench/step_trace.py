@@ -25,7 +25,7 @@ THREADS = {ENGINE_THREAD: "engine thread", DEVICE: "device, at most"}
 
 
 class TraceRecorder(StepTracer):
-    """Keeps every span in memory. Implements ``StepTracer``.
+    """Keeps every span in memory.
 
     Attributes:
         spans: the spans that have ended, in the order of their ends.

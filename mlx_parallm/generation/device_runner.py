@@ -16,7 +16,7 @@ from mlx_parallm.worker.worker import Worker
 
 
 class DeviceRunner(Runner):
-    """Runs the steps of one model as ops. Implements ``Runner``.
+    """Runs the steps of one model as ops.
 
     Attributes:
         info: facts about the loaded model.

@@ -337,7 +337,7 @@ class GenerationModel(ServedModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedGenerationModel(PackedModel):
-    """A model whose parts can be pickled. Implements ``PackedModel``.
+    """A model whose parts can be pickled.
 
     Attributes:
         model: without its formats and grammars.

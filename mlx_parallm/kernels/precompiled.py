@@ -91,7 +91,7 @@ def program_of(
 
 
 class PrecompiledKernel(Kernel):
-    """A kernel that is compiled once for each combination of dtypes. Implements ``Kernel``.
+    """A kernel that is compiled once for each combination of dtypes.
 
     A kernel that cannot be compiled beside MLX is left to ``mx.fast.cuda_kernel``.
     """

@@ -47,7 +47,7 @@ MAX_WAITING = 20_000
 
 
 class DeviceEncoder(PoolingRunner):
-    """Runs the batches of one model as worker ops. Implements ``PoolingRunner``."""
+    """Runs the batches of one model as worker ops."""
 
     def __init__(self, worker: Worker, model: str) -> None:
         self._worker = worker

@@ -33,7 +33,7 @@ from mlx_parallm.types.json_values import is_list, is_mapping, is_object
 
 
 class PlainTokenizer(HubTokenizer, TextRenderer, ChatRenderer):
-    """A tokenizer whose class adds nothing to its backend. Implements ``HubTokenizer``.
+    """A tokenizer whose class adds nothing to its backend.
 
     It can be unpickled in a process without transformers and MLX. Its methods may be called from
     any thread.

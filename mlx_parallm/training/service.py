@@ -49,7 +49,6 @@ MAX_ABORTED = 20
 ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
 TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
-
 # ENDING: these pause a session until somebody resumes it.
 ENDING = (ConflictError, ModelNotFoundError, StorageError)
 
@@ -65,7 +64,7 @@ Rewards = Callable[[SessionConfig, str, Sequence[Example], int], Awaitable[Seque
 
 
 class TrainingService(Watcher):
-    """The sessions of a folder. Its methods belong to one event loop. Implements ``Watcher``.
+    """The sessions of a folder. Its methods belong to one event loop.
 
     Methods that take an id raise NotFoundError if no session has it.
 

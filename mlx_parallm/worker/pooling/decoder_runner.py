@@ -29,7 +29,7 @@ from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 
 class DecoderRunner(AdaptedEncoder):
-    """Runs a decoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
+    """Runs a decoder over inputs of mixed length."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
         """Create a runner for a model of ``open_decoder``; ``spec`` says how vectors are made.

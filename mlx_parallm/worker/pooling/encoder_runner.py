@@ -19,7 +19,7 @@ from mlx_parallm.worker.weights.loader import DTYPES
 
 
 class EncoderRunner(AdaptedEncoder):
-    """Runs an encoder over inputs of mixed length. Implements ``AdaptedEncoder``."""
+    """Runs an encoder over inputs of mixed length."""
 
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""

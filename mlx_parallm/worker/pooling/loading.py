@@ -46,7 +46,7 @@ PART_BYTES = 4 << 20
 
 
 class PoolingLoader(Loader):
-    """Loads pooling models. Implements ``Loader``."""
+    """Loads pooling models."""
 
     def __init__(self, make_sessions: Callable[[EncoderAdapters], TrainingSessions]) -> None:
         """``make_sessions`` returns a place for the training sessions of a model."""
@@ -113,7 +113,7 @@ class PendingEncoder(Pending):
 
 
 class EncoderModel(WorkerModel):
-    """A loaded pooling model. Implements ``WorkerModel``."""
+    """A loaded pooling model."""
 
     def __init__(self, runner: AdaptedEncoder, sessions: TrainingSessions | None = None) -> None:
         self._runner = runner

@@ -115,7 +115,7 @@ class HeadMaker(Protocol):
 
 
 class LayerHeads(HeadMaker):
-    """Makes heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
+    """Makes heads of an encoder of ``mlx_parallm.models``."""
 
     def __init__(self, model: Any, dtype: mx.Dtype) -> None:
         """``dtype`` is the dtype in which heads compute."""

@@ -50,7 +50,7 @@ class KernelTime:
 
 
 class _TimedKernel(Kernel):
-    """Launches a kernel; the first launch is timed, and repeated. Implements ``Kernel``.
+    """Launches a kernel; the first launch is timed, and repeated.
 
     A repetition changes nothing: it writes the same values to the same places.
     """

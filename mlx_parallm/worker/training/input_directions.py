@@ -35,7 +35,7 @@ LEAST_SHARE = 1e-2
 
 
 class InputDirections(Pending):
-    """The computation of first factors, one text or layer in a stage. Implements ``Pending``."""
+    """The computation of first factors, one text or layer in a stage."""
 
     def __init__(
         self,

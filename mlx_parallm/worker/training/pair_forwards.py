@@ -27,7 +27,7 @@ from mlx_parallm.worker.training.trained_model import TrainedModel
 
 
 class PairJob(Pending):
-    """A forward of perturbed copies, and what was found for it. Implements ``Pending``.
+    """A forward of perturbed copies, and what was found for it.
 
     The stages before those of the layers draw the copies, and compute the states of each text
     that were not kept.

@@ -35,7 +35,7 @@ NO_PATHS: Collection[str] = ()
 
 
 class TrainedDecoder(TrainedModel):
-    """A generation model whose adapters are trained. Implements ``TrainedModel``.
+    """A generation model whose adapters are trained.
 
     Rows are right-padded: with causal attention no token attends to the padding after it.
     """

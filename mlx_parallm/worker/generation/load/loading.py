@@ -48,7 +48,7 @@ from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions,
 
 
 class GenerationLoader(Loader):
-    """Loads the models of ``GenerationSpec``. Implements ``Loader``."""
+    """Loads the models of ``GenerationSpec``."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _attention(
 
 
 class GeneratorModel(WorkerModel):
-    """A generation model. Implements ``WorkerModel``."""
+    """A generation model."""
 
     def __init__(
         self,

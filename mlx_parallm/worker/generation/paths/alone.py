@@ -24,7 +24,7 @@ from mlx_parallm.worker.lora.rows import AdapterRows
 
 
 class AlonePath(ForwardPath):
-    """Runs sequences one at a time on stock caches, kept by slot. Implements ``ForwardPath``."""
+    """Runs sequences one at a time on stock caches, kept by slot."""
 
     name = "alone"
 
