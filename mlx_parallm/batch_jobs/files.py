@@ -219,8 +219,13 @@ class FileStore:
 
     async def sweep(self) -> None:
         """Remove expired files."""
-        if self._now() >= self._next_expiry:
-            await finished(self._remove(self._choose_expired))
+        due = self._next_expiry
+        if self._now() >= due:
+            try:
+                await finished(self._remove(self._choose_expired))
+            except StorageError:
+                self._next_expiry = due
+                raise
 
     def check_room(self, num_bytes: int) -> None:
         """Check that a file of this size fits beside the stored files and uploads.

@@ -122,7 +122,8 @@ class Storage:
                 except (OSError, ValueError, TypeError) as problem:
                     logger.warning("%s cannot be read and is ignored: %s", path, problem)
                 else:
-                    put(db, table, record)
+                    # A file that is back, from a backup, is older than the record.
+                    put(db, table, record, replaces=False)
                     imported.append(path)
             if imported:
                 disk.sync_folder(folder)
@@ -130,6 +131,8 @@ class Storage:
         self._database.run_now(move)
         for path in imported:
             path.unlink()
+        if imported:
+            disk.sync_folder(folder)
 
     def _take_content(self, record: FileRecord) -> None:
         """Give a content of the former layout its name."""

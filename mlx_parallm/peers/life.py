@@ -327,6 +327,8 @@ def _forward(outbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> No
         except OSError:
             # The message may be half sent, so the other end could not read the next one.
             channel.hang_up()
+        # An upload's tensors would be kept until the next message.
+        del message
 
 
 def _receive(channel: Channel, link: Link, pulse: Pulse, deliver: Deliver) -> None:

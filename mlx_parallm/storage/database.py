@@ -190,12 +190,11 @@ def set_aside(path: Path, problem: DamagedDatabaseError) -> None:
     logger.error("%s is damaged (%s); it is now %s, and a new one is made", path, problem, new.name)
 
 
-def put(connection: Connection, table: str, record: Record) -> None:
-    """Add a record to a table, or replace that of its id."""
+def put(connection: Connection, table: str, record: Record, *, replaces: bool = True) -> None:
+    """Add a record to a table, and replace that of its id, or else keep it."""
     content = json.dumps(asdict(record))  # type: ignore[call-overload]
-    connection.execute(
-        f"INSERT OR REPLACE INTO {table} (id, record) VALUES (?, ?)", (record.id, content)
-    )
+    insert = f"INSERT OR {'REPLACE' if replaces else 'IGNORE'} INTO {table} (id, record)"
+    connection.execute(f"{insert} VALUES (?, ?)", (record.id, content))
 
 
 def read(connection: Connection, kind: type[T], source: str, values: Values = ()) -> list[T]:

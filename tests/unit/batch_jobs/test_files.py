@@ -191,6 +191,25 @@ async def test_files_go_when_their_time_is_over_but_not_from_under_a_batch(folde
     assert [file.id for file in (await store.list("me", limit=9))[0]] == [kept.id]
 
 
+async def test_expired_files_go_although_their_removal_failed_before(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = folder.open()
+    await put(store, b"x", expires_after_s=60)
+    folder.clock.now += 60
+
+    def refuse(_: object) -> None:
+        raise StorageError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_parallm.batch_jobs.files._unlink", refuse)
+        with pytest.raises(StorageError, match="broken"):
+            await store.sweep()
+    await store.sweep()
+    assert await store.list("me", limit=9) == ([], False)
+    assert folder.contents() == []
+
+
 async def test_contents_say_what_is_there_after_a_crash(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,6 +123,15 @@ def test_the_former_layout_is_imported_once(
     assert [file.id for file in Found.of(tmp_path).files] == [FILES[0].id, FILES[2].id]
 
 
+def test_a_record_wins_over_a_file_of_the_former_layout_that_is_back(tmp_path: Path) -> None:
+    write_former(tmp_path)
+    ended = replace(BATCHES[0], status=State.COMPLETED)
+    with closing(Storage(tmp_path, LIMITS)) as storage:
+        asyncio.run(storage.batches.save(ended))
+    (tmp_path / "batches" / f"{ended.id}.json").write_text(json.dumps(asdict(BATCHES[0])))
+    assert next(batch for batch in Found.of(tmp_path).batches if batch.id == ended.id) == ended
+
+
 class CrashError(BaseException):
     """The end of a process."""
 
