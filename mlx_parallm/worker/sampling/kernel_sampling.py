@@ -84,7 +84,7 @@ class SamplingKernels:
             logits: float32, float16 or bfloat16 ``[rows, vocab]``.
             settings: float32 ``[rows, 4]``: temperature (0: greedy), top-k (0: all), top-p and the
                 logarithm of min-p.
-            keys: uint32 ``[rows, 2]``, see ``keys.random_keys``.
+            keys: uint32 ``[rows, 2]``, see ``row_settings.random_keys``.
         """
         rows = logits.shape[0]
         tokens, floors = self._kernel(_DRAW, logits.shape[-1], logits.dtype)(

@@ -104,7 +104,7 @@ class Sampler:
         """Return one token per row, with the log-probabilities that rows want.
 
         The order is vLLM's: masks, biases and penalties; then argmax for greedy rows, or
-        temperature, min-p, top-k, top-p and a draw. A row's draw depends only on its logits, its
+        top-n-sigma, temperature, min-p, top-k, top-p and a draw. A draw depends only on its logits,
         parameters and its key ``(seed, position)``.
 
         Args:
