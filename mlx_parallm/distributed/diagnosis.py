@@ -16,7 +16,8 @@ from mlx_parallm.distributed.leading import end_process
 from mlx_parallm.distributed.link import LINK_SHARE, FollowerLink, LeaderLink
 from mlx_parallm.distributed.watch import Watch
 from mlx_parallm.worker.device.properties import device_report
-from mlx_parallm.worker.device.ranks import Ranks, Sums, join_ranks, measure_sums
+from mlx_parallm.worker.device.ranks import Ranks, join_ranks
+from mlx_parallm.worker.timing.ranks import Sums, measure_sums
 
 # INTRODUCE, ECHO, MEASURE: the kinds of rank 0's messages.
 INTRODUCE, ECHO, MEASURE = 1, 2, 3

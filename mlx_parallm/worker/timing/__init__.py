@@ -1,1 +1,1 @@
-"""Measures kernels on the default device, for ``mlx_parallm doctor``."""
+"""Measures kernels and sums over ranks, for ``mlx_parallm doctor``."""
