@@ -35,7 +35,7 @@ class HostTensor:
     """A tensor in host memory.
 
     Attributes:
-        array: the stored array; nobody may change it.
+        array: the stored array; it must not change.
         is_bfloat16: True if the array's uint16 are the bits of bfloat16, which NumPy lacks.
     """
 

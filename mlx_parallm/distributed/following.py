@@ -1,4 +1,4 @@
-"""The process of a rank above 0, which serves nobody and follows rank 0."""
+"""The process of a rank above 0, which serves no clients and follows rank 0."""
 
 from __future__ import annotations
 

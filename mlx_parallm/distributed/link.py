@@ -76,7 +76,7 @@ class LeaderLink:
     """Rank 0's end.
 
     Messages may be sent by any thread, and replies awaited by one. A follower's reply must be
-    awaited before much more is sent, because it waits until somebody reads it.
+    awaited before much more is sent, because it waits until it is read.
 
     Attributes:
         beats: the streams of beats, by rank.

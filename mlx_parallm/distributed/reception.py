@@ -1,4 +1,4 @@
-"""Accepts the connections of all followers, and of nobody else."""
+"""Accepts the connections of all followers, and of no other process."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class ImageReader:
     def _end(self, num_pixels: int, client: Client, decoding: asyncio.Future[Pixels]) -> None:
         self._budget.release(num_pixels, client)
         if not decoding.cancelled():
-            # An exception that nobody retrieves would be logged.
+            # An exception that is not retrieved would be logged.
             decoding.exception()
 
     def _from_data_url(self, url: str) -> StoredImage:

@@ -1,4 +1,4 @@
-"""Garbage collection of processes whose pauses somebody notices."""
+"""Garbage collection of processes whose pauses clients notice."""
 
 from __future__ import annotations
 

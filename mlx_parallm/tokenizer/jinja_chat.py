@@ -85,7 +85,7 @@ class PlainTokenizer(HubTokenizer, TextRenderer, ChatRenderer):
         clean_up_tokenization_spaces: bool,
     ) -> str:
         """Spaces stay as they are."""
-        assert not clean_up_tokenization_spaces, "nobody wants that"
+        assert not clean_up_tokenization_spaces, "decoding keeps spaces as they are"
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     @override

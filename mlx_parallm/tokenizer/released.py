@@ -30,7 +30,7 @@ class ReleasedTokenizer:
     """
 
     def __init__(self, backend: Tokenizer) -> None:
-        """``backend`` must neither truncate nor pad, and nobody may change it afterwards."""
+        """``backend`` must neither truncate nor pad, and must not change afterwards."""
         self._backend = backend
         self._bounds = TextBounds(backend)
 

@@ -49,7 +49,7 @@ MAX_ABORTED = 20
 ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
 TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
-# ENDING: these pause a session until somebody resumes it.
+# ENDING: these pause a session until a request resumes it.
 ENDING = (ConflictError, ModelNotFoundError, StorageError)
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class TrainingService(Watcher):
             train: runs ops.
             limits: bound the service.
             adapters: serves perturbed copies; None: none are served.
-            rewards: judges what they generate; None: nobody does.
+            rewards: judges what they generate; None: there is no judge.
         """
         self.train = train
         self._copies = ServedCopies(adapters)

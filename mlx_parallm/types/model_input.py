@@ -62,7 +62,7 @@ class ModelInput:
     Attributes:
         kind: what it is.
         content: digest of what its product is computed from; equal digests give equal products.
-        arrays: what the worker computes the product from, by name; nobody may change them.
+        arrays: what the worker computes the product from, by name; they must not change.
         nbytes: size of the product, in bytes.
         cost: tokens of a step's budget that computing the product takes; 0 if it only copies.
         span: the prompt positions of its rows; None for an input that has no rows in the prompt and
@@ -138,7 +138,7 @@ class InputChanges:
     """The changes of a step in the input slots before it runs, in this order.
 
     Attributes:
-        dropped: slots whose product nobody needs, computed or not.
+        dropped: slots whose product is not needed, computed or not.
         abandoned: numbers of runs that do not go on.
         stages: what is computed.
     """

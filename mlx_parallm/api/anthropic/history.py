@@ -31,7 +31,7 @@ def conversation(
     """Messages as ``TurnRequest`` takes them; neighbours of one role become one.
 
     A result of a tool becomes a message of the role tool; one that is an error begins with
-    "Error: ". Redacted thinking, which nobody can read, is left out.
+    "Error: ". Redacted thinking, which cannot be read, is left out.
 
     Raises:
         InvalidRequestError: a block is malformed, or of a type that is not served; names it.

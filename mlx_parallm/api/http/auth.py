@@ -267,7 +267,7 @@ def may_reach_others(request: Request) -> bool:
     """True if the caller may touch requests of other clients.
 
     The holder of an admin key may. Without any keys, clients cannot be distinguished, and everybody
-    may. With API keys but no admin key, nobody may.
+    may. With API keys but no admin key, no caller may.
     """
     config: ServerConfig = request.app.state.config
     if config.admin_api_keys:

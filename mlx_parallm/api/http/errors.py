@@ -223,7 +223,7 @@ async def _on_lack(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
-    """Answer a request whose body was cut off; nobody reads it."""
+    """Answer a request whose body was cut off; the answer is not read."""
     del request, error
     return Response(status_code=CLIENT_CLOSED)
 

@@ -60,7 +60,7 @@ def new_record() -> RequestRecord:
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the request that this context answers; one that nobody reads if none."""
+    """Return the record of the request that this context answers; one that is not read if none."""
     return _RECORD.get() or RequestRecord()
 
 

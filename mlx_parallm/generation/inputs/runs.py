@@ -172,7 +172,7 @@ class InputRuns:
         return [each for each in self._cache.waiting.values() if not each.is_ready]
 
     def _leave_unneeded(self) -> None:
-        """Abandon the run that nobody waits for."""
+        """Abandon the run that no sequence waits for."""
         run = self._current
         if run is not None and not any(product.num_users for product in run.products):
             self._abandon(run)

@@ -170,7 +170,7 @@ def end_thread() -> None:
 
 
 def give_back_memory() -> None:
-    """Return the memory of arrays that nobody holds to the system."""
+    """Return the memory of freed arrays to the system."""
     # Memory must not be returned under work that still uses it.
     mx.synchronize()
     mx.clear_cache()

@@ -176,7 +176,7 @@ class InputRun:
             raise AssertionError("the tower has more stages than it says")
 
     def drop(self) -> None:
-        """Free what was computed so far; nobody needs the result."""
+        """Free what was computed so far; the result is not needed."""
         self._stages = None
 
 
