@@ -27,7 +27,7 @@ class Silence:
     Checks are counted instead of seconds: while this process is stopped itself, it hears nothing.
 
     Attributes:
-        num_checks: the checks in a row until the latest one before which nothing came.
+        num_checks: the checks in a row before which nothing came, since the latest message.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class Silence:
         """Note that a message has come, and that nobody listens before it is seen to."""
         self._is_listening = False
         self._num_heard += 1
+        self.num_checks = 0
 
     def check(self) -> int:
         """Return ``num_checks``, this one included; call it at equal intervals."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from mlx_parallm.peers.silence import CHECKS, Silence, watched
+from mlx_parallm.peers.messages import Ready
+from mlx_parallm.peers.silence import CHECKS, Pulse, Silence, watched
 
 
 def checks(silence: Silence, count: int = CHECKS) -> list[bool]:
@@ -42,3 +43,14 @@ def test_a_silence_may_last_as_long_as_the_limit_says() -> None:
     with watched(silence, 0.001, is_silent.set, lambda: next(limits, CHECKS)):
         is_silent.wait()
     assert silence.num_checks == CHECKS + 1
+
+
+def test_a_process_that_said_something_is_weak_no_longer() -> None:
+    """It may have said nothing for longer while it started, when its limit was larger."""
+    pulse = Pulse(12, Ready)
+    pulse.silence.begin()
+    for _ in range(5):
+        pulse.silence.check()
+    pulse.silence.end()
+    pulse.limit = CHECKS
+    assert not pulse.is_weak
