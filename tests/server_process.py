@@ -8,10 +8,12 @@ import resource
 import signal
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import httpx2
 
@@ -101,6 +103,8 @@ class ServerProcess:
                 for variables in launched
             ]
             self.process = self.ranks[0]
+        # A test that fails does not stop its server. Warnings about it would fail another test.
+        weakref.finalize(self, _abandon, self.ranks, self._log, self._data)
 
     @property
     def log(self) -> str:
@@ -141,6 +145,19 @@ class ServerProcess:
         self._log.close()
         self._data.cleanup()
         return code
+
+
+def _abandon(
+    ranks: Sequence[subprocess.Popen[bytes]],
+    log: IO[str],
+    data: tempfile.TemporaryDirectory[str],
+) -> None:
+    """Kill what still runs of a server, and remove its files."""
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    log.close()
+    data.cleanup()
 
 
 @contextmanager
