@@ -13,9 +13,12 @@ from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 
-def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
+def engine_of(
+    build: Build, config: EngineConfig | None = None, *, owns_process: bool = False
+) -> AsyncEngine:
     config = config or EngineConfig()
-    return AsyncEngine(config, life=LocalLife(config, ignore_progress, build=build))
+    life = LocalLife(config, ignore_progress, build=build)
+    return AsyncEngine(config, life=life, owns_process=owns_process)
 
 
 def make_request(request_id: str = "a", model: str = "m", **params: Any) -> GenerateRequest:

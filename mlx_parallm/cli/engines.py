@@ -90,12 +90,12 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
     on_progress = progress_shown()
     if server_config.data_parallel_size > 1:
         life = parallel_life(engine_config, server_config, on_progress)
-        return AsyncEngine(engine_config, life=life)
+        return AsyncEngine(engine_config, life=life, owns_process=True)
     # A lost rank ends the engine's process at once, and this one reports that to clients.
     is_alone = engine_config.ranks.size == 1
     if is_alone and not server_config.engine_process and server_config.api_server_count == 1:
-        engine = AsyncEngine(engine_config, on_progress=on_progress)
+        engine = AsyncEngine(engine_config, on_progress=on_progress, owns_process=True)
         take_over_handlers()
         return engine
     life = RemoteLife(engine_config, module_command(ENGINE, server_config), on_progress)
-    return AsyncEngine(engine_config, life=life)
+    return AsyncEngine(engine_config, life=life, owns_process=True)

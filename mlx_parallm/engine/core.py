@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -46,6 +47,7 @@ from mlx_parallm.engine.status import (
     ReadMetrics,
     StateQuery,
 )
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -72,10 +74,26 @@ class EngineCore:
         ended: set when the thread has died and will not be started anew.
     """
 
-    def __init__(self, config: EngineConfig, kinds: Sequence[Kind], life: EngineLife) -> None:
-        """Prepare; ``life`` is where the engines live: on a thread, or in another process."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        kinds: Sequence[Kind],
+        life: EngineLife,
+        *,
+        owns_process: bool = False,
+    ) -> None:
+        """Prepare; nothing is loaded yet.
+
+        Args:
+            config: what to load.
+            kinds: what models there may be.
+            life: where the engines live: on a thread, or in another process.
+            owns_process: this process is the server's, so that each load may set up its garbage
+                collection; see ``spare_garbage_collection``.
+        """
         self.config = config
         self._life = life
+        self._owns_process = owns_process
         self._registry = CollectorRegistry()
         self.mailbox = Mailbox(life.put)
         self._streams = OpenStreams()
@@ -432,6 +450,9 @@ class EngineCore:
 
     def _live(self) -> bool:
         """Run one life of the engines, from load to stop or death; True if another follows."""
+        if self._owns_process:
+            # The engines of the life before are garbage now.
+            gc.unfreeze()
         try:
             self._life.run(self._deliver, self._on_loaded)
         except BaseException as cause:  # noqa: BLE001 - every caller must be notified
@@ -441,6 +462,8 @@ class EngineCore:
         return False
 
     def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
+        if self._owns_process:
+            spare_garbage_collection()
         self.control.forget()
         self._residency.replace(loaded)
         self._cause = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import queue
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +20,6 @@ from mlx_parallm.engine.loop import EngineLoop, StepClock
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.models import EngineState, MakeBeside, WorkBeside
 from mlx_parallm.engine.status import Readiness, StateQuery
-from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.cpu_process import compute_in_batches
 from mlx_parallm.worker.device.properties import end_thread
@@ -81,7 +79,6 @@ class LocalLife(EngineLife):
 
     @override
     def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
-        gc.unfreeze()
         compute_in_batches()
         with self._open_worker(self._config, self._families) as worker:
             self._serve(worker, deliver, on_loaded)
@@ -92,7 +89,6 @@ class LocalLife(EngineLife):
             built = self._build(self._config, self._families, worker, self._on_progress)
         finally:
             self._loading = None
-        spare_garbage_collection()
         engines = {each.model.names[0]: each.engine for each in built if each.engine is not None}
         self._state = EngineState(self._families, engines)
         on_loaded(

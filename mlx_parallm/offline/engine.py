@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Literal, TypeVar, cast
 
@@ -36,13 +34,12 @@ class OfflineEngine:
     def __init__(self, client: AsyncEngine) -> None:
         """Start an engine; raise as ``EngineCore.start`` does."""
         self.client = client
-        with _garbage_collection_kept():
-            try:
-                self.client.start()
-            except BaseException:
-                # An interrupt, too, ends the load.
-                self.client.stop()
-                raise
+        try:
+            self.client.start()
+        except BaseException:
+            # An interrupt, too, ends the load.
+            self.client.stop()
+            raise
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._thread = _LoopThread()
@@ -176,14 +173,3 @@ def _end_anywhere(owner: int, client: AsyncEngine, thread: _LoopThread) -> None:
         _end(client, thread)
     else:
         threading.Thread(target=_end, args=(client, thread)).start()
-
-
-@contextlib.contextmanager
-def _garbage_collection_kept() -> Generator[None]:
-    """Undo what a start of engines does to garbage collection: this process is the caller's."""
-    threshold = gc.get_threshold()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*threshold)

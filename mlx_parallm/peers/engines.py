@@ -29,6 +29,7 @@ from mlx_parallm.peers.messages import (
     find_remote_code,
 )
 from mlx_parallm.peers.silence import beat
+from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
 from mlx_parallm.types.work import Event
 
@@ -90,6 +91,7 @@ class _EnginePeer:
         return 0
 
     def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
+        spare_garbage_collection()
         try:
             models = [
                 (started.config, started.model.packed(), started.is_loaded) for started in loaded

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import queue
@@ -43,7 +42,6 @@ from mlx_parallm.peers.messages import (
     find_remote_code,
 )
 from mlx_parallm.peers.silence import CHECKS, Pulse, watched
-from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
@@ -123,7 +121,6 @@ class RemoteLife(EngineLife):
 
     @override
     def run(self, deliver: Deliver, on_loaded: OnLoaded) -> None:
-        gc.unfreeze()
         with (
             _spawned(self._command, self._environment) as (process, channel),
             self._guarded(process, channel) as deadline,
@@ -132,7 +129,6 @@ class RemoteLife(EngineLife):
             try:
                 loaded = self._load(channel)
                 has_loaded = True
-                spare_garbage_collection()
                 with self._sending(link, channel):
                     on_loaded(loaded)
                     _receive(channel, link, self._pulse, deliver)

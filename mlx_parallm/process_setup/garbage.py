@@ -11,7 +11,8 @@ NEW_OBJECTS = 10_000
 def spare_garbage_collection() -> None:
     """Make garbage collection rare: steps and answers leave little garbage in cycles.
 
-    The objects that exist now are excluded, because scanning them would stop every stream.
+    The objects that exist now are excluded, because scanning them would stop every stream. Only the
+    owner of a process may ask for it: a library would change its caller's process.
     """
     gc.collect()
     gc.freeze()

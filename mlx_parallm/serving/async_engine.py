@@ -24,9 +24,11 @@ class AsyncEngine(EngineCore):
         *,
         on_progress: TellProgress = ignore_progress,
         life: EngineLife | None = None,
+        owns_process: bool = False,
     ) -> None:
-        """``life``: where the engines live; a thread of this process if it is not given."""
-        super().__init__(config, KINDS, life or _life_here(config, on_progress))
+        """Prepare; see ``EngineCore``. Without a ``life``, a thread of this process is one."""
+        life = life or _life_here(config, on_progress)
+        super().__init__(config, KINDS, life, owns_process=owns_process)
 
     async def train(self, request: TrainingRequest) -> tuple[Any, ...]:
         """See ``EngineClient``."""

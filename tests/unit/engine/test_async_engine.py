@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 
@@ -148,7 +149,14 @@ async def test_a_dead_thread_tells_every_stream_and_health() -> None:
         await GENERATION.client(engine).submit(make_request())
 
 
-async def test_a_thread_told_to_restart_serves_again() -> None:
+@pytest.mark.parametrize("owns_process", [False, True])
+async def test_a_thread_told_to_restart_serves_again(
+    owns_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load sets up the garbage collection of a process that is the server's, and no other."""
+    collections: list[str] = []
+    for name in ("unfreeze", "freeze", "set_threshold"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: collections.append(name))
     lives = [BrokenScheduler, Scheduler]
     again = threading.Event()
 
@@ -160,7 +168,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
         runner = FakeRunner(spell("back"))
         return builder(runner, lives.pop(0))(config, MetricFamilies(), worker, on_progress)
 
-    engine = engine_of(build, EngineConfig(restart_on_failure=True))
+    engine = engine_of(build, EngineConfig(restart_on_failure=True), owns_process=owns_process)
     engine.start()
     handle = await GENERATION.client(engine).submit(make_request())
     assert isinstance([event async for event in handle.events][-1], ErrorEvent)
@@ -168,6 +176,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
     await asyncio.to_thread(engine.wait_until_loaded)
     assert await text_of(engine, make_request("b")) == "back"
     engine.stop()
+    assert collections == ["unfreeze", "freeze", "set_threshold"] * (2 * owns_process)
 
 
 async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
