@@ -46,7 +46,7 @@ def test_a_silence_may_last_as_long_as_the_limit_says() -> None:
 
 
 def test_a_process_that_said_something_is_weak_no_longer() -> None:
-    """It may have said nothing for longer while it started, when its limit was larger."""
+    """Its limit was larger while it started, so it may have said nothing for longer."""
     pulse = Pulse(12, Ready)
     pulse.silence.begin()
     for _ in range(5):
