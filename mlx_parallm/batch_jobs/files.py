@@ -247,10 +247,10 @@ class FileStore:
         self._uploads.discard(upload)
 
     def _get(self, file_id: str, owner: str, db: Connection) -> FileRecord:
-        source = f"files WHERE id = :id AND owner = :owner AND NOT ifnull({EXPIRED}, FALSE)"
-        values = {"id": file_id, "owner": owner, "now": self._now()}
-        for record in read(db, FileRecord, source, values):
-            return record
+        source = f"files WHERE id = :id AND NOT ifnull({EXPIRED}, FALSE)"
+        for record in read(db, FileRecord, source, {"id": file_id, "now": self._now()}):
+            if record.owner == owner:
+                return record
         raise NotFoundError(f"No such file: {file_id[:64]!r}.", param="file_id")
 
     def _choose_unused(self, file_id: str, owner: str, db: Connection) -> list[FileRecord]:
@@ -303,6 +303,14 @@ class FileStore:
             # A full disk had no room for this change; the contents may have left some.
             records = await self._database.run(remove)
         self._stored -= sum(_charge(record.num_bytes) for record in records)
+
+
+def record_of_content(folder: Path, file_id: str) -> FileRecord | None:
+    """Return what the content of a file says about it; None if there is none."""
+    for path in folder.iterdir():
+        if path.name.startswith(f"{file_id}."):
+            return FileRecord.of_content(path.name, path.stat().st_size)
+    return None
 
 
 def _agree(folder: Path, db: Connection) -> list[FileRecord]:

@@ -90,7 +90,7 @@ class BatchRecord:
     input_file_id: str
     created_at: int
     expires_at: int
-    status: str = State.VALIDATING
+    status: State = State.VALIDATING
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
     model: str | None = None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_parallm.batch_jobs.files import FileLimits, FileStore
+from mlx_parallm.batch_jobs.files import FileLimits, FileStore, record_of_content
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.storage import disk
@@ -21,13 +21,12 @@ from mlx_parallm.storage.database import (
     Connection,
     DamagedDatabaseError,
     Database,
-    Record,
     Schema,
-    as_record,
     put,
     set_aside,
 )
 from mlx_parallm.storage.ids import IdMaker
+from mlx_parallm.storage.records import Record, as_record
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,8 @@ TABLES = (
     "CREATE INDEX batches_of_owner ON batches (owner, id)",
     "CREATE INDEX batches_that_go_on ON batches (input_file_id) WHERE NOT has_ended",
 )
+# KINDS: the records of each table.
+KINDS = {"files": FileRecord, "batches": BatchRecord}
 
 
 class Storage:
@@ -94,7 +95,7 @@ class Storage:
         self._lock.release()
 
     def _open(self, path: Path) -> None:
-        self._database = Database(path, Schema(VERSION, TABLES))
+        self._database = Database(path, Schema(VERSION, TABLES, KINDS, self._recover))
         try:
             self._import_former("files", FileRecord, self._take_content)
             self._import_former("batches", BatchRecord, lambda _: None)
@@ -104,6 +105,10 @@ class Storage:
         except BaseException:
             self._database.close()
             raise
+
+    def _recover(self, table: str, record_id: str) -> FileRecord | None:
+        """Return the record of a file whose row cannot be read; nothing is known of a batch."""
+        return record_of_content(self._files, record_id) if table == "files" else None
 
     def _import_former(self, table: str, kind: type[T], take: Callable[[T], None]) -> None:
         """Move records from the JSON files in which earlier versions kept them to a table.

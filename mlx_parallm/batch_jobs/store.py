@@ -77,9 +77,12 @@ class BatchStore:
         Raises:
             NotFoundError: the owner has no batch of this id.
         """
-        source, values = "batches WHERE id = ? AND owner = ?", (batch_id, owner)
-        for record in await self._read(source, values):
-            return record
+        running = self._unfinished.get(batch_id)
+        for record in (
+            [running] if running else await self._read("batches WHERE id = ?", (batch_id,))
+        ):
+            if record.owner == owner:
+                return record
         raise NotFoundError(f"No such batch: {batch_id[:64]!r}.", param="batch_id")
 
     async def list(

@@ -16,19 +16,21 @@ import os
 import sqlite3
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mlx_parallm.storage import disk
+from mlx_parallm.storage.records import Record, as_record, dumped
 from mlx_parallm.types.errors import StorageError
-from mlx_parallm.types.json_values import is_object
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Record)
 Connection = sqlite3.Connection
 Values = Sequence[Any] | Mapping[str, Any]
 
@@ -55,33 +57,51 @@ ERRNO = {
 }
 # NO_VERSION: versions from here on are those of spoilt bytes.
 NO_VERSION = 100
-DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+# UNREADABLE: the table of rows whose records cannot be read, for a person to look at.
+UNREADABLE = """CREATE TABLE IF NOT EXISTS unreadable_records (
+    source TEXT, id BLOB, record BLOB, set_aside_at TEXT DEFAULT CURRENT_TIMESTAMP
+)"""
 
 
 class DamagedDatabaseError(StorageError):
     """A database cannot be read, or contains what it should not."""
 
 
-class Record(Protocol):
-    """A dataclass of JSON values that a table holds."""
+class UnreadableRecordError(DamagedDatabaseError):
+    """A row has no record of its kind, or SQLite cannot compute what a query asks of it."""
 
-    @property
-    def id(self) -> str:
-        """The primary key."""
-        ...
+
+# KINDS: errors that codes of SQLite stand for; others are those of the disk.
+KINDS: dict[int, type[StorageError]] = {
+    sqlite3.SQLITE_CORRUPT: DamagedDatabaseError,
+    sqlite3.SQLITE_NOTADB: DamagedDatabaseError,
+    # A spoilt id may be that of another row.
+    sqlite3.SQLITE_CONSTRAINT: DamagedDatabaseError,
+    # A column cannot be computed from a record, among other causes.
+    sqlite3.SQLITE_ERROR: UnreadableRecordError,
+}
+
+
+def _nothing_known(table: str, record_id: str) -> None:
+    del table, record_id
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tables of a database. Each has at least the columns ``id`` and ``record``.
+    """The tables of a database.
 
     Attributes:
         version: kept in the database; a program refuses one above its own.
         statements: create the tables.
+        kinds: the dataclass of each table's records, which are in a column ``record``; a column
+            ``id`` is the primary key.
+        recover: returns what is known of the record of a table and an id without the database.
     """
 
     version: int
     statements: Sequence[str]
+    kinds: Mapping[str, type[Record]]
+    recover: Callable[[str, str], Record | None] = _nothing_known
 
 
 @dataclass(slots=True)
@@ -97,7 +117,8 @@ class _Job(Generic[T]):
 class Database:
     """An open database. A transaction is a function of a connection; an exception undoes it.
 
-    Transactions that wait at the same time are made durable together.
+    Transactions that wait at the same time are made durable together. One that meets a row without
+    a readable record is repeated after such rows were set aside, so it may run twice.
     """
 
     def __init__(self, path: Path, schema: Schema) -> None:
@@ -108,6 +129,7 @@ class Database:
             StorageError: a newer program wrote it, or the disk refused it.
         """
         self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
+        self._schema = schema
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="records")
         try:
             self._connection = self._thread.submit(_opened, path, schema).result()
@@ -152,7 +174,7 @@ class Database:
             with _errors(), self._connection as connection:
                 connection.execute("BEGIN")
                 for job in jobs:
-                    _attempt(connection, job)
+                    self._attempt(job)
         except BaseException as problem:  # noqa: BLE001 - every caller raises it
             for job in jobs:
                 job.problem = problem
@@ -162,19 +184,32 @@ class Database:
             else:
                 job.result.set_result(job.value)
 
+    def _attempt(self, job: _Job[Any]) -> None:
+        """Run a job; if it meets rows without a readable record, set them aside and repeat it."""
+        self._attempt_once(job)
+        if isinstance(job.problem, UnreadableRecordError):
+            mending = _Job(partial(_set_rows_aside, self._schema), Future[list[str]]())
+            self._attempt_once(mending)
+            if mending.value:
+                _log(mending.value)
+                self._attempt_once(job)
+            else:
+                job.problem = mending.problem or job.problem
 
-def _attempt(connection: Connection, job: _Job[Any]) -> None:
-    """Run a job; if it fails alone, undo what it did."""
-    connection.execute("SAVEPOINT job")
-    try:
-        with _errors():
-            job.value = job.work(connection)
-    except Exception as problem:
-        if not connection.in_transaction:  # an error of the disk undid all jobs
-            raise
-        job.problem = problem
-        connection.execute("ROLLBACK TO job")
-    connection.execute("RELEASE job")
+    def _attempt_once(self, job: _Job[Any]) -> None:
+        """Run a job; if it fails alone, undo what it did."""
+        connection = self._connection
+        connection.execute("SAVEPOINT job")
+        job.problem = None
+        try:
+            with _errors():
+                job.value = job.work(connection)
+        except Exception as problem:
+            if not connection.in_transaction:  # an error of the disk undid all jobs
+                raise
+            job.problem = problem
+            connection.execute("ROLLBACK TO job")
+        connection.execute("RELEASE job")
 
 
 def set_aside(path: Path, problem: DamagedDatabaseError) -> None:
@@ -192,12 +227,11 @@ def set_aside(path: Path, problem: DamagedDatabaseError) -> None:
 
 def put(connection: Connection, table: str, record: Record, *, replaces: bool = True) -> None:
     """Add a record to a table, and replace that of its id, or else keep it."""
-    content = json.dumps(asdict(record))  # type: ignore[call-overload]
     insert = f"INSERT OR {'REPLACE' if replaces else 'IGNORE'} INTO {table} (id, record)"
-    connection.execute(f"{insert} VALUES (?, ?)", (record.id, content))
+    connection.execute(f"{insert} VALUES (?, ?)", (record.id, dumped(record)))
 
 
-def read(connection: Connection, kind: type[T], source: str, values: Values = ()) -> list[T]:
+def read(connection: Connection, kind: type[R], source: str, values: Values = ()) -> list[R]:
     """Return records of a table.
 
     Args:
@@ -207,32 +241,96 @@ def read(connection: Connection, kind: type[T], source: str, values: Values = ()
         values: the parameters of the SQL.
 
     Raises:
-        DamagedDatabaseError: one of them is none of this kind.
+        UnreadableRecordError: one of them is none of this kind. ``Database`` sets it aside, and
+            repeats the transaction.
     """
     # As bytes, because text that is no UTF-8 raises what an error of the disk raises.
-    rows = connection.execute(f"SELECT id, CAST(record AS BLOB) FROM {source}", values)
-    records: list[T] = []
-    for name, content in rows.fetchall():
+    columns = "CAST(id AS BLOB), CAST(record AS BLOB)"
+    rows = connection.execute(f"SELECT {columns} FROM {source}", values)
+    return [_parsed(kind, *row) for row in rows.fetchall()]
+
+
+def _parsed(kind: type[R], name: bytes, content: bytes) -> R:
+    """Return the record of a row, given its id and its record."""
+    try:
+        record = as_record(json.loads(content), kind)
+    # A text of brackets only is nested too deeply to be read.
+    except (ValueError, TypeError, RecursionError) as problem:
+        raise UnreadableRecordError(str(problem)) from problem
+    if record.id.encode(errors="replace") != name:
+        raise UnreadableRecordError("it has the id of another record")
+    return record
+
+
+def _set_rows_aside(schema: Schema, connection: Connection) -> list[str]:
+    """Move rows whose records cannot be read to ``UNREADABLE``, and return a sentence about each.
+
+    What is known of a record from elsewhere takes its place.
+    """
+    sentences: list[str] = []
+    for table, kind in schema.kinds.items():
+        if not (rows := _unreadable_rows(connection, table, kind)):
+            continue
+        connection.execute(UNREADABLE)
+        with _without_indexes(connection, table):
+            for row in rows:
+                insert = "INSERT INTO unreadable_records (source, id, record) VALUES (?, ?, ?)"
+                connection.execute(insert, (table, row.id, row.record))
+                connection.execute(f"DELETE FROM {table} WHERE rowid = ?", (row.number,))
+        for row in rows:
+            name = (row.id or b"").decode(errors="replace")
+            sentences.append(
+                f"the record {name!r} of the table {table} cannot be read: {row.problem}"
+            )
+            if record := schema.recover(table, name):
+                put(connection, table, record)
+    return sentences
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row whose record cannot be read, and why."""
+
+    number: int
+    id: bytes | None
+    record: bytes
+    problem: UnreadableRecordError
+
+
+def _unreadable_rows(connection: Connection, table: str, kind: type[Record]) -> list[_Row]:
+    columns = "rowid, CAST(id AS BLOB), CAST(record AS BLOB)"
+    rows: list[_Row] = []
+    select = f"SELECT {columns} FROM {table} NOT INDEXED"
+    for number, name, content in connection.execute(select):
         try:
-            record = as_record(json.loads(content), kind)
-        except (ValueError, TypeError) as problem:
-            raise DamagedDatabaseError(f"the record {name} cannot be read") from problem
-        records.append(record)
-    return records
+            _parsed(kind, name, content)
+        except UnreadableRecordError as problem:
+            rows.append(_Row(number, name, content, problem))
+    return rows
 
 
-def as_record(content: Any, kind: type[T]) -> T:
-    """Return a dataclass made from its fields, ignoring others; raise TypeError if it cannot be."""
-    if not is_object(content):
-        raise TypeError("not an object")
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in content.items() if name in names})
+@contextlib.contextmanager
+def _without_indexes(connection: Connection, table: str) -> Generator[None]:
+    """Drop the indexes of a table meanwhile; they contain what SQLite cannot compute anew."""
+    select = "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = ?"
+    made = connection.execute(f"{select} AND sql IS NOT NULL", (table,)).fetchall()
+    for name, _ in made:
+        connection.execute(f"DROP INDEX {name}")
+    # The index of the primary key cannot be dropped.
+    connection.execute(f"REINDEX {table}")
+    yield
+    for _, statement in made:
+        connection.execute(statement)
+
+
+def _log(sentences: list[str]) -> None:
+    for sentence in sentences:
+        logger.error("%s; its row is in the table unreadable_records now", sentence)
 
 
 def _opened(path: Path, schema: Schema) -> Connection:
     is_new = not path.exists()
-    # SQLITE_ERROR is what a header or a column of a record that is spoilt raises, among others.
-    with _errors(DAMAGE if is_new else (*DAMAGE, sqlite3.SQLITE_ERROR)), disk.storage_errors():
+    with _errors(), disk.storage_errors():
         if is_new:
             os.close(disk.create(path))
         elif not path.stat().st_size:
@@ -295,24 +393,46 @@ def _prepare(connection: Connection, schema: Schema) -> None:
             connection.execute(f"PRAGMA user_version = {schema.version}")
     elif version != schema.version:
         raise DamagedDatabaseError(f"it has the version {version}")
-    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if verdict != "ok":
-        raise DamagedDatabaseError(" ".join(verdict.split()))
+    if (verdict := _verdict(connection)) != "ok":
+        with connection:
+            connection.execute("BEGIN")
+            sentences = _set_rows_aside(schema, connection)
+            connection.execute("REINDEX")
+            if (rest := _verdict(connection)) != "ok":
+                raise DamagedDatabaseError(rest)
+        _log(sentences)
+        logger.warning("the indexes of the records did not fit (%s), and are made anew", verdict)
+
+
+def _verdict(connection: Connection) -> str:
+    """Return "ok", or what is wrong with a database."""
+    try:
+        (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    except sqlite3.OperationalError as problem:
+        if problem.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+            raise
+        verdict = str(problem)  # an index cannot be computed from a record
+    return " ".join(verdict.split())
 
 
 @contextlib.contextmanager
-def _errors(damage: Sequence[int] = DAMAGE) -> Generator[None]:
-    """Turn errors of SQLite into those of storage, in the words of the operating system.
-
-    Codes of ``damage`` become DamagedDatabaseError.
-    """
+def _errors() -> Generator[None]:
+    """Turn errors of SQLite into those of storage, in the words of the operating system."""
     try:
         yield
     except sqlite3.DatabaseError as problem:
-        # The codes of details are above the lowest byte.
-        code = getattr(problem, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
+        code = _code(problem)
         if code == sqlite3.SQLITE_MISUSE:
             raise
-        kind = DamagedDatabaseError if code in damage else StorageError
+        kind = KINDS.get(code, StorageError)
         reason = os.strerror(ERRNO[code]) if code in ERRNO else str(problem)
         raise kind(f"The data folder cannot be used: {reason}.") from problem
+
+
+def _code(problem: sqlite3.DatabaseError) -> int:
+    """Return the code of an error of SQLite, without its details."""
+    # Text that is no UTF-8 has no code; other errors without one are mistakes of this program.
+    is_text = isinstance(problem, sqlite3.OperationalError)
+    missing = sqlite3.SQLITE_ERROR if is_text else sqlite3.SQLITE_MISUSE
+    # The codes of details are above the lowest byte.
+    return getattr(problem, "sqlite_errorcode", missing) & 0xFF

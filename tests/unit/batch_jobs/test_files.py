@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.batch_jobs.files import MIN_CHARGE, FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
-from mlx_parallm.batch_jobs.storage import TABLES, VERSION, Storage
+from mlx_parallm.batch_jobs.storage import KINDS, TABLES, VERSION, Storage
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.storage.database import Database, Schema
 from mlx_parallm.storage.ids import IdMaker
@@ -288,7 +288,7 @@ def test_pages_show_everything_once_whatever_is_deleted_meanwhile(
                     await store.delete(files[number].id, files[number].owner)
         return seen
 
-    schema = Schema(VERSION, TABLES)
+    schema = Schema(VERSION, TABLES, KINDS)
     folder = tmp_path_factory.mktemp("pages")
     for file in files:
         (folder / file.content_name).touch()

@@ -41,7 +41,8 @@ class Thing:
     text: str = ""
 
 
-SCHEMA = Schema(1, [TABLE])
+KINDS = {"things": Thing}
+SCHEMA = Schema(1, [TABLE], KINDS)
 
 
 def things(database: Database) -> dict[str, str]:
@@ -186,7 +187,7 @@ def test_the_log_shrinks_again_after_a_reader_held_it(path: Path, database: Data
 
 
 def test_a_database_of_a_newer_program_is_refused_and_left(path: Path) -> None:
-    Database(path, Schema(2, [TABLE])).close()
+    Database(path, Schema(2, [TABLE], KINDS)).close()
     content = path.read_bytes()
     with pytest.raises(StorageError, match="newer program wrote its records") as refusal:
         Database(path, SCHEMA)
@@ -253,16 +254,41 @@ def test_any_byte_of_the_header_may_be_spoilt(path: Path, value: int) -> None:
     assert num_damaged > 15
 
 
-def test_a_record_that_is_none_is_damage(path: Path) -> None:
-    for content in ('{"id": "a"', "[]", "{}", b"\xff"):
-        with closing(Database(path, SCHEMA)) as database:
-            database.run_now(
-                lambda db, content=content: db.execute(
-                    "INSERT OR REPLACE INTO things VALUES ('a', CAST(? AS TEXT))", (content,)
-                )
-            )
-            with pytest.raises(DamagedDatabaseError, match="the record a cannot be read"):
-                things(database)
+@pytest.mark.parametrize("content", [b'{"id": "b"', b"[]", b"{}", b"null", b"\xff", b'{"id": "a"}'])
+def test_a_record_that_cannot_be_read_is_set_aside_and_the_rest_stays(
+    path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Database(path, SCHEMA)) as database:
+        for name in "abc":
+            database.run_now(lambda db, name=name: put(db, "things", Thing(name)))
+        update = "UPDATE things SET record = CAST(? AS TEXT) WHERE id = 'b'"
+        database.run_now(lambda db: db.execute(update, (content,)))
+        for _ in range(2):
+            assert list(things(database)) == ["a", "c"]
+        rows = database.run_now(
+            lambda db: db.execute("SELECT source, id, record FROM unreadable_records").fetchall()
+        )
+    assert rows == [("things", b"b", content)]
+    assert caplog.text.count("the record 'b' of the table things cannot be read") == 1
+
+
+def test_what_is_known_of_a_record_takes_its_place(path: Path) -> None:
+    schema = Schema(1, [TABLE], KINDS, lambda table, name: Thing(name, table))
+    with closing(Database(path, schema)) as database:
+        database.run_now(lambda db: db.execute("INSERT INTO things VALUES ('a', '[]')"))
+        assert things(database) == {"a": "things"}
+
+
+def test_a_row_that_a_full_disk_does_not_let_aside_waits_there(database: Database) -> None:
+    database.run_now(lambda db: put(db, "things", Thing("a")))
+    database.run_now(lambda db: db.execute("INSERT INTO things VALUES ('b', '[]')"))
+    setting(database, f"max_page_count = {setting(database, 'page_count')}")
+    with pytest.raises(StorageError, match="No space left on device"):
+        things(database)
+    other = "things WHERE id = 'a'"
+    assert database.run_now(lambda db: read(db, Thing, other)) == [Thing("a")]
+    setting(database, "max_page_count = 1000")
+    assert list(things(database)) == ["a"]
 
 
 def test_the_log_of_a_database_that_was_set_aside_is_set_aside_too(path: Path) -> None:
@@ -283,7 +309,7 @@ def test_the_log_of_a_database_that_was_set_aside_is_set_aside_too(path: Path) -
 
 def test_a_database_that_could_not_be_made_is_made_anew(path: Path) -> None:
     with pytest.raises(StorageError):
-        Database(path, Schema(1, [TABLE, "CREATE TABLE half"]))
+        Database(path, Schema(1, [TABLE, "CREATE TABLE half"], KINDS))
     with closing(Database(path, SCHEMA)) as database:
         assert things(database) == {}
 

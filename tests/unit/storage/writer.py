@@ -14,7 +14,6 @@ from mlx_parallm.storage.database import Connection, Database, Schema, put
 
 # SIZE: more than a page, so that a transaction writes several.
 SIZE = 6_000
-SCHEMA = Schema(1, ["CREATE TABLE things (id TEXT PRIMARY KEY, record TEXT NOT NULL)"])
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,11 @@ class Pair:
 
     id: str
     text: str
+
+
+SCHEMA = Schema(
+    1, ["CREATE TABLE things (id TEXT PRIMARY KEY, record TEXT NOT NULL)"], {"things": Pair}
+)
 
 
 def put_pair(db: Connection, number: int) -> None:
