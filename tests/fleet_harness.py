@@ -265,6 +265,7 @@ class FakeFleet:
         lives: of each engine.
         events: what the event loop was given.
         ended: set when the fleet has died.
+        dispatcher: has the requests.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -279,6 +280,7 @@ class FakeFleet:
             self.ended.set,
             restart_delay_s=lambda _: 0.0,
         )
+        self.dispatcher = self.fleet._dispatcher
         self.fleet.start()
         self.fleet.wait_until_loaded()
         self._numbers = iter(range(1 << 30))

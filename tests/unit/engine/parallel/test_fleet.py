@@ -197,7 +197,7 @@ def test_requests_without_a_token_move_from_a_dead_engine_and_the_others_end() -
         ]
         assert sorted(answered) == sorted({str(number) for number in range(10)} - begun)
         assert not fleet.router.placements
-        assert not fleet.fleet._open
+        assert not fleet.dispatcher._open
 
 
 def test_the_death_of_the_last_engine_is_that_of_the_fleet() -> None:

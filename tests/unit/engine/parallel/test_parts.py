@@ -111,8 +111,8 @@ def divided(num_samples: int = 4) -> Iterator[FakeFleet]:
         assert all(life.requests for life in fleet.lives)
         yield fleet
         assert not fleet.router.placements
-        assert not fleet.fleet._open
-        assert not fleet.fleet._parts
+        assert not fleet.dispatcher._open
+        assert not fleet.dispatcher._parts
         fleet.settle()
         assert not any(life.requests for life in fleet.lives)
     finally:
@@ -162,12 +162,12 @@ def test_events_of_an_earlier_stay_at_an_engine_are_not_read() -> None:
             # It moves away and back before the engine has heard of that.
             for target in (1 - rank, rank):
                 source = fleet.router.placements[part_id].rank
-                fleet.fleet._abort_part(part_id)
+                fleet.dispatcher._abort_part(part_id)
                 fleet.router.move(Move(part_id, source, target))
-                fleet.fleet._send(part_id, target)
-            assert fleet.fleet._read(rank, stale) == ()
+                fleet.dispatcher._send(part_id, target)
+            assert fleet.dispatcher._read(rank, stale) == ()
         fleet.settle()
-        assert fleet.fleet._read(rank, stale) == (token("whole", 0),)
+        assert fleet.dispatcher._read(rank, stale) == (token("whole", 0),)
         fleet.order(0, Answer(is_last=True))
         fleet.order(1, Answer(is_last=True))
 
@@ -189,7 +189,7 @@ def test_a_request_is_refused_if_an_engine_refuses_a_part() -> None:
         assert isinstance(fleet.submit("whole", 4), OverloadedError)
         fleet.settle()
         assert not any(life.requests for life in fleet.lives)
-        assert not fleet.fleet._parts
+        assert not fleet.dispatcher._parts
         assert not fleet.events
     finally:
         fleet.stop()

@@ -1,0 +1,206 @@
+"""The requests of several engines: which of them has which, and what their readers see."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from mlx_parallm.engine.commands import Abort, Submit
+from mlx_parallm.engine.life import Deliver
+from mlx_parallm.engine.parallel.member import Member
+from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
+from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.status import Readiness
+from mlx_parallm.types.errors import EngineDeadError, ParallmError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.work import Event
+
+# SEED_BITS: bits of a seed that is drawn, as many as an engine draws.
+SEED_BITS = 31
+
+
+class Dispatcher:
+    """Gives requests, or parts of them, to engines, and passes on what these answer.
+
+    Its methods are called under the lock of the fleet, but for ``flush``.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        router: Router,
+        deliver: Deliver,
+        lock: threading.RLock,
+        seed: int,
+    ) -> None:
+        """Begin without requests.
+
+        Args:
+            members: the engines.
+            router: chooses among them.
+            deliver: takes the events.
+            lock: the fleet's; replies of engines come on any thread.
+            seed: draws the seeds of requests without one.
+        """
+        self._members = members
+        self._router = router
+        self._deliver = deliver
+        self._lock = lock
+        self._open: dict[str, OpenRequest] = {}
+        # The parts of all requests by their ids.
+        self._parts: dict[str, Part] = {}
+        # Events that were read and not delivered yet, and what puts the deliveries in order.
+        self._outbox: list[Event] = []
+        self._delivery = threading.Lock()
+        self._seeds = random.Random(seed)
+        # No client can guess it, so no request's id is that of another one's part.
+        self._nonce = secrets.token_hex(8)
+
+    def submit(self, command: Submit) -> None:
+        """Give a request to an engine, or parts of it to several."""
+        request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
+        self._open[request.request_id] = request
+        for part_id, rank in self._place(request).items():
+            self._send(part_id, rank)
+
+    def abort(self, command: Abort) -> None:
+        """End a request where it is."""
+        request = self._open.get(command.request_id)
+        if request is None:
+            return
+        if not command.is_notified:
+            self._end(request)
+            return
+        request.is_cancelled = True
+        for part_id in request.parts:
+            self._abort_part(part_id, is_notified=True)
+
+    def hand_over(self, rank: int) -> None:
+        """Let other engines begin what a dead one has given no token of, and end the rest."""
+        self._note_silence()
+        anew, lost = self._router.on_death(rank)
+        error = EngineDeadError("The engine that computed this request died.")
+        for part_id in lost:
+            # A request may have lost several parts.
+            if part_id in self._parts:
+                self._fail(self._parts[part_id].whole, error)
+        for part_id in anew:
+            if part_id in self._parts:
+                self._send(part_id, self._router.place_anew(part_id))
+
+    def take(self, rank: int, events: Sequence[Event]) -> None:
+        """Read the events of an engine, but for those of requests that were moved away."""
+        for event in events:
+            self._outbox += self._read(rank, event)
+        self._move_waiting()
+
+    def flush(self) -> None:
+        """Deliver the events in the order in which they were read, whichever engine they are of.
+
+        The caller must not hold the lock, because a delivery waits for the event loop.
+        """
+        with self._delivery:
+            with self._lock:
+                events, self._outbox = self._outbox, []
+            if events:
+                self._deliver(events)
+
+    def _note_silence(self) -> None:
+        """Let the router know which engines answer, before it chooses."""
+        for load, member in zip(self._router.loads, self._members, strict=True):
+            load.is_silent = member.life.readiness()[0] is Readiness.SILENT
+
+    def _place(self, request: OpenRequest) -> dict[str, int]:
+        """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
+        self._note_silence()
+        work, request_id = request.command.request.work(), request.request_id
+        shares = self._router.divide(work)
+        ranks: dict[str, int] = {}
+        for share in shares:
+            if len(shares) == 1:
+                part_id = request.add_whole()
+            else:
+                part_id = f"{request_id}/{share.first}/{self._nonce}"
+                work = request.add_part(part_id, share.places)
+            self._router.put(part_id, work, share.rank)
+            ranks[part_id] = share.rank
+        self._parts.update(request.parts)
+        return ranks
+
+    def _send(self, part_id: str, rank: int) -> None:
+        part = self._parts[part_id]
+        part.num_sent += 1
+        part.is_answered = False
+        reply = partial(self._admitted, part_id, part.num_sent)
+        self._members[rank].life.put(replace(part.command, reply=reply))
+        if part.whole.is_cancelled:
+            # The engine that cancelled it has it no more.
+            self._abort_part(part_id, is_notified=True)
+
+    def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:
+        rank = self._router.placements[part_id].rank
+        self._members[rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
+
+    def _admitted(self, part_id: str, number: int, refusal: ParallmError | None) -> None:
+        """Give the caller its reply, or the reader an error if the caller has had a reply."""
+        with self._lock:
+            part = self._parts.get(part_id)
+            if part is None or part.num_sent != number:
+                return
+            request, part.is_answered = part.whole, True
+            if refusal is not None:
+                self._fail(request, refusal)
+            else:
+                part.is_admitted = True
+                if all(each.is_admitted for each in request.parts.values()):
+                    self._reply_once(request, None)
+        self.flush()
+
+    def _reply_once(self, request: OpenRequest, refusal: ParallmError | None) -> None:
+        was_admitted, request.is_admitted = request.is_admitted, True
+        if not was_admitted:
+            request.command.reply(refusal)
+
+    def _fail(self, request: OpenRequest, error: ParallmError) -> None:
+        """End a request whose caller, or reader if the caller has had its reply, gets an error."""
+        self._end(request)
+        if request.is_admitted:
+            self._outbox.append(ErrorEvent(request_id=request.request_id, error=error))
+        self._reply_once(request, error)
+
+    def _read(self, rank: int, event: Event) -> Sequence[Event]:
+        """Count an event; return what the reader sees of it."""
+        part_id = event.request_id
+        part = self._parts.get(part_id)
+        if part is None or not part.is_answered:
+            # An engine replies before it sends events, so this one is of an earlier stay there.
+            return ()
+        is_shown = self._router.on_event(part_id, rank, event.num_tokens, event.ends)
+        request = part.whole
+        if part_id not in self._router.placements:
+            del self._parts[part_id], request.parts[part_id]
+            if isinstance(event, ErrorEvent) or not request.parts:
+                self._end(request)
+                self._reply_once(request, None)
+        return request.read(part, event) if is_shown else ()
+
+    def _move_waiting(self) -> None:
+        """Let an engine that has nothing to do begin what waits at another."""
+        self._note_silence()
+        while (move := self._router.next_move()) is not None:
+            self._members[move.source].life.put(Abort(request_id=move.request_id))
+            self._router.move(move)
+            self._send(move.request_id, move.target)
+
+    def _end(self, request: OpenRequest) -> None:
+        """Forget a request, and end those of its parts that engines still have."""
+        for part_id in request.parts:
+            self._abort_part(part_id)
+            self._router.remove(part_id)
+            del self._parts[part_id]
+        request.parts.clear()
+        self._open.pop(request.request_id, None)
