@@ -143,6 +143,10 @@ class FakeLife:
         # The commands of this type fail; None: none do.
         self.fails: type[Any] | None = None
         self.num_failures = 0
+        # Set while it may load; what it dies of then, if it does.
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self.fails_to_load = False
         # Set while it carries out commands.
         self.goes_on = threading.Event()
         self.goes_on.set()
@@ -160,6 +164,9 @@ class FakeLife:
         on_loaded: Callable[[Sequence[StartedModel]], None],
     ) -> None:
         self.num_lives += 1
+        assert self.may_load.wait(PATIENCE_S)
+        if self.fails_to_load:
+            raise Death
         self.requests = {}
         self.weights = FakeWeights()
         self.users = FakeUsers()
@@ -306,12 +313,16 @@ class FakeFleet:
         *,
         adapter: str | None = None,
         upload: AdapterUpload | None = None,
+        prompt: str | None = None,
     ) -> Future[ParallmError | None]:
-        """Submit a request, perhaps of an adapter, which may come with it; return the reply."""
+        """Submit a request, perhaps of an adapter, which may come with it; return the reply.
+
+        ``prompt`` is the id, so that prompts differ, unless it is given.
+        """
         request = GenerateRequest(
             request_id=request_id,
             model="m",
-            prompt_ids=(1, 2, 3),
+            prompt_ids=(1, 2, 3, *(prompt or request_id).encode()),
             params=SamplingParams(n=num_samples),
             adapter=adapter,
         )
@@ -342,6 +353,19 @@ class FakeFleet:
         first()
         # Commands wait for an engine that is being started.
         self.await_life(rank, before + 1)
+
+    def leave_dead(self, rank: int) -> None:
+        """End an engine's life, and wait until that is known; ``may_load`` begins the next one."""
+        self.lives[rank].may_load.clear()
+        self.order(rank, Die())
+        while self.fleet._members[rank].is_serving:
+            pass
+        self.settle()
+
+    def revive(self, rank: int) -> None:
+        """Let an engine load, and wait until it serves."""
+        self.lives[rank].may_load.set()
+        self.await_life(rank, self.lives[rank].num_lives)
 
     def await_life(self, rank: int, number: int) -> None:
         """Wait until an engine serves in its life of this number, or a later one."""

@@ -20,7 +20,8 @@
     ├── ShuttingDownError           the server is draining                         (HTTP 503)
     ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
-    ├── EngineDeadError             the engine thread died                         (HTTP 503)
+    ├── EngineDeadError             no engine is there; try again later            (HTTP 503)
+    │   ├── RequestLostError        the engine died that had this request          (HTTP 503)
     │   └── RankLostError           another process of the model is gone or hangs  (HTTP 503)
     ├── SessionLostError            the engine has no such training session        (HTTP 503)
     ├── StorageError                the data folder does not work                  (HTTP 500)
@@ -206,6 +207,10 @@ class EngineDeadError(ParallmError):
 
 class EngineSilentError(EngineDeadError):
     """An engine does not answer a query: its process hangs, and may be killed soon."""
+
+
+class RequestLostError(EngineDeadError):
+    """The engine died that had this request, which may be what it died of."""
 
 
 class RankLostError(EngineDeadError):

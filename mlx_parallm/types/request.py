@@ -399,6 +399,7 @@ class GenerateRequest:
                 *(each.content for each in self.inputs if each.span is None),
             ),
             client=self.client,
+            line=(self.model, self.adapter, self.priority, self.client),
             # Without samples there is nothing to divide, and inputs are computed for one engine.
             is_divisible=self.params.n > 1 and self.params.max_tokens != 0 and not self.inputs,
             rank=self.rank,

@@ -57,6 +57,8 @@ class RequestWork:
             ask. If it dies, the name is forgotten with what it kept: the next request is placed as
             the first one was. None if nothing is kept.
         client: whose it is; engines take turns between clients.
+        line: an engine begins requests of one line in the order in which they came; None if their
+            order is not known.
         is_divisible: True if several engines may answer some of the samples each; of a request with
             one sample, some of the inputs.
     """
@@ -70,6 +72,7 @@ class RequestWork:
     rank: int | None = None
     sticky: Hashable | None = None
     client: str = ""
+    line: Hashable | None = None
     is_divisible: bool = False
 
 

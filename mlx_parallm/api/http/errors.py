@@ -52,6 +52,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.ModelLoadingError: Status(503, "model_loading"),
     errors.PausedError: Status(503, "paused"),
     errors.EngineDeadError: Status(503, "engine_dead"),
+    errors.RequestLostError: Status(503, "request_lost"),
     errors.SessionLostError: Status(503, "session_lost"),
     errors.OutOfMemoryError: Status(503, "out_of_memory"),
     errors.RequestAbortedError: Status(503, "request_aborted"),

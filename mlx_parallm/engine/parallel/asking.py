@@ -10,29 +10,34 @@ from typing import Any
 from typing_extensions import override
 
 from mlx_parallm.engine.models import Ask, EngineState
-from mlx_parallm.types.errors import EngineDeadError
+from mlx_parallm.engine.parallel.suspects import LEAST_SERVING, MAX_DEATHS
+from mlx_parallm.types.errors import EngineDeadError, RequestLostError
 
 
 class SharedAsk(Ask):
-    """Implements ``Ask``: an engine that lives answers, and another one if it dies meanwhile.
+    """Implements ``Ask``: an engine that lives answers.
 
-    Questions with equal keys go to the same engine while it lives, so that it finds what it has
-    computed for the earlier ones.
+    If it dies meanwhile, another one does, unless the question may end the last one too; see
+    ``suspects``. Questions with equal keys go to the same engine while it lives, so that it finds
+    what it has computed for the earlier ones.
 
     Attributes:
         engines: ask one engine each.
+        count_live: returns how many of them answer questions.
     """
 
     def __init__(self) -> None:
         self.engines: Sequence[Ask] = ()
+        self.count_live: Callable[[], int] = lambda: len(self.engines)
 
     @override
     def __call__(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
-        """The answer is an EngineDeadError if no engine lives."""
+        """The answer is an EngineDeadError if no engine lives, or those died that were asked."""
         # The order of the others stays as it is when an engine dies (rendezvous hashing).
         ranks = range(len(self.engines))
         order = sorted(ranks, key=lambda rank: hash((key, rank)), reverse=True)
-        pending = _Pending(question, key, [self.engines[rank] for rank in order])
+        engines = [self.engines[rank] for rank in order]
+        pending = _Pending(question, key, engines, self.count_live)
         pending.ask_next()
         return pending.answer
 
@@ -45,12 +50,18 @@ class _Pending:
     """
 
     def __init__(
-        self, question: Callable[[EngineState], Any], key: Hashable, engines: Sequence[Ask]
+        self,
+        question: Callable[[EngineState], Any],
+        key: Hashable,
+        engines: Sequence[Ask],
+        count_live: Callable[[], int],
     ) -> None:
         self.answer: Future[Any] = Future()
         self._question = question
         self._key = key
         self._engines = iter(engines)
+        self._count_live = count_live
+        self._num_deaths = 0
 
     def ask_next(self) -> None:
         """Let the next engine that lives answer, unless the caller was cancelled."""
@@ -70,7 +81,11 @@ class _Pending:
         if inner.cancelled():
             self.answer.cancel()
         elif isinstance(error := inner.exception(), EngineDeadError):
-            self.ask_next()
+            self._num_deaths += 1
+            if self._num_deaths < MAX_DEATHS and self._count_live() >= LEAST_SERVING:
+                self.ask_next()
+            else:
+                _settle(self.answer, RequestLostError("The engine died that was to answer."))
         else:
             _settle(self.answer, inner.result() if error is None else error)
 

@@ -14,8 +14,9 @@ from mlx_parallm.engine.life import Deliver
 from mlx_parallm.engine.parallel.member import Member
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.parallel.suspects import LEAST_SERVING, MAX_DEATHS, Suspects
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import EngineDeadError, ParallmError
+from mlx_parallm.types.errors import ParallmError, RequestAbortedError, RequestLostError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Event
 
@@ -53,6 +54,7 @@ class Dispatcher:
         self._open: dict[str, OpenRequest] = {}
         # The parts of all requests by their ids.
         self._parts: dict[str, Part] = {}
+        self._suspects = Suspects()
         # Events that were read and not delivered yet, and what puts the deliveries in order.
         self._outbox: list[Event] = []
         self._delivery = threading.Lock()
@@ -64,6 +66,13 @@ class Dispatcher:
         """Give a request to an engine, or parts of it to several."""
         request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
         self._open[request.request_id] = request
+        if self._suspects.has(request.command.request):
+            # It is not divided: it could end several engines at once.
+            request.num_deaths = 1
+            part_id = request.add_whole()
+            self._parts[part_id] = request.parts[part_id]
+            self._place_again(part_id, has_begun=False)
+            return
         for part_id, rank in self._place(request).items():
             self._send(part_id, rank)
 
@@ -76,21 +85,54 @@ class Dispatcher:
             self._end(request)
             return
         request.is_cancelled = True
+        if not self._suspects.waiting.keys().isdisjoint(request.parts):
+            self._fail(request, RequestAbortedError("The request was aborted."))
+            # A delivery may wait for the event loop, which may be the caller.
+            threading.Thread(target=self.flush, daemon=True).start()
+            return
         for part_id in request.parts:
             self._abort_part(part_id, is_notified=True)
 
-    def hand_over(self, rank: int) -> None:
-        """Let other engines begin what a dead one has given no token of, and end the rest."""
+    def hand_over(self, rank: int, *, was_killed: bool) -> None:
+        """Let other engines begin what a dead one has given no token of, and end the rest.
+
+        Args:
+            rank: the dead engine.
+            was_killed: what it computed may have killed it.
+        """
         self._note_silence()
         anew, lost = self._router.on_death(rank)
-        error = EngineDeadError("The engine that computed this request died.")
-        for part_id in lost:
-            # A request may have lost several parts.
+        # A request may have several parts there. One that was not answered may have killed the
+        # engine when it was read.
+        ended = dict.fromkeys(self._parts[name].whole for name in lost if name in self._parts)
+        begun = dict.fromkeys(
+            part.whole
+            for name, was_begun in anew.items()
+            if (part := self._parts.get(name)) and (was_begun or not part.is_answered)
+        )
+        for request in (ended | begun) if was_killed else ():
+            request.num_deaths += 1
+            self._suspects.add(request.command.request)
+        for request in ended | begun:
+            if request in ended or request.num_deaths >= MAX_DEATHS:
+                self._fail(request, RequestLostError("The engine that had this request died."))
+        for name in anew:
+            if name in self._parts:
+                placed = self._router.remove(name)
+                self._place_again(name, has_begun=placed is not None and placed.has_begun)
+
+    def release(self) -> None:
+        """Give the suspects that wait to engines, if there are enough."""
+        waiting, self._suspects.waiting = self._suspects.waiting, {}
+        for part_id, has_begun in waiting.items():
+            self._place_again(part_id, has_begun=has_begun)
+
+    def end_waiting(self) -> None:
+        """End the suspects that wait: the engine that they wait for cannot be started."""
+        error = RequestLostError("The engine that had this request died, and does not come back.")
+        for part_id in list(self._suspects.waiting):
             if part_id in self._parts:
                 self._fail(self._parts[part_id].whole, error)
-        for part_id in anew:
-            if part_id in self._parts:
-                self._send(part_id, self._router.place_anew(part_id))
 
     def take(self, rank: int, events: Sequence[Event]) -> None:
         """Read the events of an engine, but for those of requests that were moved away."""
@@ -113,6 +155,22 @@ class Dispatcher:
         """Let the router know which engines answer, before it chooses."""
         for load, member in zip(self._router.loads, self._members, strict=True):
             load.is_silent = member.life.readiness()[0] is Readiness.SILENT
+
+    def _place_again(self, part_id: str, *, has_begun: bool) -> None:
+        """Give an engine a part that none has, or let it wait if it is a suspect.
+
+        ``has_begun``: its reader knows that the prompt was computed.
+        """
+        part = self._parts[part_id]
+        # What an engine that had it still sends is not read.
+        part.num_sent += 1
+        part.is_answered = False
+        num_serving = sum(member.is_serving for member in self._members)
+        if part.whole.num_deaths and num_serving < LEAST_SERVING:
+            self._suspects.waiting[part_id] = has_begun
+            return
+        work = part.command.request.work()
+        self._send(part_id, self._router.place(part_id, work, has_begun=has_begun))
 
     def _place(self, request: OpenRequest) -> dict[str, int]:
         """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
@@ -142,8 +200,9 @@ class Dispatcher:
             self._abort_part(part_id, is_notified=True)
 
     def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:
-        rank = self._router.placements[part_id].rank
-        self._members[rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
+        if part_id not in self._suspects.waiting:
+            rank = self._router.placements[part_id].rank
+            self._members[rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
 
     def _admitted(self, part_id: str, number: int, refusal: ParallmError | None) -> None:
         """Give the caller its reply, or the reader an error if the caller has had a reply."""
@@ -184,6 +243,7 @@ class Dispatcher:
         if part_id not in self._router.placements:
             del self._parts[part_id], request.parts[part_id]
             if isinstance(event, ErrorEvent) or not request.parts:
+                self._suspects.clear(request.command.request)
                 self._end(request)
                 self._reply_once(request, None)
         return request.read(part, event) if is_shown else ()
@@ -201,6 +261,7 @@ class Dispatcher:
         for part_id in request.parts:
             self._abort_part(part_id)
             self._router.remove(part_id)
+            self._suspects.waiting.pop(part_id, None)
             del self._parts[part_id]
         request.parts.clear()
         self._open.pop(request.request_id, None)

@@ -26,11 +26,11 @@ from mlx_parallm.engine.life import END_TIMEOUT_S, Deliver, EngineLife
 from mlx_parallm.engine.parallel.dispatcher import Dispatcher
 from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import catch_up
-from mlx_parallm.engine.parallel.member import Member, delay_after, smallest
+from mlx_parallm.engine.parallel.member import Member, check_room, delay_after, smallest
 from mlx_parallm.engine.parallel.router import Router
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ConfigError, EngineDeadError, ParallmError
+from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.work import Event
 from mlx_parallm.units import readable_bytes
 
@@ -106,7 +106,7 @@ class Fleet:
         """
         self._starts.get()
         self.check()
-        self._check_room()
+        check_room(self._models, len(self._members) - 1, self._read_free_bytes())
         others = range(1, len(self._members))
         for rank in others:
             self._start(rank)
@@ -130,18 +130,6 @@ class Fleet:
         )
         self._threads.append(thread)
         thread.start()
-
-    def _check_room(self) -> None:
-        """Raise ConfigError if the weights of the other engines cannot fit."""
-        free = self._read_free_bytes()
-        others = len(self._members) - 1
-        weights = sum(started.model.memory.weights for started in self._models)
-        if free is not None and weights * others > free:
-            raise ConfigError(
-                f"--data-parallel-size {others + 1}: each engine has its own copy of the weights, "
-                f"{readable_bytes(weights)}, and only {readable_bytes(free)} of memory are free "
-                "beside the first one."
-            )
 
     def check(self) -> None:
         """Raise what the engines died of, if they did."""
@@ -273,6 +261,7 @@ class Fleet:
                 member.is_serving = True
                 self._router.on_start(rank)
                 logger.info("engine %d is ready", rank)
+        self._dispatcher.release()
         held, self._held = self._held, []
         for command in held:
             self.call(command)
@@ -297,7 +286,7 @@ class Fleet:
         member.life.put(Stop())
         if any(other.is_serving for other in self._members if other is not member):
             member.is_serving = member.has_loaded = False
-            self._hand_over(rank)
+            self._hand_over(rank, was_killed=False)
 
     def _goes_on_after(self, rank: int, cause: BaseException) -> bool:
         """Note the death of an engine; return True if it is to be started anew."""
@@ -314,15 +303,17 @@ class Fleet:
                 return False
             logger.error("engine %d died; it is started anew", rank, exc_info=cause)
             if was_serving:
-                self._hand_over(rank)
+                self._hand_over(rank, was_killed=True)
+            elif member.num_deaths:
+                self._dispatcher.end_waiting()
             delay_s = self._restart_delay_s(member.num_deaths)
             member.num_deaths += 1
         self._dispatcher.flush()
         return not self._is_stopping.wait(delay_s)
 
-    def _hand_over(self, rank: int) -> None:
-        """Let other engines have what a dead one had."""
-        self._dispatcher.hand_over(rank)
+    def _hand_over(self, rank: int, *, was_killed: bool) -> None:
+        """Let other engines have what a dead one had; see ``Dispatcher.hand_over``."""
+        self._dispatcher.hand_over(rank, was_killed=was_killed)
         for gathering in list(self._gatherings):
             gathering.drop(rank)
             self._end_if_complete(gathering)

@@ -57,6 +57,7 @@ class ParallelLife(EngineLife):
         self._make_router = make_router
         self._ask = ask or SharedAsk()
         self._ask.engines = [life.ask for life in lives]
+        self._ask.count_live = self._count_live
         # The engines while they live.
         self._fleet: Fleet | None = None
         # Set once they are to end, or the last of them has died.
@@ -121,6 +122,9 @@ class ParallelLife(EngineLife):
     def readiness(self) -> Sequence[Readiness]:
         fleet = self._fleet
         return [Readiness.STARTING] * len(self._lives) if fleet is None else fleet.readiness()
+
+    def _count_live(self) -> int:
+        return sum(each is not Readiness.STARTING for each in self.readiness())
 
     @override
     def steps_s(self) -> Sequence[float]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from mlx_parallm.engine.kind import StartedModel
 from mlx_parallm.engine.life import EngineLife
 from mlx_parallm.engine.status import Readiness
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.units import readable_bytes
 
 # MAX_RESTART_DELAY_S: most seconds until an engine that dies again and again is started anew.
 MAX_RESTART_DELAY_S = 60.0
@@ -51,6 +53,23 @@ def smallest(
     """
     pairs = zip(models, others, strict=True)
     return [min(pair, key=lambda started: started.model.cache_tokens) for pair in pairs]
+
+
+def check_room(models: Sequence[StartedModel], others: int, free: int | None) -> None:
+    """Raise ConfigError if the weights of other engines do not fit beside those of the first.
+
+    Args:
+        models: of the first.
+        others: how many there will be.
+        free: bytes of memory; None if that is not known.
+    """
+    weights = sum(started.model.memory.weights for started in models)
+    if free is not None and weights * others > free:
+        raise ConfigError(
+            f"--data-parallel-size {others + 1}: each engine has its own copy of the weights, "
+            f"{readable_bytes(weights)}, and only {readable_bytes(free)} of memory are free "
+            "beside the first one."
+        )
 
 
 def delay_after(num_deaths: int) -> float:

@@ -85,12 +85,15 @@ class OpenRequest:
     Attributes:
         command: as it was submitted.
         parts: those that have not ended, by their ids.
+        num_deaths: engines that died while they may have computed it, or, as 1, an earlier request
+            of the same content.
         is_admitted: True once its caller has had the reply.
         is_cancelled: True once cancelled; its reader gets a last event.
     """
 
     command: Submit
     parts: dict[str, Part] = field(default_factory=dict[str, Part])
+    num_deaths: int = 0
     is_admitted: bool = False
     is_cancelled: bool = False
     _is_divided: bool = False

@@ -126,19 +126,20 @@ class Router:
         for load in self.loads:
             load.cache = CacheMirror(cache_tokens)
 
-    def place(self, request_id: str, work: RequestWork) -> int:
+    def place(self, request_id: str, work: RequestWork, *, has_begun: bool = False) -> int:
         """Choose an engine for a request, and count the request there.
 
         Args:
             request_id: unique among the requests in flight.
             work: what it asks.
+            has_begun: True if an earlier engine has computed its prompt, as its reader knows.
 
         Returns:
             The engine's number. One of them must be alive.
         """
         keys = keys_of(work)
         rank = self._choose(self._able(work), work, keys)
-        self._put(request_id, work, rank, keys)
+        self._put(request_id, work, rank, keys, has_begun=has_begun)
         return rank
 
     def divide(self, work: RequestWork) -> Sequence[Share]:
@@ -232,16 +233,17 @@ class Router:
             self.remove(request_id)
         return not (is_known and num_tokens == 0 and ends is Ends.NOTHING)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request, if it is there."""
+    def remove(self, request_id: str) -> Placement | None:
+        """Forget a request and return where it was, if it is at an engine."""
         placed = self.placements.pop(request_id, None)
         if placed is None:
-            return
+            return None
         load = self.loads[placed.rank]
         del load.requests[request_id]
         load.close(placed.work.client, placed.num_open)
         if not placed.is_computed:
             load.waiting_tokens -= placed.uncached
+        return placed
 
     def next_move(self) -> Move | None:
         """Return a request that waits and would begin sooner at an engine that does nothing.
@@ -279,31 +281,33 @@ class Router:
         """Count a request at another engine."""
         placed = self.placements[move.request_id]
         self.remove(move.request_id)
-        self._put(move.request_id, placed.work, move.target, placed.keys)
-        self.placements[move.request_id].has_begun = placed.has_begun
+        self._put(
+            move.request_id, placed.work, move.target, placed.keys, has_begun=placed.has_begun
+        )
 
-    def on_death(self, rank: int) -> tuple[list[str], list[str]]:
+    def on_death(self, rank: int) -> tuple[dict[str, bool], list[str]]:
         """Count nothing at an engine until ``on_start``.
 
         Returns:
-            The ids of its requests that another engine can begin anew, and of those that are lost:
-            some of their tokens have been read already.
+            The ids of its requests that another engine can begin anew, with True for those that the
+            dead one may have been computing; and the ids of those that are lost: some of their
+            tokens have been read already.
         """
         load = self.loads[rank]
         load.is_alive = False
         self._homes.drop(rank)
         load.cache = CacheMirror(self._cache_tokens)
-        anew = [name for name, placed in load.requests.items() if not placed.num_tokens]
-        lost = [name for name, placed in load.requests.items() if placed.num_tokens]
+        anew, lost = dict[str, bool](), list[str]()
+        # Each request that has begun takes a place or more, so others of its line waited for one.
+        before = Counter[Hashable]()
+        for name, placed in load.requests.items():
+            line = placed.work.line
+            if placed.num_tokens:
+                lost.append(name)
+            else:
+                anew[name] = line is None or before[line] < self._max_num_seqs
+            before[line] += 1
         return anew, lost
-
-    def place_anew(self, request_id: str) -> int:
-        """Choose another engine for a request of a dead one; return the engine's number."""
-        placed = self.placements[request_id]
-        self.remove(request_id)
-        rank = self.place(request_id, placed.work)
-        self.placements[request_id].has_begun = placed.has_begun
-        return rank
 
     def on_start(self, rank: int) -> None:
         """Count an engine again, which has nothing to do and has computed nothing."""
@@ -344,9 +348,24 @@ class Router:
         """True if a request would not wait for samples of others to end."""
         return not load.requests or load.num_open + work.num_samples <= self._max_num_seqs
 
-    def _put(self, request_id: str, work: RequestWork, rank: int, keys: WorkKeys) -> None:
+    def _put(
+        self,
+        request_id: str,
+        work: RequestWork,
+        rank: int,
+        keys: WorkKeys,
+        *,
+        has_begun: bool = False,
+    ) -> None:
         load = self.loads[rank]
-        placed = Placement(work, keys, rank, self._uncached(load, work, keys), work.num_samples)
+        placed = Placement(
+            work,
+            keys,
+            rank,
+            self._uncached(load, work, keys),
+            work.num_samples,
+            has_begun=has_begun,
+        )
         self.placements[request_id] = load.requests[request_id] = placed
         load.waiting_tokens += placed.uncached
         load.num_open += work.num_samples

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.engine.parallel.asking import SharedAsk
-from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError
+from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, RequestLostError
 
 NUM_ENGINES = 4
 NUM_KEYS = 200
@@ -78,6 +78,20 @@ def test_only_the_questions_of_a_dead_engine_go_elsewhere(
         for key, answer in engine.pending:
             answer.set_result(key)
     assert [answer.result(0) for answer in answers] == list(range(NUM_KEYS))
+
+
+@pytest.mark.parametrize(("num_engines", "num_asked"), [(2, 1), (3, 2), (4, 2)])
+def test_a_question_that_kills_engines_ends_no_server(num_engines: int, num_asked: int) -> None:
+    engines = [FakeEngine() for _ in range(num_engines)]
+    ask = SharedAsk()
+    ask.engines = engines
+    ask.count_live = lambda: sum(engine.is_alive for engine in engines)
+    answer = ask(ignore)
+    while busy := [engine for engine in engines if engine.pending]:
+        busy[0].die()
+    assert sum(not engine.is_alive for engine in engines) == num_asked
+    with pytest.raises(RequestLostError):
+        answer.result(0)
 
 
 def test_no_engine_answers_if_all_are_dead(ask: SharedAsk, engines: list[FakeEngine]) -> None:

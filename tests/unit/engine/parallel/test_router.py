@@ -182,7 +182,7 @@ def test_counts_are_those_of_the_requests_that_have_not_ended(data: st.DataObjec
                 rank = data.draw(st.sampled_from(_alive(router)))
                 anew, lost = router.on_death(rank)
                 for name in anew:
-                    assert router.place_anew(name) != rank
+                    assert _place_again(router, name) != rank
                 for name in lost:
                     router.remove(name)
             case _:
@@ -243,9 +243,15 @@ def _die(router: Router, rank: int, homes: dict[str, int]) -> None:
         router.remove(request_id)
     for request_id in anew:
         name = router.placements[request_id].work.sticky
-        target = router.place_anew(request_id)
+        target = _place_again(router, request_id)
         if name is not None:
             assert homes.setdefault(str(name), target) == target
+
+
+def _place_again(router: Router, request_id: str) -> int:
+    placed = router.remove(request_id)
+    assert placed is not None
+    return router.place(request_id, placed.work, has_begun=placed.has_begun)
 
 
 def _alive(router: Router) -> list[int]:
