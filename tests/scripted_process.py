@@ -83,7 +83,7 @@ class Death(BaseException):
     """Ends the engine's thread."""
 
 
-def main(script: str, fd: str) -> int:
+def main(script: str, *descriptors: str) -> int:
     """Be the process: "hello" is what its model says; some are never loaded."""
     if script == "before beats":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -101,7 +101,8 @@ def main(script: str, fd: str) -> int:
         text = "ab" * 60 if script == "long" else script
         return list(builder(FakeRunner(spell(text)))(config, families, worker, on_progress))
 
-    return serve_engines(Channel(socket.socket(fileno=int(fd))), build)
+    ends = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+    return serve_engines(Channel(*ends), build)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from mlx_parallm.process_setup.device_process import prepare_device_process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve over an inherited socket until the server sends stop, or is gone."""
-    (end,) = begin(arguments)
+    """Serve over inherited sockets until the server sends stop, or is gone."""
+    end, files = begin(arguments)
     prepare_device_process()
     # These bring MLX.
     from mlx_parallm.peers.engines import serve_engines  # noqa: PLC0415
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     take_over_handlers()
-    return serve_engines(Channel(end), build_engines, training_beside, worker_for)
+    return serve_engines(Channel(end, files), build_engines, training_beside, worker_for)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
 import os
 import pickle
@@ -11,7 +13,6 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,10 +20,12 @@ from typing import Any
 
 from mlx_parallm.types.errors import ControlError
 
+logger = logging.getLogger(__name__)
+
 # Little-endian: the message's number and how many buffers follow its pickle (PEP 574), then the
 # sizes of it and of them, 8 bytes each.
 _HEAD = struct.Struct("<QI")
-# IN_FILE: bit of that count: the buffers are in a file, whose descriptor comes with the first byte.
+# IN_FILE: bit of that count: the buffers are in a file, whose descriptor was sent before.
 IN_FILE = 1 << 31
 # ALIGNMENT: each buffer in a file begins at a multiple of these bytes.
 ALIGNMENT = 64
@@ -35,6 +38,12 @@ SOCKET_BYTES = 1 << 17
 SLICE_BYTES = 1 << 30
 # BUFFER_BYTES: bytes that are read at once, because a reader may wait for the GIL after each call.
 BUFFER_BYTES = 1 << 17
+# NO_ROOM: a descriptor that came has no room in this process. Linux reports no error and drops the
+# descriptor; BSD systems refuse the first read after it.
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EMSGSIZE)
+#: ``KEEPS_COPIES``: macOS may collect a descriptor that is only on its way and in no process, so
+#: the sender keeps it open until the receiver has it. Other systems need no copy.
+KEEPS_COPIES = sys.platform == "darwin"
 
 
 class UnreadableError(ControlError):
@@ -71,6 +80,47 @@ class SharedFile:
         weakref.finalize(self, os.close, self.descriptor)
 
 
+class SpareDescriptor:
+    """A descriptor that is open for nothing, so that one which comes has room in this process."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self.hold()
+
+    def hold(self) -> bool:
+        """Open it if it is closed; False if there is no room."""
+        if self._descriptor is None:
+            with suppress(OSError):
+                self._descriptor = os.open(os.devnull, os.O_RDONLY)
+        return self._descriptor is not None
+
+    def close(self) -> None:
+        """Leave its room to another descriptor."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def receive(self, end: socket.socket, size: int) -> tuple[bytes, int | None]:
+        """Read up to ``size`` bytes, and the descriptor that comes with the first of them.
+
+        It takes the spare one's place, which is opened again if there is room. None is returned if
+        no descriptor came, or if another thread took its place.
+
+        Raises:
+            OSError: the socket cannot be read.
+        """
+        self.close()
+        try:
+            data, descriptors, _, _ = socket.recv_fds(end, size, 1)
+        except OSError as problem:
+            if problem.errno not in NO_ROOM:
+                raise
+            return end.recv(size), None
+        finally:
+            self.hold()
+        return data, descriptors[0] if descriptors else None
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A message that was pickled once, for several channels.
@@ -101,16 +151,16 @@ class Packed:
         return [memoryview(head), memoryview(self.body), *buffers]
 
 
-def _no_descriptor() -> int | None:
-    return None
+def _no_file() -> memoryview:
+    raise OSError("no files come here")
 
 
 def message_parts(
-    descriptor: Callable[[], int | None] = _no_descriptor,
+    contents: Callable[[], memoryview] = _no_file,
 ) -> Generator[int, bytearray, tuple[Any, int]]:
     """Yield the size of each part of a message, and get it; return the message and its number.
 
-    ``descriptor`` returns the one that came with the message; None if this process had no room.
+    ``contents`` returns those of the file that came with the message.
 
     Raises:
         UnreadableError: it cannot be unpickled; the next message can be read.
@@ -126,24 +176,80 @@ def message_parts(
             buffers.append((yield size))
     try:
         if is_in_file:
-            buffers += _mapped(descriptor(), sizes)
+            buffers += _cut(contents(), sizes)
         return pickle.loads(body, buffers=buffers), number
     except Exception as cause:
         raise UnreadableError(number, cause) from cause
 
 
-def _mapped(descriptor: int | None, sizes: Sequence[int]) -> Generator[memoryview]:
-    """Yield the buffers of a file; what is written to them is seen by this process only."""
-    if descriptor is None:
-        raise OSError("no descriptor is left for a file of tensors")
-    try:
-        memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
-    finally:
-        os.close(descriptor)
+def _cut(contents: memoryview, sizes: Sequence[int]) -> Generator[memoryview]:
+    """Yield the buffers of a file."""
     begin = 0
     for size in sizes:
-        yield memory[begin : begin + size]
+        yield contents[begin : begin + size]
         begin += size + -size % ALIGNMENT
+
+
+class FileSocket:
+    """One end of a pair of sockets that carries the descriptors of files.
+
+    A channel needs it beside its own socket to know when a descriptor comes: the descriptor is sent
+    before the message.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        """Take over the socket."""
+        end.setblocking(False)
+        self._end = end
+        self._spare = SpareDescriptor()
+
+    def send(self, file: SharedFile) -> bool:
+        """Send the descriptor of a file; False if the file's buffers are to be sent instead."""
+        try:
+            socket.send_fds(self._end, [b"\0"], [file.descriptor])
+        except OSError as problem:
+            # Too many are on their way (ETOOMANYREFS), or the socket is full. Where the other end
+            # is gone, the message cannot be sent either.
+            logger.debug("a file is sent as a copy: %s", problem)
+            return False
+        return True
+
+    def receive(self) -> memoryview:
+        """Return the contents of the next file; only this process sees what is written to them.
+
+        Raises:
+            OSError: another thread took the last descriptor of this process.
+        """
+        _, descriptor = self._spare.receive(self._end, 1)
+        if descriptor is None:
+            raise OSError("no descriptor is left for a file of tensors")
+        try:
+            return _contents(descriptor)
+        finally:
+            os.close(descriptor)
+            self._spare.hold()
+
+    def close(self) -> None:
+        """Free the descriptors."""
+        self._end.close()
+        self._spare.close()
+
+
+def _contents(descriptor: int) -> memoryview:
+    """Return the bytes of a file: mapped, or copied if no descriptor is left for the map's own."""
+    try:
+        return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
+    except OSError as problem:
+        if problem.errno not in NO_ROOM:
+            raise
+    copy = memoryview(bytearray(os.fstat(descriptor).st_size))
+    begin = 0
+    while begin < len(copy):
+        # Other processes read the same open file, whose position they share.
+        data = os.pread(descriptor, SLICE_BYTES, begin)
+        copy[begin : begin + len(data)] = data
+        begin += len(data)
+    return copy
 
 
 class Incoming:
@@ -188,11 +294,18 @@ class Channel:
     Any thread may send; one receives.
     """
 
-    def __init__(self, end: socket.socket, socket_bytes: int | None = SOCKET_BYTES) -> None:
-        """Take over a socket.
+    def __init__(
+        self,
+        end: socket.socket,
+        files: socket.socket | None = None,
+        *,
+        socket_bytes: int | None = SOCKET_BYTES,
+    ) -> None:
+        """Take over the sockets.
 
         Args:
             end: the socket.
+            files: the socket of a ``FileSocket``; None if all buffers are sent.
             socket_bytes: the size of the kernel's buffer for what is sent; None for its own choice,
                 which grows to what a network needs.
         """
@@ -201,8 +314,7 @@ class Channel:
         # Bytes that were read from the socket and belong to no message yet.
         self._unread = memoryview(b"")
         self._buffer = bytearray(BUFFER_BYTES)
-        # Those that have come, in the order of their messages; None for one without room here.
-        self._descriptors: deque[int | None] = deque()
+        self._files = None if files is None else FileSocket(files)
         if socket_bytes is not None:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, socket_bytes)
 
@@ -218,11 +330,9 @@ class Channel:
     def send_packed(self, message: Packed, number: int = 0) -> None:
         """Send a packed message and a number; raise OSError if the other end is gone."""
         with self._lock:
-            parts = message.parts(number)
-            if message.file is not None:
-                socket.send_fds(self._socket, [parts[0][:1]], [message.file.descriptor])
-                parts[0] = parts[0][1:]
-            for part in parts:
+            if message.file is not None and not (self._files and self._files.send(message.file)):
+                message = replace(message, file=None)
+            for part in message.parts(number):
                 for begin in range(0, part.nbytes, SLICE_BYTES):
                     self._socket.sendall(part[begin : begin + SLICE_BYTES])
 
@@ -233,7 +343,7 @@ class Channel:
             UnreadableError: it cannot be unpickled.
             EOFError: the other end is gone.
         """
-        parts = message_parts(self._descriptors.popleft)
+        parts = message_parts(self._files.receive if self._files is not None else _no_file)
         size = next(parts)
         while True:
             try:
@@ -247,9 +357,11 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and free the descriptor; no thread may use the channel afterwards."""
+        """Hang up and free the descriptors; no thread may use the channel afterwards."""
         self.hang_up()
         self._socket.close()
+        if self._files is not None:
+            self._files.close()
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -268,14 +380,11 @@ class Channel:
     def _receive_into(self, place: bytearray | memoryview) -> int:
         """Read the bytes that have come, at least one; raise EOFError if the other end is gone."""
         try:
-            count, control, flags, _ = self._socket.recvmsg_into([place], socket.CMSG_SPACE(4))
+            count = self._socket.recv_into(place)
         except OSError as problem:
             raise EOFError("The other process is gone.") from problem
         if not count:
             raise EOFError("The other process is gone.")
-        if control or flags & socket.MSG_CTRUNC:
-            data = control[0][2] if control else b""
-            self._descriptors.append(struct.unpack("i", data)[0] if len(data) == 4 else None)
         return count
 
 

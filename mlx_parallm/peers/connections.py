@@ -10,25 +10,22 @@ import asyncio
 import errno
 import logging
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 
-from mlx_parallm.peers.channel import Incoming, pack
+from mlx_parallm.peers.channel import KEEPS_COPIES, Incoming, SpareDescriptor, pack
 
 logger = logging.getLogger(__name__)
 
 # TAKEN: the message that the other end has taken the oldest descriptor that was sent to it.
 TAKEN = None
-# KEEPS_COPIES: macOS may collect a descriptor that is only on its way and in no process. Other
-# systems need no copy, which delays the end that clients see once the other process has closed.
-KEEPS_COPIES = sys.platform == "darwin"
 # READ_BYTES: bytes that are read at once.
 READ_BYTES = 1 << 18
-# NO_ROOM: a descriptor that came has no room in this process. Linux reports no error and drops the
-# descriptor; BSD systems refuse the first read after it.
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.EMSGSIZE)
-# RETRY_S: seconds until descriptors are sent again, of which the user has too many on their way.
+# LATER: errors with which a system refuses to send a descriptor now: the user has too many on their
+# way, or the socket of a BSD system is full.
+LATER = (errno.ETOOMANYREFS, errno.EMSGSIZE, errno.ENOBUFS)
+# RETRY_S: seconds until such a descriptor is sent again, or until one is read for which this
+# process had no room.
 RETRY_S = 0.1
 
 #: Takes over a connection, with the bytes that have been read of it.
@@ -36,7 +33,11 @@ Handover = Callable[[socket.socket, bytes], None]
 
 
 class ConnectionPipe:
-    """One end of a pair of Unix sockets that carries connections, on an event loop."""
+    """One end of a pair of Unix sockets that carries connections, on an event loop.
+
+    While this process has no descriptor left, connections wait in the pair, as they do in the queue
+    of a socket that listens.
+    """
 
     def __init__(
         self,
@@ -53,10 +54,11 @@ class ConnectionPipe:
             end: a stream socket; it belongs to the pipe from now on.
             take: called with each connection that comes.
             on_lost: called once the other end is gone.
-            on_dropped: called for each connection that came and for which this process has no
-                descriptor left. The system has closed it.
+            on_dropped: called for each connection that came and was closed by the system, because
+                another thread took the last descriptor of this process.
             keeps_copies: a sent descriptor stays open here until the other end acknowledges it, as
-                both ends do; see ``KEEPS_COPIES``.
+                both ends do; see ``KEEPS_COPIES``. Where it is not needed, a copy would delay the
+                end that clients see once the other process has closed.
         """
         end.setblocking(False)
         self._end = end
@@ -70,6 +72,7 @@ class ConnectionPipe:
         # The copies of what was sent and is not acknowledged, in the order of sending.
         self._on_their_way: deque[socket.socket] = deque()
         self._incoming = Incoming()
+        self._spare = SpareDescriptor()
         self._arriving: socket.socket | None = None
         self._is_closed = False
         self._loop.add_reader(end, self._read)
@@ -89,6 +92,7 @@ class ConnectionPipe:
         self._loop.remove_reader(self._end)
         self._loop.remove_writer(self._end)
         self._end.close()
+        self._spare.close()
         for connection, _ in self._unsent:
             if connection is not None:
                 connection.close()
@@ -123,7 +127,7 @@ class ConnectionPipe:
             self._loop.add_writer(self._end, self._flush)
             return
         except OSError as problem:
-            if problem.errno == errno.ETOOMANYREFS:
+            if problem.errno in LATER:
                 self._loop.remove_writer(self._end)
                 self._loop.call_later(RETRY_S, self._flush)
             else:
@@ -139,15 +143,32 @@ class ConnectionPipe:
 
     def _read(self) -> None:
         try:
-            while self._read_some():
-                pass
+            while self._may_read():
+                self._read_some()
         except BlockingIOError:
-            pass
+            return
         except (EOFError, OSError):
             self._lose()
+        if not self._is_closed:
+            self._loop.remove_reader(self._end)
+            self._loop.call_later(RETRY_S, self._read_again)
 
-    def _read_some(self) -> bool:
-        """Read the rest of a part of a message; False once the pipe is closed."""
+    def _read_again(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._end, self._read)
+
+    def _may_read(self) -> bool:
+        """True if a connection that comes has room, or what comes first is something else.
+
+        That is the rest of a message, or the acknowledgement of a copy, which frees a descriptor.
+        """
+        if self._is_closed:
+            return False
+        in_head = self._incoming.is_in_head
+        return not in_head or self._spare.hold() or bool(self._on_their_way)
+
+    def _read_some(self) -> None:
+        """Read the rest of a part of a message."""
         size = min(self._incoming.missing, READ_BYTES)
         data = self._receive_head(size) if self._incoming.is_in_head else self._end.recv(size)
         if not data:
@@ -155,18 +176,12 @@ class ConnectionPipe:
         arrived = self._incoming.feed(data)
         if arrived is not None:
             self._take_in(arrived[0])
-        return not self._is_closed
 
     def _receive_head(self, size: int) -> bytes:
         """Read up to ``size`` bytes, and the descriptor that comes with the first of a message."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._end, size, 1)
-        except OSError as problem:
-            if problem.errno not in NO_ROOM:
-                raise
-            data, descriptors = self._end.recv(size), []
-        if descriptors:
-            self._arriving = socket.socket(fileno=descriptors[0])
+        data, descriptor = self._spare.receive(self._end, size)
+        if descriptor is not None:
+            self._arriving = socket.socket(fileno=descriptor)
         return data
 
     def _take_in(self, head: bytes | None) -> None:

@@ -34,7 +34,7 @@ def module_command(module: str, config: ServerConfig) -> list[str]:
 
 def launch(
     command: Sequence[str],
-    num_sockets: int = 1,
+    num_sockets: int,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
     """Start a process of this server, which ignores signals to the process group.

@@ -79,8 +79,8 @@ class RemoteLife(EngineLife):
 
         Args:
             config: what to load.
-            command: starts a process that calls ``serve_engines`` with a channel over the socket
-                whose descriptor is its last argument.
+            command: starts a process that calls ``serve_engines`` with a channel over the sockets
+                whose descriptors are its last two arguments.
             on_progress: hears of the load.
             environment: variables of the process, besides this one's.
             ask: asks any of several engines of the same models, for its models; None asks this
@@ -297,8 +297,8 @@ def _spawned(
     command: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> Generator[tuple[subprocess.Popen[bytes], Channel]]:
     """Start a process, and yield it and the channel to it; it has ended when the block has."""
-    process, (ours,) = launch(command, environment=environment)
-    channel = Channel(ours)
+    process, (ours, files) = launch(command, 2, environment)
+    channel = Channel(ours, files)
     patience_s = DEATH_TIMEOUT_S
     try:
         yield process, channel

@@ -106,8 +106,9 @@ def test_a_server_without_descriptors_goes_on_once_it_has_some(flags: tuple[str,
     # Each process has as many as it may have, and some are refused or wait.
     with idle_connections(server, 2 * 1024 + 600):
         assert server.process.poll() is None
-    # A process that has not read yet that clients left drops a connection that it is given.
-    while num_descriptors(server) > before + 100:
+    # An HTTP process that has not read yet that clients left lets this connection wait; uvloop's
+    # own accept closes it.
+    while "--api-server-count" not in flags and num_descriptors(server) > before + 100:
         pass
     assert answer(server) == expected
     assert server.stop() == 0

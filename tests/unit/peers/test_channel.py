@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
-import resource
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -21,7 +22,15 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.turn import REASONING_FORMATS
 from mlx_parallm.peers import channel
-from mlx_parallm.peers.channel import Channel, Incoming, UnreadableError, pack, pack_shared
+from mlx_parallm.peers.channel import (
+    Channel,
+    Incoming,
+    Packed,
+    SharedFile,
+    UnreadableError,
+    pack,
+    pack_shared,
+)
 from mlx_parallm.peers.messages import Events
 from mlx_parallm.tokenizer.lanes import OwnLock
 from mlx_parallm.types.errors import ControlError, StepError
@@ -34,14 +43,21 @@ from mlx_parallm.types.events import (
 )
 from mlx_parallm.types.pooling import PoolingResults
 from mlx_parallm.types.step import TokenLogprob
+from tests.descriptors import no_descriptor_allowed, no_descriptor_left
 from tests.fakes import ByteTokenizer, make_info
 
 Ends = tuple[Channel, Channel]
 
 
+def channels() -> Ends:
+    """Return both ends of a channel that carries descriptors of files."""
+    ours, theirs = map(Channel, socket.socketpair(), socket.socketpair())
+    return ours, theirs
+
+
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours, theirs = channels()
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -217,7 +233,7 @@ def test_large_arrays_for_several_processes_are_sent_to_none_of_them() -> None:
     assert packed.file is not None
     assert sum(part.nbytes for part in packed.parts(1)) < 1000
     for number in range(3):
-        ours, theirs = (Channel(end) for end in socket.socketpair())
+        ours, theirs = channels()
         with closing(ours), closing(theirs):
             ours.send("before")
             ours.send_packed(packed, number)
@@ -253,18 +269,124 @@ def test_arrays_that_no_file_has_room_for_are_sent(
     np.testing.assert_array_equal(message[0], LARGE[0])
 
 
-def test_a_file_without_room_for_its_descriptor_spoils_only_its_message(ends: Ends) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def carried(ends: Ends, packed: Packed, number: int) -> Any:
+    """Return a packed message as the other end receives it."""
+    sender = threading.Thread(target=ends[0].send_packed, args=(packed, number))
+    sender.start()
+    message, received = ends[1].receive()
+    sender.join()
+    assert received == number
+    return message
+
+
+@pytest.mark.parametrize(
+    "reason", [errno.ETOOMANYREFS, errno.EMSGSIZE, errno.ENOBUFS, errno.EAGAIN, errno.EBADF]
+)
+def test_a_file_whose_descriptor_is_refused_is_sent_as_bytes(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    refusals, send_fds = [OSError(reason, os.strerror(reason))], socket.send_fds
+
+    def refuse(*arguments: Any) -> int:
+        if refusals:
+            raise refusals.pop()
+        return send_fds(*arguments)
+
+    monkeypatch.setattr(socket, "send_fds", refuse)
+    for number in range(2):
+        np.testing.assert_equal(carried(ends, pack_shared(LARGE), number), LARGE)
+
+
+def test_messages_whose_files_a_full_socket_refuses_arrive_in_order(ends: Ends) -> None:
+    files = ends[0]._files
+    assert files is not None
+    files._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    packed = pack_shared(LARGE)
+    refused: list[bool] = []
+    send = files.send
+
+    def noting(file: SharedFile) -> bool:
+        refused.append(not send(file))
+        return not refused[-1]
+
+    files.send = noting  # type: ignore[method-assign]
+
+    def send_all() -> None:
+        while not any(refused):
+            ends[0].send_packed(packed, len(refused))
+        ends[0].send("last")
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    for number in count():
+        message, received = ends[1].receive()
+        if message == "last":
+            break
+        assert received == number
+        np.testing.assert_equal(message, LARGE)
+    sender.join()
+    assert refused[-1]
+
+
+def test_a_file_for_a_process_that_is_gone_is_an_error(ends: Ends) -> None:
+    ends[1].close()
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
+        ends[0].send_packed(pack_shared(LARGE))
+
+
+def test_a_file_arrives_while_no_descriptor_is_left(ends: Ends) -> None:
+    """Keep the spare descriptor for the next one, so map nothing, which takes another."""
+    packed = pack_shared(LARGE)
+    with no_descriptor_left():
+        for number in range(3):
+            np.testing.assert_equal(carried(ends, packed, number), LARGE)
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+    np.testing.assert_equal(carried(ends, packed, 3), LARGE)
+
+
+def test_the_copy_of_a_file_is_made_in_parts(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "SLICE_BYTES", 1_000)
+    with no_descriptor_left():
+        np.testing.assert_equal(carried(ends, pack_shared(LARGE), 1), LARGE)
+
+
+def spoiled_and_next(ends: Ends, spoil: Callable[[], AbstractContextManager[None]]) -> None:
+    """Send two messages with files, of which the first cannot be read."""
     first, second = (pack_shared(array) for array in (LARGE[0], np.ones(300_000)))
     ends[0].send_packed(first, 1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(UnreadableError) as raised:
-            ends[1].receive()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with spoil(), pytest.raises(UnreadableError, match="no descriptor is left") as raised:
+        ends[1].receive()
     assert raised.value.number == 1
-    ends[0].send_packed(second, 2)
-    received, number = ends[1].receive()
-    assert number == 2
-    np.testing.assert_array_equal(received, np.ones(300_000))
+    np.testing.assert_array_equal(carried(ends, second, 2), np.ones(300_000))
+
+
+def test_a_descriptor_whose_place_is_taken_spoils_only_its_message(ends: Ends) -> None:
+    spoiled_and_next(ends, no_descriptor_allowed)
+
+
+@pytest.mark.parametrize("reason", channel.NO_ROOM)
+def test_a_system_that_refuses_to_read_a_descriptor_spoils_only_its_message(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """Keep the byte that the descriptor came with, as macOS does."""
+
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        def refuse(*_: object) -> None:
+            raise OSError(reason, os.strerror(reason))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "recv_fds", refuse)
+            yield
+
+    spoiled_and_next(ends, refusing)
+
+
+def test_a_channel_leaves_no_descriptor_open() -> None:
+    before = os.listdir("/dev/fd")
+    ends = channels()
+    np.testing.assert_equal(carried(ends, pack_shared(LARGE), 1), LARGE)
+    for end in ends:
+        end.close()
+    assert os.listdir("/dev/fd") == before

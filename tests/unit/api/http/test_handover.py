@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import resource
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -22,8 +22,9 @@ from mlx_parallm.api.http.handover import request_line
 from mlx_parallm.cli.api_servers.connections import ConnectionServer
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.peers import connections as connections_module
-from mlx_parallm.peers.channel import pack
-from mlx_parallm.peers.connections import TAKEN, ConnectionPipe
+from mlx_parallm.peers.channel import SpareDescriptor, pack
+from mlx_parallm.peers.connections import LATER, TAKEN, ConnectionPipe
+from tests.descriptors import no_descriptor_allowed, no_descriptor_left
 
 
 @pytest.mark.parametrize(
@@ -211,20 +212,86 @@ async def test_what_was_not_sent_is_closed_with_the_pipe(
     assert other.recv(1) == b""
 
 
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Let this process open nothing more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+@pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n"])
+async def test_connections_wait_while_no_descriptor_is_left(
+    connections: list[tuple[socket.socket, socket.socket]],
+    monkeypatch: pytest.MonkeyPatch,
+    head: bytes,
+) -> None:
+    monkeypatch.setattr(connections_module, "RETRY_S", 0.001)
+    tries: list[None] = []
+    hold = SpareDescriptor.hold
+    monkeypatch.setattr(SpareDescriptor, "hold", lambda spare: tries.append(None) or hold(spare))
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=False)
+    receiver = ConnectionPipe(
+        there,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        on_dropped=lambda: taken.put_nowait((here, b"dropped")),
+        keeps_copies=False,
+    )
+    for mine, _ in connections:
+        sender.send(mine, head)
+    with no_descriptor_left():
+        # It takes the place of the spare descriptor.
+        arrived = [await taken.get()]
+        assert arrived[0][1] == head
+        tries.clear()
+        while len(tries) < 3:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+        assert taken.empty()
+    for _, other in connections:
+        connection, read = arrived.pop() if arrived else await taken.get()
+        connection.sendall(b"here")
+        assert (other.recv(9), read) == (b"here", head)
+        connection.close()
+    receiver.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("has_spare", [False, True])
+async def test_copies_are_closed_while_no_descriptor_is_left(
+    connections: list[tuple[socket.socket, socket.socket]], has_spare: bool
+) -> None:
+    """Read what frees them, even if another thread took the place of the spare descriptor."""
+    here, there = socket.socketpair()
+    with there:
+        sender = ConnectionPipe(here, lambda *_: None, lambda: None, keeps_copies=True)
+        sent = [mine for mine, _ in connections[:3]]
+        for connection in sent:
+            sender.send(connection, b"")
+        if not has_spare:
+            sender._spare.close()
+        with no_descriptor_left():
+            for connection in sent:
+                there.sendall(frame(TAKEN))
+                await closed(connection)
+        sender.close()
+
+
+async def test_a_head_is_read_whole_when_it_took_the_last_descriptor(
+    connections: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    receiver = ConnectionPipe(there, lambda *arrived: taken.put_nowait(arrived), lambda: None)
+    data = frame(b"GET / HTTP/1.1\r\n")
+    with here, no_descriptor_left():
+        socket.send_fds(here, [data[:20]], [connections[0][0].fileno()])
+        while receiver._incoming.is_in_head:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0)
+        here.sendall(data[20:])
+        connection, head = await taken.get()
+        assert head == b"GET / HTTP/1.1\r\n"
+    connection.close()
+    receiver.close()
 
 
 @pytest.mark.parametrize("head", [b"", b"GET / HTTP/1.1\r\n", b"x" * 300_000])
 @pytest.mark.parametrize("keeps_copies", [False, True])
-async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
+async def test_a_connection_whose_place_is_taken_is_dropped_and_those_after_it_arrive(
     connections: list[tuple[socket.socket, socket.socket]],
     caplog: pytest.LogCaptureFixture,
     head: bytes,
@@ -242,7 +309,7 @@ async def test_a_connection_without_room_is_dropped_and_those_after_it_arrive(
         keeps_copies=keeps_copies,
     )
     (first, other_of_first), (second, other_of_second) = connections[:2]
-    with no_descriptor_left():
+    with no_descriptor_allowed():
         sender.send(first, head)
         await dropped.get()
     await closed(first)
@@ -295,10 +362,13 @@ async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     sender.close()
 
 
+@pytest.mark.parametrize("reason", LATER)
 async def test_descriptors_on_their_way_are_bounded_by_the_system(
-    connections: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
+    connections: list[tuple[socket.socket, socket.socket]],
+    monkeypatch: pytest.MonkeyPatch,
+    reason: int,
 ) -> None:
-    refusals = [OSError(errno.ETOOMANYREFS, "Too many references")] * 3
+    refusals = [OSError(reason, os.strerror(reason))] * 3
     send_fds = socket.send_fds
 
     def refuse(*arguments: Any) -> int:
