@@ -17,7 +17,6 @@ from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.fairness import UNBOUNDED, ClientPace, EntryTurns, Holding, SharedBudget
-from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.machine import trim_heap
 from mlx_parallm.serving.interface import RequestClient
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError, RequestTooLargeError
@@ -115,9 +114,9 @@ def _takes_images(scope: Scope) -> bool:
     """True if a served model does; the body, which names its model, is not read yet."""
     app = scope.get("app")
     engine: RequestClient | None = None if app is None else getattr(app.state, "engine", None)
-    return engine is not None and any(
-        model.images is not None for model in GENERATION.client(engine).models()
-    )
+    statuses = () if engine is None else engine.statuses()
+    models = (status.model for status in statuses if status.model is not None)
+    return any("image" in model.input_modalities for model in models)
 
 
 class _Body:

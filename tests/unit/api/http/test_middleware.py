@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -13,6 +15,7 @@ from fastapi import FastAPI, Request
 
 from mlx_parallm.api.http.declared import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.status import ModelStatus
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
@@ -66,6 +69,33 @@ async def test_each_route_has_its_limit(path: str, limit: int, status: int, decl
             assert response.status_code == expected
     assert response.json()["error"]["code"] == "request_too_large"
     assert f"{limit} bytes" in response.json()["error"]["message"]
+
+
+class EngineWithInputs(FakeEngine):
+    """Serves one more model; None is one that is being loaded."""
+
+    def __init__(self, modalities: Sequence[str] | None) -> None:
+        super().__init__()
+        loaded = SimpleNamespace(input_modalities=modalities)
+        self._other = None if modalities is None else loaded
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        first = super().statuses()[0]
+        return [first, replace(first, names=("other",), model=self._other)]
+
+
+@pytest.mark.parametrize(
+    ("modalities", "limit"),
+    [(None, MEDIUM), (("text",), MEDIUM), (("text", "image"), LARGE), (("image",), LARGE)],
+)
+async def test_bodies_are_larger_where_a_model_of_any_kind_takes_images(
+    modalities: Sequence[str] | None, limit: int
+) -> None:
+    config = ServerConfig(max_body_bytes=MEDIUM, max_picture_body_bytes=LARGE)
+    async with client_of(make_app(EngineWithInputs(modalities), config)) as client:
+        for size, expected in ((limit, 400), (limit + 1, 413)):
+            response = await client.post("/v1/chat/completions", content=b" " * size)
+            assert response.status_code == expected
 
 
 async def test_a_limit_holds_below_a_root_path() -> None:
