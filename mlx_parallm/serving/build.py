@@ -22,7 +22,7 @@ from mlx_parallm.training.metrics import TrainingMetrics
 from mlx_parallm.worker.device.cpu_process import compute_in_batches
 from mlx_parallm.worker.worker import Worker
 
-#: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order.
+#: ``BUILDERS``: one for each of ``kinds.KINDS``, in the same order; the one that generates is last.
 BUILDERS: tuple[KindBuilder, ...] = (PoolingBuilder(), GenerationBuilder())
 
 #: ``build_engines`` loads every model of a configuration on the calling thread.
@@ -61,7 +61,7 @@ def follow_ranks(config: EngineConfig, install: Callable[[Worker], None] = insta
 
 def _generator_folders(config: EngineConfig) -> dict[str, Path]:
     """Return the folders of the models that generate, by name, fetched where need be."""
-    _, generators = sort_by_kind(BUILDERS, config, ignore_progress)
+    *_, generators = sort_by_kind(BUILDERS, config, ignore_progress)
     return {folder.names[0]: folder.path for folder in generators}
 
 
@@ -78,9 +78,9 @@ def planned_kv(config: EngineConfig) -> list[KVShare]:
     worker = Worker()
     install_loaders(worker)
     with loading(config, ignore_progress) as named:
-        others, generation = sort_by_kind(BUILDERS, named, ignore_progress)
+        *others, generators = sort_by_kind(BUILDERS, named, ignore_progress)
         context = BuildContext(named, MetricFamilies(), worker, ignore_progress)
-        pooling = PoolingBuilder().build(others, context)
-        shares = kv_shares(generation, context)
-        del pooling
+        built = [kind.build(each, context) for kind, each in zip(BUILDERS, others, strict=False)]
+        shares = kv_shares(generators, context)
+        del built
         return shares

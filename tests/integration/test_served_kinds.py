@@ -28,7 +28,7 @@ from mlx_parallm.generation.kind import GenerationClient
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.pooling.client import PoolingClient
 from mlx_parallm.pooling.model import POOLING_TRAITS
-from mlx_parallm.serving.build import BUILDERS
+from mlx_parallm.serving.build import BUILDERS, _generator_folders, planned_kv
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -352,3 +352,17 @@ async def test_the_core_is_its_own_client(core: EngineCore, case: Case) -> None:
     await reader.done.wait()
     assert not any(isinstance(event, ErrorEvent) for event in reader.events)
     assert (await core.load()).num_requests == 0
+
+
+def test_the_generators_are_found_beside_any_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.serving.build.BUILDERS", SERVED)
+    folders = {"sum": write_sum_model(tmp_path / "sum", SUM_BYTES), "chat": DEMO_FOLDER}
+    models = tuple(
+        ModelConfig(path=str(folder), served_names=(name,)) for name, folder in folders.items()
+    )
+    config = EngineConfig(models=models, cache=CacheConfig(kv_cache_bytes=8 << 20))
+    assert _generator_folders(config) == {"chat": DEMO_FOLDER}
+    (share,) = planned_kv(config)
+    assert share.name == "chat"
