@@ -445,14 +445,13 @@ class EngineCore:
     def _run(self) -> None:
         """Load and serve, on the thread; again after a death if the server restarts engines."""
         while self._live() and not self._is_stopping:
-            pass
+            if self._owns_process:
+                # The engines of that life are garbage now.
+                gc.unfreeze()
         self._life.end()
 
     def _live(self) -> bool:
         """Run one life of the engines, from load to stop or death; True if another follows."""
-        if self._owns_process:
-            # The engines of the life before are garbage now.
-            gc.unfreeze()
         try:
             self._life.run(self._deliver, self._on_loaded)
         except BaseException as cause:  # noqa: BLE001 - every caller must be notified
