@@ -20,11 +20,19 @@ LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 @dataclass(frozen=True, slots=True)
 class LineResponse:
-    """The application's answer to a line; ``body`` is JSON, or else text."""
+    """The application's answer to a line.
+
+    Attributes:
+        status_code: of HTTP.
+        request_id: of the request.
+        body: JSON, or else text.
+        error_code: the code of its error; None without one.
+    """
 
     status_code: int
     request_id: str | None
     body: Any
+    error_code: str | None = None
 
 
 def new_answer_id() -> str:

@@ -38,6 +38,9 @@ MAX_DELAY_S = 60.0
 # TRY_LATER: statuses of a server that is full, ending or restarting its engine; Anthropic's routes
 # answer 529 instead of 503.
 TRY_LATER = frozenset({429, 503, 529})
+# LOST: the code of a request whose engine died. It may have killed the engine, so it counts as a
+# failure of the server, although its status is one of ``TRY_LATER``.
+LOST = "request_lost"
 NOT_IMPLEMENTED = 501
 
 
@@ -93,6 +96,8 @@ class BatchRun:
         self._cancelled = asyncio.Event()
         self._is_stopping = False
         self._usage = Usage()
+        # Held by a line that was lost twice while it is sent.
+        self._alone = asyncio.Lock()
 
     def cancel(self) -> None:
         """Stop answering lines; the caller has already changed the record in memory."""
@@ -208,11 +213,15 @@ class BatchRun:
     async def _answer(self, line: BatchLine) -> dict[str, Any]:
         """Return the answer to a line, retrying failures some times and a busy server forever."""
         name = answers.new_answer_id()
-        num_tries = num_failures = 0
+        num_tries = num_failures = num_lost = 0
         while True:
-            response = await self._context.send(self._record.owner, line.url, line.body, name)
-            status = response.status_code
-            if status not in TRY_LATER:
+            # Lines that were lost together twice are sent one after another, so that only the one
+            # that kills its engine goes on to be lost.
+            async with self._alone if num_lost > 1 else contextlib.nullcontext():
+                response = await self._context.send(self._record.owner, line.url, line.body, name)
+            status, is_lost = response.status_code, response.error_code == LOST
+            num_lost += is_lost
+            if is_lost or status not in TRY_LATER:
                 num_failures += status >= 500
                 if status < 500 or status == NOT_IMPLEMENTED or num_failures == MAX_TRIES:
                     return answers.answered(name, line.custom_id, response)

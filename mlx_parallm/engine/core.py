@@ -54,6 +54,7 @@ from mlx_parallm.types.errors import (
     ModelNotFoundError,
     ParallmError,
     RequestAbortedError,
+    RequestLostError,
     ShuttingDownError,
 )
 from mlx_parallm.types.work import Event, EventReader, Request
@@ -508,7 +509,7 @@ class EngineCore:
             self._idle.set()
 
     def _fail_everything(self) -> None:
-        error = EngineDeadError("The engine thread died.")
+        error = RequestLostError("The engine thread died.")
         error.__cause__ = self._cause
         self._streams.end_all(error)
         self.note_open()

@@ -35,6 +35,7 @@ from mlx_parallm.types.errors import (
     ParallmError,
     PausedError,
     RequestAbortedError,
+    RequestLostError,
     ShuttingDownError,
     StorageError,
 )
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.5
 # MAX_ABORTED: how often a step in the background that was aborted is tried.
 MAX_ABORTED = 20
+# MAX_LOST: likewise a step whose engine died, of which it may be the cause.
+MAX_LOST = 4
 # ASLEEP: why a session was paused that goes on once the server is awake.
 ASLEEP = "The server is asleep."
 # TEMPORARY: after these a run goes on by itself.
@@ -442,17 +445,18 @@ class TrainingService(Watcher):
     async def _run(self, session: Session, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.gather(before, return_exceptions=True)
-        num_aborted = 0
+        num_aborted = num_lost = 0
         while session.state.status is Status.RUNNING and session.num_steps < session.state.until:
             try:
                 await self._step(session)
-                num_aborted = 0
+                num_aborted = num_lost = 0
             except ShuttingDownError:
                 return
             except TEMPORARY as problem:
                 num_aborted += isinstance(problem, RequestAbortedError)
-                if num_aborted == MAX_ABORTED:
-                    session.pause(f"The step was tried {num_aborted} times: {problem}")
+                num_lost += isinstance(problem, RequestLostError)
+                if num_aborted == MAX_ABORTED or num_lost == MAX_LOST:
+                    session.pause(f"The step was tried {num_aborted + num_lost} times: {problem}")
                 await asyncio.sleep(RETRY_S)
             except ParallmError as problem:
                 logger.warning("paused the session %s: %s", session.config.id, problem)

@@ -110,7 +110,7 @@ def test_clients_are_told_of_a_lost_rank_and_it_starts_again(model: Path) -> Non
     assert wait_for_503(server)["code"] == "engine_dead"
     for stream in streams:
         error, done = stream.rest()[-2:]
-        assert json.loads(error)["error"]["code"] == "engine_dead"
+        assert json.loads(error)["error"]["code"] == "request_lost"
         assert done == "[DONE]"
     assert [rank.wait() for rank in server.ranks] == [1, -signal.SIGKILL]
     assert are_gone(processes)

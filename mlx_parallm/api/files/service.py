@@ -73,9 +73,10 @@ class LineSender:
         request = httpx2.Request("POST", f"http://batch{url}", headers=headers, content=content)
         response = await transport.handle_async_request(request)
         await response.aread()
-        if is_shutting_down(response):
+        answer = line_response(response)
+        if answer.error_code == "shutting_down":
             raise ShuttingDownError("The server is shutting down.")
-        return line_response(response)
+        return answer
 
 
 def line_response(response: httpx2.Response) -> LineResponse:
@@ -84,19 +85,19 @@ def line_response(response: httpx2.Response) -> LineResponse:
         body = response.json()
     except ValueError:  # The answer is a redirect or a page.
         body = response.text
-    return LineResponse(response.status_code, response.headers.get("x-request-id"), body)
+    request_id = response.headers.get("x-request-id")
+    code = _error_code(body) if response.is_error else None
+    return LineResponse(response.status_code, request_id, body, code)
 
 
-def is_shutting_down(response: httpx2.Response) -> bool:
-    """True if the request was refused because the server is stopping."""
-    if response.status_code not in (503, 529):
-        return False
-    body = line_response(response).body
+def _error_code(body: Any) -> str | None:
     error = body.get("error") if is_object(body) else None
     if not is_object(error):
-        return False
+        return None
     # Anthropic's routes report the code in the details.
-    return "shutting_down" in (error.get("code"), error.get("details", {}).get("error_code"))
+    details = error.get("details")
+    code = details.get("error_code") if is_object(details) else error.get("code")
+    return code if isinstance(code, str) else None
 
 
 async def get_batches(request: Request) -> BatchService:

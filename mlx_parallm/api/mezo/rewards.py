@@ -30,6 +30,7 @@ from mlx_parallm.types.errors import (
     ParallmError,
     PausedError,
     RequestAbortedError,
+    RequestLostError,
 )
 from mlx_parallm.types.json_values import is_object
 from mlx_parallm.types.training import ChoiceInput
@@ -40,6 +41,7 @@ TEMPORARY: Mapping[str, Callable[[str], ParallmError]] = {
     "model_loading": OverloadedError,
     "paused": lambda _: PausedError(),
     "engine_dead": EngineDeadError,
+    "request_lost": RequestLostError,
     "request_aborted": RequestAbortedError,
     "out_of_memory": RequestAbortedError,
 }
@@ -64,7 +66,7 @@ class RolloutRewards:
         Raises:
             ConflictError: a sample got no reward, or the rollout failed and would again.
             OverloadedError, PausedError, EngineDeadError, RequestAbortedError: it may succeed
-                later.
+                later. A RequestLostError may have killed its engine.
         """
         objective = Reward.model_validate(config.objective)
         answer = await self._send(

@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,56 @@ async def test_a_failing_server_is_asked_again_some_times_and_a_busy_one_until_i
     counts = Counter(number for _, number in world.sent)
     assert [counts[n] for n in range(6)] == [3, MAX_TRIES, 21, 1, 21, 21]
     assert [growing_delay(n) for n in (1, 2, 3, 99)] == [1, 2, 4, 60]
+
+
+def lost(status: int = 503) -> LineResponse:
+    """Return the answer to a line whose engine died."""
+    return replace(failing(status), error_code="request_lost")
+
+
+class MortalEngine:
+    """Dies of line 0, with all lines that it computes then, and refuses lines until it is back."""
+
+    def __init__(self) -> None:
+        self.num_deaths = self.num_refused = 0
+        # Set once the life has ended.
+        self._end = asyncio.Event()
+
+    async def __call__(self, _: str, body: dict[str, Any]) -> LineResponse:
+        end = self._end
+        if end.is_set():
+            self.num_refused += 1
+            if self.num_refused % 20 == 0:
+                self._end = asyncio.Event()
+            return replace(failing(503), error_code="engine_dead")
+        # Lines that are sent together are computed together.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if body["number"] == 0 and not end.is_set():
+            self.num_deaths += 1
+            end.set()
+        return lost() if end.is_set() else good(body["number"])
+
+
+async def test_a_line_that_kills_its_engine_fails_and_the_others_are_answered(world: World) -> None:
+    world.handler = engine = MortalEngine()
+    record = await world.end_of(await world.create(3 * NUM_PLACES))
+    assert engine.num_deaths == MAX_TRIES
+    # An engine that is being restarted is no failure, however often a line finds it so.
+    assert engine.num_refused == 20 * MAX_TRIES
+    assert (record.completed, record.failed) == (3 * NUM_PLACES - 1, 1)
+    _, [error] = await world.results(record)
+    assert (error["custom_id"], error["response"]["status_code"]) == ("c0", 503)
+
+
+@pytest.mark.parametrize("status", [503, 529])
+async def test_a_lost_line_is_a_failure_whatever_its_status(world: World, status: int) -> None:
+    async def lose(_: str, body: dict[str, Any]) -> LineResponse:
+        return lost(status)
+
+    world.handler = lose
+    record = await world.end_of(await world.create(1))
+    assert (record.failed, len(world.sent)) == (1, MAX_TRIES)
 
 
 async def test_no_more_samples_than_places_and_every_line_gets_its_turn(world: World) -> None:

@@ -19,7 +19,7 @@ from mlx_parallm.training.estimators import PAPER, EstimatorSettings, Sides
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Mode, Status
 from mlx_parallm.training.requests import TrainingRequest
-from mlx_parallm.training.service import ASLEEP, MAX_ABORTED, TrainingService
+from mlx_parallm.training.service import ASLEEP, MAX_ABORTED, MAX_LOST, TrainingService
 from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import LOG, STEPS, SessionFiles, encoded
 from mlx_parallm.training.session_store import SessionLimits
@@ -32,6 +32,7 @@ from mlx_parallm.types.errors import (
     NotFoundError,
     PausedError,
     RequestAbortedError,
+    RequestLostError,
     SessionLostError,
     StorageError,
     StorageInUseError,
@@ -894,11 +895,16 @@ async def judged(tmp_path: Path, train: WorkerTrain) -> AsyncIterator[Judged]:
         await service.stop()
 
 
-async def test_a_run_whose_samples_are_always_aborted_is_paused(
-    judged: Judged, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("failure", "num_tries"),
+    [(RequestAbortedError("gone"), MAX_ABORTED), (RequestLostError("gone"), MAX_LOST)],
+)
+async def test_a_run_whose_samples_are_always_aborted_or_lost_is_paused(
+    judged: Judged, monkeypatch: pytest.MonkeyPatch, failure: Exception, num_tries: int
 ) -> None:
     monkeypatch.setattr("mlx_parallm.training.service.RETRY_S", 0.0)
-    outcomes = iter([*[PausedError()] * 30, None, *[RequestAbortedError("gone")] * 30])
+    waits = [PausedError(), EngineDeadError("starting")] * 30
+    outcomes = iter([*waits, None, *[failure] * 30])
 
     async def abort(_: Any, name: str, examples: Sequence[Any], seed: int) -> list[float]:
         outcome = None if name.endswith("-") else next(outcomes)
@@ -912,7 +918,7 @@ async def test_a_run_whose_samples_are_always_aborted_is_paused(
     async for _ in service.follow(session.config.id, 0):
         pass
     assert session.state.status is Status.PAUSED
-    assert session.state.reason == f"The step was tried {MAX_ABORTED} times: gone"
+    assert session.state.reason == f"The step was tried {num_tries} times: gone"
     assert session.num_steps == 1, "a pause of the server may take long"
 
 

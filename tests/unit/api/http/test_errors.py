@@ -9,8 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.api.files.service import is_shutting_down
+from mlx_parallm.api.files.service import line_response
 from mlx_parallm.api.http.errors import body_of, describe, response_of, status_of
+from mlx_parallm.batch_jobs.run import TRY_LATER
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types import errors
 from tests.api_app import make_app, scope_of
@@ -94,11 +95,36 @@ def test_the_field_is_told_in_anthropics_message() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-def test_a_batch_knows_a_shutdown_from_other_failures(path: str) -> None:
-    for error in (errors.ShuttingDownError("bye"), errors.EngineDeadError("dead")):
-        own = response_of(error, scope_of(path))
-        response = httpx2.Response(own.status_code, content=bytes(own.body))
-        assert is_shutting_down(response) == isinstance(error, errors.ShuttingDownError)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ShuttingDownError("bye"), "shutting_down"),
+        (errors.EngineDeadError("dead"), "engine_dead"),
+        (errors.RequestLostError("dead"), "request_lost"),
+        (errors.RankLostError(1, "is gone"), "engine_dead"),
+    ],
+)
+def test_a_batch_knows_failures_of_one_status_by_their_codes(
+    path: str, error: errors.ParallmError, code: str
+) -> None:
+    own = response_of(error, scope_of(path))
+    line = line_response(httpx2.Response(own.status_code, content=bytes(own.body)))
+    assert (line.status_code in TRY_LATER, line.error_code) == (True, code)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b'{"error": {"code": "request_lost"}}'),
+        (503, b"<html>"),
+        (503, b"[1]"),
+        (503, b'{"error": "no"}'),
+        (503, b'{"error": {"code": 7}}'),
+        (503, b'{"error": {"details": {}}}'),
+    ],
+)
+def test_an_answer_without_a_code_has_none(status: int, body: bytes) -> None:
+    assert line_response(httpx2.Response(status, content=body)).error_code is None
 
 
 def test_an_overload_says_when_to_come_back() -> None:

@@ -20,6 +20,7 @@ from mlx_parallm.types.errors import (
     OverloadedError,
     PausedError,
     RequestAbortedError,
+    RequestLostError,
     StepError,
 )
 from mlx_parallm.types.training import ChoiceInput
@@ -36,6 +37,7 @@ PROMPTS = [Example(ChoiceInput((1, 2), ((3,),)), 0)]
         (ModelNotFoundError("x"), "model", RequestAbortedError),
         (RequestAbortedError("x"), None, RequestAbortedError),
         (EngineDeadError("x"), None, EngineDeadError),
+        (RequestLostError("x"), None, RequestLostError),
         (PausedError(), None, PausedError),
         (OverloadedError("x"), None, OverloadedError),
         (ModelLoadingError("x"), None, OverloadedError),
@@ -65,4 +67,6 @@ async def test_steps_are_tried_again_after_what_is_temporary(
     config = config_of(objective=OBJECTIVE)("mezo_1", 0)
     with pytest.raises(expected) as caught:
         await rewards(config, "mezo-1-1-0+", PROMPTS, 7)
+    # A step that was lost with its engine is not tried as often as others.
+    assert type(caught.value) is expected
     assert "no" in str(caught.value) or expected is PausedError
