@@ -108,7 +108,8 @@ def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
         failed += not is_right
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
-    return failed + check_copies(language) + check_order(language)
+    failed += check_copies(language) + check_moves(language)
+    return failed + check_order(language)
 
 
 def check_copies(language: KernelLanguage) -> int:
@@ -130,6 +131,42 @@ def check_copies(language: KernelLanguage) -> int:
     )
     print("ok   blocks copied in place" if same else "FAIL blocks copied in place", flush=True)
     return int(not same)
+
+
+def check_moves(language: KernelLanguage) -> int:
+    """Take blocks out and put others in while writes are in flight; return the failures.
+
+    Each round writes a block, takes it, writes other rows into it, and puts what the round before
+    took. Nothing is waited for until all rounds have been submitted.
+    """
+    failed = 0
+    for bits in (None, 8, 4):
+        scheme = None if bits is None else KVQuantisation(bits=bits)
+        backend = KernelAttention(BLOCK_SIZE, language, quantisation=scheme)
+        shape = LayerShape(num_kv_heads=8, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
+        pool = backend.new_pool(shape, 300)
+        table = tuple(range(256))
+        sequence = ScheduledSequence(
+            seq_id=0, slot=0, start=0, token_ids=(1,) * len(table) * BLOCK_SIZE, block_table=table
+        )
+        plan, blocks = backend.plan([sequence]), mx.array(table)
+        rows = mx.zeros((len(table) * BLOCK_SIZE, 8, 1, DIM), mx.bfloat16)
+        taken: list[mx.array] = []
+        for number in range(40):
+            backend.write(pool, plan, rows + number, rows - number)
+            taken.append(backend.take_blocks(pool, blocks))
+            backend.write(pool, plan, rows - 1, rows - 1)
+            backend.put_blocks(pool, blocks, taken[-1])
+            backend.copy_blocks(pool, mx.array([number]), mx.array([256 + number]))
+            mx.async_eval(taken[-1], pool.token)
+        keys, values = backend.gather(pool, mx.arange(256, 296)[:, None])
+        seen = np.array(mx.stack([keys, -values]).astype(mx.float32))
+        wanted = np.arange(40.0)[:, None, None, None]
+        is_right = bool((np.abs(seen - wanted) < 0.01).all())
+        failed += not is_right
+        verdict = "ok  " if is_right else "FAIL"
+        print(f"{verdict} 256 blocks taken and put in flight, KV in {bits} bits", flush=True)
+    return failed
 
 
 def check_order(language: KernelLanguage) -> int:

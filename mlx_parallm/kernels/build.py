@@ -27,7 +27,10 @@ TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
     }
 )
 # SWITCHES: constants that are macros, because they choose lines of the texts.
-SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS")
+SWITCHES = (
+    *("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS"),
+    *("FROM_POOL", "TO_POOL"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def _attend(backend: KernelAttention, case: Case) -> None:
     for count in (1, 9):
         ids = mx.arange(count, dtype=mx.int32)
         backend.copy_blocks(pool, ids, ids + count)
+        backend.put_blocks(pool, ids, backend.take_blocks(pool, ids))
         backend.gather(pool, ids[None])
 
 

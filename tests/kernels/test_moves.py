@@ -10,16 +10,20 @@ import pytest
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
-from mlx_parallm.worker.attention.check import quantised
+from mlx_parallm.worker.attention.check import miscopies, quantised
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.kernel_pool import (
     KernelPool,
     PoolLayout,
     why_unsupported,
 )
+from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from tests.kernels.mutation import Mistake, MistakenShim
+from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_language import CudaShim, Shim
+from tests.unit.worker.attention import test_moved_blocks
 
 SHAPE = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.float16)
 QUANTISATIONS = [None, KVQuantisation(bits=8, group_size=32), KVQuantisation(bits=4)]
@@ -112,11 +116,67 @@ def test_blocks_are_copied_whole(shim: Shim, quantisation: KVQuantisation | None
         assert (old == new).all()
 
 
-def test_every_write_depends_on_the_one_before(shim: Shim) -> None:
-    backend = KernelAttention(BLOCK_SIZE, shim)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_blocks_are_taken_and_put_whole(shim: Shim, quantisation: KVQuantisation | None) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
+    pool, other = written(backend, 48), written(backend, 20)
+    taken = backend.take_blocks(pool, mx.array([5, 3, 0]))
+    assert taken.dtype == mx.uint8
+    assert taken.shape == (3, BLOCK_SIZE * backend.bytes_per_token(SHAPE))
+    wanted = contents(other)
+    for array, source in zip(wanted, contents(pool), strict=True):
+        array[[1, 6, 5]] = source[[5, 3, 0]]
+    before = contents(pool)
+    # Rows that are not contiguous, as where a row has the blocks of several layers.
+    wide = mx.concatenate([taken, taken], axis=1)
+    backend.put_blocks(other, mx.array([1, 6, 5]), wide[:, taken.shape[1] :])
+    for old, new in zip(wanted + before, contents(other) + contents(pool), strict=True):
+        assert (old == new).all()
+
+
+@pytest.mark.parametrize(("layout", "quantisation"), test_moved_blocks.DIGESTS)
+def test_a_layout_names_its_bytes(
+    shim: Shim, layout: str, quantisation: KVQuantisation | None
+) -> None:
+    backend = KernelAttention(test_moved_blocks.BLOCK_SIZE, shim, quantisation=quantisation)
+    assert backend.block_layout == layout
+    assert test_moved_blocks.digest(backend) == test_moved_blocks.DIGESTS[layout, quantisation]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("pool[(Place)sources[pair] * size + at]", "pool[(Place)sources[pair] * size]"),
+        ("pool[(Place)targets[pair] * size + at]", "pool[(Place)targets[pair] * size + at / 2]"),
+        # These are wrong in one of the kernels only.
+        ("((device Piece*)contents)[thread_index]", "((device Piece*)contents)[pair]"),
+        ("((const device Piece*)contents)[thread_index]", "((const device Piece*)contents)[chunk]"),
+    ],
+)
+@pytest.mark.parametrize("quantisation", QUANTISATIONS[:2])
+def test_a_mistake_in_a_copy_shows_when_a_model_is_loaded(
+    quantisation: KVQuantisation | None, right: str, wrong: str
+) -> None:
+    require_compiler()
+    shim = MistakenShim(TEXTS, "paged_copy", Mistake("copy", right, wrong))
+    assert miscopies(KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation))
+    assert not miscopies(KernelAttention(BLOCK_SIZE, CudaShim(), quantisation=quantisation))
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS[:2])
+def test_every_move_depends_on_the_one_before(
+    shim: Shim, quantisation: KVQuantisation | None
+) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
     pool = written(backend, 3)
+    launches = 1 if quantisation is None else 2
     backend.copy_blocks(pool, mx.array([5]), mx.array([1]))
-    assert pool.token.item() == 2
+    assert pool.token.item() == 1 + launches
+    # A write that did not wait for the read might replace what is to be read.
+    taken = backend.take_blocks(pool, mx.array([5]))
+    assert pool.token.item() == 1 + 2 * launches
+    backend.put_blocks(pool, mx.array([2]), taken)
+    assert pool.token.item() == 1 + 3 * launches
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)

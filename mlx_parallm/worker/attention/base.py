@@ -15,6 +15,10 @@ import numpy as np
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
+#: ``BLOCK_LAYOUT``: the form of a block's bytes in all backends: keys, values and, if quantised,
+#: the scales of keys and of values, each ``[K, block_size, ...]`` as ``quantise`` returns it.
+BLOCK_LAYOUT = "heads-1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
@@ -64,6 +68,20 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """Return the name that ``mlx_parallm doctor`` reports."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of a block."""
+        ...
+
+    @property
+    def block_layout(self) -> str:
+        """Return the name and version of the form of a block's bytes.
+
+        It changes whenever ``take_blocks`` returns other bytes for equal keys and values: then
+        blocks that were taken earlier must not be put.
+        """
         ...
 
     @property
@@ -136,6 +154,29 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """Copy whole blocks within a pool."""
+        ...
+
+    def take_blocks(self, pool: LayerPool, blocks: mx.array) -> mx.array:
+        """Return what whole blocks hold, uint8 ``[n, bytes]``, in the form of ``block_layout``.
+
+        A row has all arrays of the pool, their scales included. It is read after the writes that
+        were asked for before, and before those that are asked for later.
+
+        Args:
+            pool: the layer's pool.
+            blocks: their ids, int32 ``[n]``, at least one.
+        """
+        ...
+
+    def put_blocks(self, pool: LayerPool, blocks: mx.array, contents: mx.array) -> None:
+        """Make whole blocks hold, bit for bit, what ``take_blocks`` returned.
+
+        Args:
+            pool: the layer's pool.
+            blocks: their ids, int32 ``[n]``, at least one; none occurs twice.
+            contents: uint8 ``[n, bytes]``, of a pool of an equal layer, ``block_layout`` and
+                quantisation, with blocks of equal size.
+        """
         ...
 
     def forget_writes(self, pool: LayerPool) -> None:

@@ -105,17 +105,19 @@ def misread_share(
 def miscopies(
     backend: AttentionBackend, shape: LayerShape = SHAPE, block_size: int = BLOCK_SIZE
 ) -> bool:
-    """True if copied blocks hold something else than the blocks that they were copied from."""
+    """True if blocks hold something else than those that they were copied or taken from."""
     table, length = _cut(TABLES[0], block_size), STEPS[0][0][2]
     copies = tuple(max(table) + block for block in table)
-    pool = backend.new_pool(shape, 1 + max(copies))
+    puts = tuple(max(copies) + block for block in table)
+    pool = backend.new_pool(shape, 1 + max(puts))
     rows = _keys_and_values(np.random.default_rng(0), shape, length)
     plan = backend.plan(_sequences(((0, 0, length),), [table]))
     backend.write(pool, plan, *(_as_rows(values, shape.dtype) for values in rows))
     before = backend.gather(pool, mx.array([table]))
     mx.eval(before)
     backend.copy_blocks(pool, mx.array(table), mx.array(copies))
-    after = [backend.gather(pool, mx.array([blocks])) for blocks in (table, copies)]
+    backend.put_blocks(pool, mx.array(puts), backend.take_blocks(pool, mx.array(copies)))
+    after = [backend.gather(pool, mx.array([blocks])) for blocks in (table, copies, puts)]
     return not all(
         mx.array_equal(array[:, :, :length], source[:, :, :length]).item()
         for arrays in after

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_parallm.kernels.build import KernelBuilder
 from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
+from mlx_parallm.worker.attention.base import BLOCK_LAYOUT, LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK, LongChunk
 from mlx_parallm.worker.attention.decode_plan import DecodePlan, DecodeRows
 from mlx_parallm.worker.attention.kernel_attend import AttendKernels, AttendKind
@@ -46,6 +46,7 @@ class KernelAttention:
 
     #: Kernels write pools in place, in the order of their tokens.
     runs_ahead = True
+    block_layout = BLOCK_LAYOUT
 
     def __init__(
         self,
@@ -72,6 +73,11 @@ class KernelAttention:
     def name(self) -> str:
         """See ``AttentionBackend.name``."""
         return self._language.name
+
+    @property
+    def block_size(self) -> int:
+        """See ``AttentionBackend.block_size``."""
+        return self._block_size
 
     @property
     def quantisation(self) -> KVQuantisation | None:
@@ -242,6 +248,16 @@ class KernelAttention:
         """See ``AttentionBackend.copy_blocks``. No target may be a source of the same call."""
         kernel_pool = _kernel_pool(pool)
         self._move_kernels(kernel_pool).copy(kernel_pool, sources, targets)
+
+    def take_blocks(self, pool: LayerPool, blocks: mx.array) -> mx.array:
+        """See ``AttentionBackend.take_blocks``."""
+        kernel_pool = _kernel_pool(pool)
+        return self._move_kernels(kernel_pool).take(kernel_pool, blocks)
+
+    def put_blocks(self, pool: LayerPool, blocks: mx.array, contents: mx.array) -> None:
+        """See ``AttentionBackend.put_blocks``."""
+        kernel_pool = _kernel_pool(pool)
+        self._move_kernels(kernel_pool).put(kernel_pool, blocks, contents)
 
     def forget_writes(self, pool: LayerPool) -> None:
         """See ``AttentionBackend.forget_writes``."""

@@ -14,9 +14,11 @@ from mlx_parallm.worker.attention.kernel_pool import VECTOR, KernelPool, PoolLay
 # THREADS of a threadgroup.
 THREADS = 128
 COPY_BYTES = 16
-_COPY = KernelSpec(
-    "copy.metal", ("sources", "targets", "previous", "key_pool", "value_pool"), ("token",)
-)
+# Last inputs of all kernels that copy whole blocks: see ``MoveKernels._move``.
+_ORDERED = ("previous", "key_pool", "value_pool")
+_COPY = KernelSpec("copy.metal", ("sources", "targets", *_ORDERED), ("token",))
+_TAKE = KernelSpec("copy.metal", ("sources", *_ORDERED), ("token", "contents"))
+_PUT = KernelSpec("copy.metal", ("targets", "contents", *_ORDERED), ("token",))
 
 
 class MoveKernels:
@@ -62,27 +64,57 @@ class MoveKernels:
 
     def copy(self, pool: KernelPool, sources: mx.array, targets: mx.array) -> None:
         """Copy blocks ``sources`` to ``targets``, int32 ``[n]``; no target may be a source."""
-        pools = pool.bound
-        for keys, values in zip(pools[::2], pools[1::2], strict=True):
-            key_bytes, value_bytes = (array.nbytes // array.shape[0] for array in (keys, values))
-            constants: dict[str, Constant] = {
-                "KEY_BYTES": key_bytes,
-                "VALUE_BYTES": value_bytes,
-                "THREADS": THREADS,
-            }
-            (pool.token,) = self._builder.kernel(_COPY, constants)(
-                inputs=[
-                    sources.astype(mx.int32),
-                    targets.astype(mx.int32),
-                    pool.token,
-                    keys,
-                    values,
-                ],
-                output_shapes=[(1,)],
-                output_dtypes=[mx.int32],
-                grid=_grid(sources.size * (key_bytes + value_bytes) // COPY_BYTES),
-                threadgroup=(THREADS, 1, 1),
-            )
+        blocks = [sources.astype(mx.int32), targets.astype(mx.int32)]
+        for arrays in _pairs(pool):
+            self._move(_COPY, pool, arrays, blocks)
+
+    def take(self, pool: KernelPool, blocks: mx.array) -> mx.array:
+        """See ``AttentionBackend.take_blocks``."""
+        sources = [blocks.astype(mx.int32)]
+        taken = [self._move(_TAKE, pool, arrays, sources)[0] for arrays in _pairs(pool)]
+        return mx.concatenate(taken, axis=1).view(mx.uint8)
+
+    def put(self, pool: KernelPool, blocks: mx.array, contents: mx.array) -> None:
+        """See ``AttentionBackend.put_blocks``."""
+        targets, words, first = blocks.astype(mx.int32), contents.view(mx.uint32), 0
+        for arrays in _pairs(pool):
+            end = first + sum(map(_block_bytes, arrays)) // mx.uint32.size
+            self._move(_PUT, pool, arrays, [targets, words[:, first:end]])
+            first = end
+
+    def _move(
+        self,
+        spec: KernelSpec,
+        pool: KernelPool,
+        arrays: tuple[mx.array, mx.array],
+        inputs: list[mx.array],
+    ) -> list[mx.array]:
+        """Launch a kernel that copies whole blocks; return its outputs besides the token.
+
+        Args:
+            spec: the kernel.
+            pool: the pool, whose token is replaced.
+            arrays: those of the pool that have its keys and values, or the scales of these.
+            inputs: the kernel's own inputs; the first has the blocks, int32 ``[n]``.
+        """
+        key_bytes, value_bytes = map(_block_bytes, arrays)
+        constants: dict[str, Constant] = {
+            "KEY_BYTES": key_bytes,
+            "VALUE_BYTES": value_bytes,
+            "THREADS": THREADS,
+            "FROM_POOL": int("sources" in spec.inputs),
+            "TO_POOL": int("targets" in spec.inputs),
+        }
+        num_blocks, num_bytes = inputs[0].size, key_bytes + value_bytes
+        shapes = ((1,), (num_blocks, num_bytes // mx.uint32.size))
+        pool.token, *others = self._builder.kernel(spec, constants)(
+            inputs=[*inputs, pool.token, *arrays],
+            output_shapes=shapes[: len(spec.outputs)],
+            output_dtypes=[mx.int32, mx.uint32][: len(spec.outputs)],
+            grid=_grid(num_blocks * num_bytes // COPY_BYTES),
+            threadgroup=(THREADS, 1, 1),
+        )
+        return others
 
     @functools.cached_property
     def _write(self) -> Kernel:
@@ -110,6 +142,16 @@ class MoveKernels:
         if scheme is None:
             return sum(dim // VECTOR for dim in dims)
         return sum(scheme.groups(dim) * scheme.group_size // VECTOR for dim in dims)
+
+
+def _pairs(pool: KernelPool) -> list[tuple[mx.array, mx.array]]:
+    """Return the arrays that kernels are given for keys and values, and those for their scales."""
+    return list(zip(pool.bound[::2], pool.bound[1::2], strict=True))
+
+
+def _block_bytes(array: mx.array) -> int:
+    """Return the bytes of a block in an array of a pool."""
+    return array.nbytes // array.shape[0]
 
 
 def _grid(threads: int) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ _DTYPES = {
     **dict.fromkeys(("items", "tables", "table", "previous", "slots", "spans", "ends"), mx.int32),
     **dict.fromkeys(("sources", "targets", "token"), mx.int32),
     **dict.fromkeys(("part_sums", "part_stats"), mx.float32),
-    "ids": mx.uint32,
+    **dict.fromkeys(("ids", "contents"), mx.uint32),
 }
 
 

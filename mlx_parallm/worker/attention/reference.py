@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
-from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
+from mlx_parallm.worker.attention.base import BLOCK_LAYOUT, LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import output_order
 from mlx_parallm.worker.attention.dense import (
     composes_softmax,
@@ -231,9 +231,15 @@ class ReferenceAttention:
 
     name = "reference"
     runs_ahead = False
+    block_layout = BLOCK_LAYOUT
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+
+    @property
+    def block_size(self) -> int:
+        """See ``AttentionBackend.block_size``."""
+        return self._block_size
 
     @property
     def quantisation(self) -> KVQuantisation | None:
@@ -325,6 +331,29 @@ class ReferenceAttention:
         for array, copy in zip(pool.arrays(), copies, strict=True):
             if copy.shape[-1]:
                 array[:, target_rows] = copy
+
+    def take_blocks(self, pool: LayerPool, blocks: mx.array) -> mx.array:
+        """See ``AttentionBackend.take_blocks``. It is to be evaluated before the next write."""
+        table = blocks[:, None]
+        taken = [
+            self._gather_array(array, table).swapaxes(0, 1).flatten(1).view(mx.uint8)
+            for array in pool.arrays()
+            if array.shape[-1]
+        ]
+        return mx.concatenate(taken, axis=1)
+
+    def put_blocks(self, pool: LayerPool, blocks: mx.array, contents: mx.array) -> None:
+        """See ``AttentionBackend.put_blocks``."""
+        rows, first = self._rows(blocks), 0
+        for array in pool.arrays():
+            heads, _, dim = array.shape
+            if not dim:
+                continue
+            end = first + heads * self._block_size * dim * array.dtype.size
+            part = contents[:, first:end].view(array.dtype)
+            part = part.reshape(len(contents), heads, self._block_size, dim)
+            array[:, rows] = part.swapaxes(0, 1).reshape(heads, -1, dim)
+            first = end
 
     def _rows(self, blocks: mx.array) -> mx.array:
         """Return flat pool positions of whole blocks."""

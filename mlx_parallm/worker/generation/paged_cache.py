@@ -75,6 +75,31 @@ class KVPools:
         for index in self._written:
             self._backend.copy_blocks(self.layers[index], sources, targets)
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block in all layers."""
+        return sum(self._layer_bytes(index) for index in self._written)
+
+    def take_blocks(self, blocks: mx.array) -> mx.array:
+        """Return what blocks, int32 ``[n]``, hold in all layers, lazy uint8 ``[n, block_bytes]``.
+
+        See ``AttentionBackend.take_blocks``.
+        """
+        taken = [self._backend.take_blocks(self.layers[index], blocks) for index in self._written]
+        return mx.concatenate(taken, axis=1)
+
+    def put_blocks(self, blocks: mx.array, contents: mx.array) -> None:
+        """Make blocks, int32 ``[n]``, hold what ``take_blocks`` returned."""
+        first = 0
+        for index in self._written:
+            end = first + self._layer_bytes(index)
+            self._backend.put_blocks(self.layers[index], blocks, contents[:, first:end])
+            first = end
+
+    def _layer_bytes(self, index: int) -> int:
+        """Return the bytes of a block in one layer."""
+        return self._backend.bytes_per_token(self._shapes[index]) * self._backend.block_size
+
 
 class WindowMask(str):
     """A placeholder for a causal mask, which models pass on to attention or to a split module.
