@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -274,12 +274,14 @@ class FileStore:
 
     async def _commit(self, upload: Upload, record: FileRecord) -> None:
         path = self.path(record)
-        await in_thread(_publish, upload, path)
+        is_new = await in_thread(_publish, upload, path)
         try:
             replaced = await self._database.run(partial(_put, record))
         except StorageError:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            # A content that was replaced in its place belongs to the record that is there.
+            if is_new:
+                with contextlib.suppress(OSError):
+                    path.unlink()
             raise
         self.forget(upload)
         self._stored += _charge(record.num_bytes) - sum(_charge(old.num_bytes) for old in replaced)
@@ -325,7 +327,8 @@ def _agree(folder: Path, db: Connection) -> list[FileRecord]:
     for name in sorted(names - records.keys()):
         record = FileRecord.of_content(name, (folder / name).stat().st_size)
         # A content may have been replaced, or was about to replace that of its id.
-        if name.startswith(UNFINISHED) or (record is not None and record.id in ids):
+        is_stale = record is not None and record.id in ids
+        if is_stale or name.startswith(UNFINISHED) or _is_former_rest(name, names):
             _unlink([folder / name])
         elif record is not None:
             put(db, "files", record)
@@ -333,11 +336,24 @@ def _agree(folder: Path, db: Connection) -> list[FileRecord]:
     return list(records.values())
 
 
-def _publish(upload: Upload, path: Path) -> None:
+def _is_former_rest(name: str, names: Set[str]) -> bool:
+    """True for what the layout of JSON files left after a crash and removed at a start.
+
+    That is a record that was being written, or a content without one. A record that is there and
+    cannot be read keeps its content.
+    """
+    is_content = name.endswith(".data")
+    return name.endswith(".part") or (is_content and f"{name[:-5]}.json" not in names)
+
+
+def _publish(upload: Upload, path: Path) -> bool:
+    """Give an upload the name of its content; return False if it replaces another there."""
     upload.sync()
     with disk.storage_errors():
+        is_new = not path.exists()
         upload.path.replace(path)
         disk.sync_folder(path.parent)
+    return is_new
 
 
 def _put(record: FileRecord, db: Connection) -> list[FileRecord]:
