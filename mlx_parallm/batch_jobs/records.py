@@ -114,8 +114,7 @@ class BatchRecord:
         """True if its state is final."""
         return self.status in ENDED
 
-    def move(self, state: State, now: float) -> None:
-        """Enter a state and record the time, ``now``."""
-        self.status = state
-        if state is not State.VALIDATING:
-            setattr(self, f"{state}_at", int(now))
+
+def entering(state: State, now: float) -> dict[str, Any]:
+    """Return the fields of a batch that change as it enters a state at a time, ``now``."""
+    return {"status": state, f"{state}_at": int(now)}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from mlx_parallm.batch_jobs.lines import (
     read_line,
     read_object,
 )
-from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.batch_jobs.records import BatchRecord, State, entering
 from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_results
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.fairness import SharedBudget
@@ -42,6 +42,8 @@ TRY_LATER = frozenset({429, 503, 529})
 # failure of the server, although its status is one of ``TRY_LATER``.
 LOST = "request_lost"
 NOT_IMPLEMENTED = 501
+# CANCELLABLE: states of a batch that may still be cancelled.
+CANCELLABLE = frozenset({State.VALIDATING, State.IN_PROGRESS})
 
 
 class Send(Protocol):
@@ -87,37 +89,54 @@ class RunContext:
 
 
 class BatchRun:
-    """Runs a batch from its current state; it can be abandoned and resumed at any moment."""
+    """Runs a batch from its current state; it can be abandoned and resumed at any moment.
+
+    The batch has a state once that is saved. What the disk refused to save is remembered here, and
+    the next call of ``run`` tries it again.
+    """
 
     def __init__(self, record: BatchRecord, context: RunContext) -> None:
         self._record = record
         self._context = context
         self._source = Path()
         self._cancelled = asyncio.Event()
+        # Held by each change of the state, so that the next one begins from it.
+        self._moving = asyncio.Lock()
+        # The fields of the final state until it is saved. That needs room for a record only: a full
+        # disk may have none for the files of results a second time.
+        self._end: dict[str, Any] = {}
         self._is_stopping = False
         self._usage = Usage()
         # Held by a line that was lost twice while it is sent.
         self._alone = asyncio.Lock()
 
-    def cancel(self) -> None:
-        """Stop answering lines; the caller has already changed the record in memory."""
+    async def cancel(self) -> None:
+        """Stop answering lines, unless the batch is about to end.
+
+        Raises:
+            StorageError: the disk refused to save it; the batch is cancelled all the same.
+        """
         self._cancelled.set()
+        await self._move(State.CANCELLING, since=CANCELLABLE)
 
     async def run(self) -> None:
         """Run until the batch has ended.
 
         Raises:
             ShuttingDownError: the server ends; the next one resumes the batch.
-            StorageError: the disk failed; a later run may succeed.
+            StorageError: the disk failed; a later call may succeed.
         """
+        if self._end:
+            await self._save_end()
+            return
         files, record = self._context.files, self._record
         try:
             self._source = files.path(await files.get(record.input_file_id, record.owner))
-            if self._record.status == State.VALIDATING:
+            if record.status == State.VALIDATING:
                 await self._validate()
-            if self._record.status == State.IN_PROGRESS:
+            if record.status == State.IN_PROGRESS:
                 await self._answer_within_time()
-            if not self._record.has_ended:
+            if not record.has_ended:
                 await self._finish()
         except (NotFoundError, FileNotFoundError):
             await self.fail("input_file_missing", "The input file does not exist any more.")
@@ -126,22 +145,21 @@ class BatchRun:
         """End the batch with an error that is not one of a line.
 
         Raises:
-            StorageError: the disk refused it.
+            StorageError: the disk refused it; ``run`` tries again.
         """
-        self._record.errors = [{"code": code, "message": message, "line": None, "param": None}]
-        await self._move(State.FAILED)
+        error = {"code": code, "message": message, "line": None, "param": None}
+        await self._end_as(State.FAILED, errors=[error])
 
     async def _validate(self) -> None:
         record, limit = self._record, self._context.max_line_bytes
         report = await in_thread(check_file, self._source, record.endpoint, limit)
-        if record.status != State.VALIDATING:  # cancelled meanwhile
-            return
-        if report.errors:
-            record.errors = report.errors
-            await self._move(State.FAILED)
-            return
-        record.total, record.model = report.total, report.model
-        await self._move(State.IN_PROGRESS)
+        if self._cancelled.is_set():
+            await self._move(State.CANCELLING, since=CANCELLABLE)
+        elif report.errors:
+            await self._end_as(State.FAILED, errors=report.errors)
+        else:
+            facts = {"total": report.total, "model": report.model}
+            await self._move(State.IN_PROGRESS, since={State.VALIDATING}, **facts)
 
     async def _answer_within_time(self) -> None:
         """Answer lines until all are done, or the batch is cancelled or expires."""
@@ -153,11 +171,13 @@ class BatchRun:
             if work.done():
                 work.result()
         finally:
-            await _end(work, cancelled)
-        if self._record.status == State.IN_PROGRESS:
-            await self._move(State.FINALIZING)
+            await end(work, cancelled)
+        is_cancelled = self._cancelled.is_set()
+        state = State.CANCELLING if is_cancelled else State.FINALIZING
+        await self._move(state, since={State.IN_PROGRESS})
 
     async def _answer_lines(self) -> None:
+        self._is_stopping = False
         path = self._context.batches.journal_path(self._record.id)
         with contextlib.closing(await in_thread(Journal, path)) as journal:
             done = await in_thread(self._take_in, journal)
@@ -239,12 +259,12 @@ class BatchRun:
         """Write the result files and enter the final state."""
         record, files = self._record, self._context.files
         if record.in_progress_at is None:  # cancelled before its lines were known
-            await self._move(State.CANCELLED)
+            await self._end_as(State.CANCELLED)
             return
         if record.output_file_id is None:
             # The ids are saved before the files are written, so that a retry replaces the files.
-            record.output_file_id, record.error_file_id = files.new_id(), files.new_id()
-            await self._context.batches.save(record)
+            ids = {"output_file_id": files.new_id(), "error_file_id": files.new_id()}
+            await self._context.batches.change(record, **ids)
         await self._write_files()
 
     async def _write_files(self) -> None:
@@ -254,15 +274,15 @@ class BatchRun:
         # Opening the journal cuts off a partial entry, and creates it if no line was ever begun.
         (await in_thread(Journal, journal)).close()
         with contextlib.ExitStack() as stack:
-            output, errors = [await files.begin(is_limited=False) for _ in range(2)]
+            output = await files.begin(is_limited=False)
             stack.callback(output.abandon)
+            errors = await files.begin(is_limited=False)
             stack.callback(errors.abandon)
             reason = CANCELLED if is_cancelled else EXPIRED
             tally = await in_thread(write_results, self._source, journal, output, errors, reason)
             await self._commit(output, record.output_file_id, "output")
             await self._commit(errors, record.error_file_id, "errors")
-            await self._end_with(tally, output.num_bytes > 0, errors.num_bytes > 0)
-        journal.unlink(missing_ok=True)
+        await self._end_with(tally, output.num_bytes > 0, errors.num_bytes > 0)
 
     async def _commit(self, upload: Upload, file_id: str | None, name: str) -> None:
         record = self._record
@@ -278,18 +298,35 @@ class BatchRun:
 
     async def _end_with(self, tally: Tally, has_output: bool, has_errors: bool) -> None:
         record = self._record
-        record.completed, record.failed = tally.completed, tally.failed
-        record.usage = tally.usage.to_json()
-        record.output_file_id = record.output_file_id if has_output else None
-        record.error_file_id = record.error_file_id if has_errors else None
-        if record.status == State.CANCELLING:
-            await self._move(State.CANCELLED)
-        else:
-            await self._move(State.EXPIRED if tally.num_unanswered else State.COMPLETED)
+        state = State.EXPIRED if tally.num_unanswered else State.COMPLETED
+        await self._end_as(
+            State.CANCELLED if record.status == State.CANCELLING else state,
+            completed=tally.completed,
+            failed=tally.failed,
+            usage=tally.usage.to_json(),
+            output_file_id=record.output_file_id if has_output else None,
+            error_file_id=record.error_file_id if has_errors else None,
+        )
 
-    async def _move(self, state: State) -> None:
-        self._record.move(state, self._context.now())
-        await self._context.batches.save(self._record)
+    async def _move(self, state: State, *, since: Collection[State], **changes: Any) -> None:
+        """Enter a state if the batch is in one of ``since``."""
+        async with self._moving:
+            if self._record.status in since:
+                moved = entering(state, self._context.now())
+                await self._context.batches.change(self._record, **moved, **changes)
+
+    async def _end_as(self, state: State, **changes: Any) -> None:
+        """Enter a final state."""
+        self._end = entering(state, self._context.now()) | changes
+        await self._save_end()
+
+    async def _save_end(self) -> None:
+        batches = self._context.batches
+        async with self._moving:
+            await batches.change(self._record, **self._end)
+        # A journal that stays is removed by the next start.
+        with contextlib.suppress(OSError):
+            batches.journal_path(self._record.id).unlink(missing_ok=True)
 
 
 class _Notes:
@@ -309,7 +346,8 @@ class _Notes:
                 await in_thread(self._journal.append, entries)
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

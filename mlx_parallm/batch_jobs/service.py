@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,10 +11,10 @@ from pathlib import Path
 
 from mlx_parallm.batch_jobs.files import FileLimits, FileStore
 from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
-from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
+from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, end, growing_delay
 from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.fairness import SharedBudget
-from mlx_parallm.storage.disk import in_thread
+from mlx_parallm.storage.disk import finished, in_thread
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -72,9 +71,9 @@ class BatchService:
         self._now = now
         self._delay = delay
         self._places = SharedBudget(limits.max_samples)
-        self._opened: Storage | None = None
-        self._open_once = asyncio.Lock()
-        self._opening: asyncio.Task[None] | None = None
+        # The opening of the folder, which all callers await; None: not begun, or it failed.
+        self._opening: asyncio.Task[Storage] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
 
@@ -93,17 +92,20 @@ class BatchService:
         The folder is locked at start and not by the first request, so that the log shows at once
         whether another server uses it.
         """
-        self._opening = asyncio.ensure_future(self._open_when_free())
+        self._starting = asyncio.ensure_future(self._open_when_free())
 
     async def stop(self) -> None:
         """End all work; another process may resume it from the disk."""
-        tasks = [*self._drivers.values(), *([self._opening] if self._opening else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._opened is not None:
-            await in_thread(self._opened.close)
-            self._opened = None
+        if self._starting is not None:
+            await end(self._starting)
+        # No driver begins from here on.
+        opening, self._opening = self._opening, None
+        outcomes = await asyncio.gather(*([opening] if opening else []), return_exceptions=True)
+        await end(*self._drivers.values())
+        self._runs.clear()
+        for outcome in outcomes:
+            if isinstance(outcome, Storage):
+                await in_thread(outcome.close)
 
     async def create(self, owner: str, order: BatchOrder) -> BatchRecord:
         """Begin a batch.
@@ -126,8 +128,8 @@ class BatchService:
             metadata=order.metadata,
             output_expires_after_s=order.output_expires_after_s,
         )
-        await storage.batches.add(record)
-        self._drive(storage, owner)
+        # A client that goes meanwhile does not leave a batch that nothing runs.
+        await finished(self._begin(storage, record))
         return record
 
     async def get(self, batch_id: str, owner: str) -> BatchRecord:
@@ -153,41 +155,43 @@ class BatchService:
         """
         storage = await self._storage()
         record = await storage.batches.get(batch_id, owner)
-        if record.status == State.CANCELLING:
-            return record
-        if record.status not in (State.VALIDATING, State.IN_PROGRESS):
-            raise InvalidRequestError(
-                f"A batch that is {record.status} cannot be cancelled.",
-                param="batch_id",
-                code="batch_not_cancellable",
-            )
-        record.move(State.CANCELLING, self._now())
-        # The run is cancelled before the record is saved, so that it stops even if saving fails.
-        if batch_id in self._runs:
-            self._runs[batch_id].cancel()
-        await storage.batches.save(record)
-        self._drive(storage, owner)
-        return record
+        if not record.has_ended:
+            self._drive(storage, owner)
+            await self._run_of(storage, record).cancel()
+            if record.status in (State.CANCELLING, State.CANCELLED):
+                return record
+        raise InvalidRequestError(
+            f"A batch that is {record.status} cannot be cancelled.",
+            param="batch_id",
+            code="batch_not_cancellable",
+        )
+
+    async def _begin(self, storage: Storage, record: BatchRecord) -> None:
+        await storage.batches.add(record)
+        self._drive(storage, record.owner)
 
     async def _storage(self) -> Storage:
-        async with self._open_once:
-            if self._opened is not None:
-                return self._opened
-            storage = await in_thread(self._open)
-            for record in storage.batches.unfinished():
-                self._drive(storage, record.owner)
-            return storage
+        """Return what the folder has. A caller that is cancelled does not end its opening."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)
 
-    def _open(self) -> Storage:
-        # Set here, because a caller that is cancelled meanwhile would not close it.
-        self._opened = storage = Storage(self._folder, self._limits.files, self._now)
+    async def _open(self) -> Storage:
+        try:
+            storage = await in_thread(Storage, self._folder, self._limits.files, self._now)
+        except BaseException:
+            self._opening = None
+            raise
+        for record in storage.batches.unfinished():
+            self._drive(storage, record.owner)
         return storage
 
     async def _open_when_free(self) -> None:
         was_logged = False
-        while self._opened is None:
+        while True:
             try:
                 await self._storage()
+                break
             except StorageError as problem:
                 if not was_logged:
                     logger.warning(
@@ -199,7 +203,7 @@ class BatchService:
             logger.info("files and batches are served from %s", self._folder)
 
     def _drive(self, storage: Storage, owner: str) -> None:
-        if owner not in self._drivers:
+        if owner not in self._drivers and self._opening is not None:
             driver = asyncio.ensure_future(self._run_batches_of(storage, owner))
             self._drivers[owner] = driver
 
@@ -220,7 +224,10 @@ class BatchService:
         finally:
             del self._drivers[owner]
 
-    async def _run(self, storage: Storage, record: BatchRecord) -> None:
+    def _run_of(self, storage: Storage, record: BatchRecord) -> BatchRun:
+        """Return the run of a batch, which stays the same until the batch has ended."""
+        if record.id in self._runs:
+            return self._runs[record.id]
         context = RunContext(
             batches=storage.batches,
             files=storage.files,
@@ -231,15 +238,18 @@ class BatchService:
             delay=self._delay,
         )
         run = self._runs[record.id] = BatchRun(record, context)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._runs.pop, record.id)
-            try:
-                await run.run()
-            except (StorageError, ShuttingDownError):
-                raise
-            except Exception:
-                logger.exception("batch %s failed", record.id)
-                await run.fail("server_error", "The server failed; its log says why.")
+        return run
+
+    async def _run(self, storage: Storage, record: BatchRecord) -> None:
+        run = self._run_of(storage, record)
+        try:
+            await run.run()
+        except (StorageError, ShuttingDownError):
+            raise
+        except Exception:
+            logger.exception("batch %s failed", record.id)
+            await run.fail("server_error", "The server failed; its log says why.")
+        del self._runs[record.id]
         logger.info("batch %s has the status %s", record.id, record.status)
 
 

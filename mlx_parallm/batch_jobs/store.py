@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.batch_jobs.records import BatchRecord
 from mlx_parallm.storage.database import Connection, Database, Values, put, read
+from mlx_parallm.storage.disk import finished
 from mlx_parallm.storage.ids import AFTER_ALL, IdMaker
 from mlx_parallm.types.errors import NotFoundError, OverloadedError
 
@@ -19,11 +22,14 @@ class BatchStore:
     """The records of batches. Its methods belong to one event loop.
 
     The database has all records. Those of unfinished batches are in memory too, where their runs
-    change them; ``save`` writes such a change.
+    count lines; all else changes by ``change``.
     """
 
     def __init__(self, folder: Path, database: Database, ids: IdMaker) -> None:
-        """Read the unfinished batches, and remove the journals of those that have ended."""
+        """Read the unfinished batches, and remove the journals of those that have ended.
+
+        Records that former versions were writing to files of JSON are removed too.
+        """
         self._folder = folder
         self._database = database
         self._ids = ids
@@ -32,6 +38,8 @@ class BatchStore:
         for record in records:
             if record.has_ended:
                 self.journal_path(record.id).unlink(missing_ok=True)
+        for path in folder.glob("*.part"):
+            path.unlink()
 
     def new_id(self) -> str:
         """Return an id for a batch."""
@@ -60,16 +68,15 @@ class BatchStore:
         await self._database.run(insert)
         self._unfinished[record.id] = record
 
-    async def save(self, record: BatchRecord) -> None:
-        """Write a record as it is now.
+    async def change(self, record: BatchRecord, **changes: Any) -> None:
+        """Change fields of a batch: on disk, and then in memory, where clients see them.
+
+        A cancelled caller still waits for both.
 
         Raises:
-            StorageError: the disk refused it.
+            StorageError: the disk refused it, and nothing has changed.
         """
-        copy = replace(record)
-        await self._database.run(lambda db: put(db, "batches", copy))
-        if copy.has_ended:
-            self._unfinished.pop(record.id, None)
+        await finished(self._change(record, changes))
 
     async def get(self, batch_id: str, owner: str) -> BatchRecord:
         """Return a batch of this owner.
@@ -98,12 +105,19 @@ class BatchStore:
 
     def unfinished(self, owner: str | None = None) -> list[BatchRecord]:
         """Return the unfinished batches, oldest first, of ``owner``; None: of all owners."""
-        batches = [batch for batch in self._unfinished.values() if not batch.has_ended]
-        return [batch for batch in batches if owner in (None, batch.owner)]
+        return [batch for batch in self._unfinished.values() if owner in (None, batch.owner)]
 
     def journal_path(self, batch_id: str) -> Path:
         """Return the path of a batch's journal."""
         return self._folder / f"{batch_id}.journal"
+
+    async def _change(self, record: BatchRecord, changes: Mapping[str, Any]) -> None:
+        changed = replace(record, **changes)
+        await self._database.run(lambda db: put(db, "batches", changed))
+        for name, value in changes.items():
+            setattr(record, name, value)
+        if record.has_ended:
+            self._unfinished.pop(record.id, None)
 
     async def _read(self, source: str, values: Values) -> list[BatchRecord]:
         records = await self._database.run(lambda db: read(db, BatchRecord, source, values))

@@ -161,6 +161,25 @@ async def test_a_file_that_replaces_another_counts_once(folder: Folder) -> None:
         await put(store, b"x" * 10_000)
 
 
+async def test_a_file_stays_though_its_replacement_cannot_be_recorded(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both contents have the same name, so the new one is in the place of the old one.
+    store = folder.open()
+    record = await put(store, b"old")
+
+    def refuse(*_: object) -> None:
+        raise StorageError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_parallm.batch_jobs.files.put", refuse)
+        with pytest.raises(StorageError, match="full"):
+            await put(store, b"new", file_id=record.id)
+    for _ in range(2):
+        assert store.path(await store.get(record.id, "me")).read_bytes() in (b"old", b"new")
+        store = folder.open()
+
+
 async def batch_of(folder: Folder, file: FileRecord, number: int) -> BatchRecord:
     record = BatchRecord(
         id=f"batch_{number}", owner="me", endpoint="/", input_file_id=file.id,
@@ -181,13 +200,11 @@ async def test_files_go_when_their_time_is_over_but_not_from_under_a_batch(folde
     assert len(folder.contents()) == 2
     with pytest.raises(InvalidRequestError, match="batch_1"):
         await store.delete(used.id, "me")
-    batches[0].move(State.FAILED, 0)
-    await folder.batches.save(batches[0])
+    await folder.batches.change(batches[0], status=State.FAILED)
     with pytest.raises(InvalidRequestError, match="batch_2"):
         await store.delete(used.id, "me")
     assert await store.get(used.id, "me")
-    batches[1].move(State.FAILED, 0)
-    await folder.batches.save(batches[1])
+    await folder.batches.change(batches[1], status=State.FAILED)
     assert [file.id for file in (await store.list("me", limit=9))[0]] == [kept.id]
 
 

@@ -6,21 +6,25 @@ import asyncio
 import errno
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_parallm.batch_jobs import service
+from mlx_parallm.batch_jobs import service, store
 from mlx_parallm.batch_jobs.answers import LineResponse, Usage
-from mlx_parallm.batch_jobs.files import FileLimits
-from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.batch_jobs.files import FileLimits, Upload
+from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
-from mlx_parallm.batch_jobs.store import MAX_OPEN, BatchStore
+from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.batch_jobs.store import MAX_OPEN
+from mlx_parallm.storage.database import Connection, put
 from mlx_parallm.storage.disk import FolderLock
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -318,7 +322,7 @@ async def test_owners_take_turns(world: World) -> None:
     world.handler = answer
     records = [await world.create(12, owner) for owner in ("a", "b")]
     # The first batch has all places, and a line of each batch waits for one.
-    await world.until(records[1], lambda _: len(world.service._places._waiting[None]) == 2)
+    await world.until(records[1], lambda _: len(world.service._places._waiting.get(None, ())) == 2)
     both_wait.set()
     for record in records:
         await world.end_of(record)
@@ -399,10 +403,6 @@ async def test_a_batch_needs_a_file_of_its_owner_for_batches(world: World) -> No
 
 
 async def test_open_batches_of_an_owner_are_bounded_and_their_input_stays(world: World) -> None:
-    async def hang(*_: object) -> LineResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     world.handler = hang
     record = await world.create(1)
     order = BatchOrder(input_file_id=record.input_file_id, endpoint=ENDPOINT)
@@ -415,31 +415,153 @@ async def test_open_batches_of_an_owner_are_bounded_and_their_input_stays(world:
         await (await world.service.files()).delete(record.input_file_id, "me")
 
 
-async def test_a_batch_is_cancelled_though_the_disk_refuses_to_note_it(
+class FullOnce:
+    """A disk that refuses a record once: the one that ``num_left`` others come before.
+
+    Attributes:
+        states: those of batches that were saved.
+        num_files: how many records of files were saved.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_left = -1
+        self.states: set[str] = set()
+        self.num_files = 0
+        for module in ("store", "files"):
+            monkeypatch.setattr(f"mlx_parallm.batch_jobs.{module}.put", self.put)
+
+    def put(self, db: Connection, table: str, record: BatchRecord | FileRecord) -> None:
+        self.num_left -= 1
+        if self.num_left == -1:
+            raise StorageError("full")
+        put(db, table, record)
+        if isinstance(record, BatchRecord):
+            self.states.add(record.status)
+        else:
+            self.num_files += 1
+
+
+async def hang(*_: object) -> LineResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def all_answered(world: World, record: BatchRecord) -> State:
+    world.handler = answer_at_once
+    return State.COMPLETED
+
+
+async def a_line_is_bad(world: World, record: BatchRecord) -> State:
+    files = await world.service.files()
+    files.path(await files.get(record.input_file_id, "me")).write_text("{")
+    return State.FAILED
+
+
+async def the_input_goes(world: World, record: BatchRecord) -> State:
+    files = await world.service.files()
+    files.path(await files.get(record.input_file_id, "me")).unlink()
+    return State.FAILED
+
+
+async def the_server_has_a_bug(world: World, record: BatchRecord) -> State:
+    async def bug(*_: object) -> LineResponse:
+        raise ZeroDivisionError
+
+    world.handler = bug
+    return State.FAILED
+
+
+async def cancelled_at_once(world: World, record: BatchRecord) -> State:
+    with suppress(StorageError):
+        await world.service.cancel(record.id, "me")
+    return State.CANCELLED
+
+
+async def cancelled_while_it_runs(world: World, record: BatchRecord) -> State:
+    await world.until(record, lambda _: len(world.sent) >= 2)
+    return await cancelled_at_once(world, record)
+
+
+async def it_expires(world: World, record: BatchRecord) -> State:
+    world.now += 24 * 3600
+    return State.EXPIRED
+
+
+ENDS = [
+    all_answered, a_line_is_bad, the_input_goes, the_server_has_a_bug, cancelled_at_once,
+    cancelled_while_it_runs, it_expires,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_state_that_the_disk_refused_once_is_saved_later(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[World, BatchRecord], Awaitable[State]],
+) -> None:
+    # The disk refuses each record in turn, and clients see only what was saved.
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    disk = FullOnce(monkeypatch)
+    num_before = 0
+    while disk.num_left < 0:
+        world.handler, world.sent = hang, []
+        file_id = await world.upload(lines(2))
+        disk.num_left, disk.states, disk.num_files = num_before, set(), 0
+        order = BatchOrder(input_file_id=file_id, endpoint=ENDPOINT)
+        try:
+            record = await world.service.create("me", order)
+        except StorageError:
+            assert num_before == 0
+            record = await world.service.create("me", order)
+        state = await end(world, record)
+        ended = await world.until(record, lambda current: shown(current, disk).has_ended)
+        assert ended.status == state
+        # Lines may be sent again only where their answers were not kept.
+        assert max(Counter(world.sent).values(), default=1) == 1 or state == State.FAILED
+        # Results are written once.
+        assert disk.num_files == 2 - (ended.output_file_id, ended.error_file_id).count(None)
+        num_before += 1
+        await world.restart()
+        assert await world.service.get(record.id, "me") == ended
+        output, errors = await world.results(ended)
+        assert len(output) + len(errors) in ((2,) if ended.finalizing_at else (0, 2))
+    # Beginning, end and, in most, states between were refused.
+    assert num_before > len(disk.states) >= 2
+    assert not list(world.folder.rglob("*.journal"))
+    assert not list(world.folder.rglob("new-*"))
+
+
+def shown(record: BatchRecord, disk: FullOnce) -> BatchRecord:
+    assert record.status in disk.states
+    return record
+
+
+async def test_a_cancellation_that_the_disk_refuses_is_an_error_until_it_is_saved(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def hang(*_: object) -> LineResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def refuse(*_: object) -> None:
-        raise StorageError("full")
-
     world.handler = hang
     record = await world.create(2)
     await world.until(record, lambda _: len(world.sent) == 2)
-    with monkeypatch.context() as patched:
-        patched.setattr(BatchStore, "save", refuse)
+    is_full = True
+
+    def refuse(*args: Any) -> None:
+        if is_full:
+            raise StorageError("full")
+        put(*args)
+
+    monkeypatch.setattr(store, "put", refuse)
+    for _ in range(2):
         with pytest.raises(StorageError):
             await world.service.cancel(record.id, "me")
+        assert (await world.service.get(record.id, "me")).status == State.IN_PROGRESS
+    is_full = False
+    assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    await world.restart()
     assert (await world.end_of(record)).status == State.CANCELLED
 
 
 async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:
-    async def hang(*_: object) -> LineResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     world.handler = hang
     record = await world.create(3)
     await world.until(record, lambda current: current.status == State.IN_PROGRESS)
@@ -501,6 +623,86 @@ async def test_a_folder_that_is_not_there_is_made_at_start(
     assert str(world.folder) in caplog.text
     assert await world.service.list("me", limit=1) == ([], False)
     await second.service.stop()
+
+
+async def test_a_batch_runs_though_its_client_went_while_it_was_made(world: World) -> None:
+    file_id = await world.upload(lines(2))
+    num_made = 0
+    for num_rounds in range(20):
+        order = BatchOrder(input_file_id=file_id, endpoint=ENDPOINT)
+        making = asyncio.ensure_future(world.service.create("me", order))
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
+        making.cancel()
+        with suppress(asyncio.CancelledError):
+            await making
+        # A batch is there whole or not at all.
+        batches, _ = await world.service.list("me", limit=99)
+        for batch in batches:
+            assert (await world.end_of(batch)).status == State.COMPLETED
+        num_made = len(batches)
+    assert num_made
+
+
+@pytest.mark.parametrize("num_cancels", [1, 2])
+async def test_batches_go_on_though_the_request_that_opened_the_folder_was_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch, num_cancels: int
+) -> None:
+    world.handler = hang
+    record = await world.create(2)
+    await world.service.stop()
+    world.service, world.handler = world.make(), answer_at_once
+    may_open = threading.Event()
+
+    def slow(*args: Any) -> Storage:
+        may_open.wait()
+        return Storage(*args)
+
+    monkeypatch.setattr(service, "Storage", slow)
+    opening = asyncio.ensure_future(world.service.list("me", limit=1))
+    for _ in range(num_cancels):
+        await asyncio.sleep(0)
+        opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    others = [asyncio.ensure_future(world.service.get(record.id, "me")) for _ in range(2)]
+    await asyncio.sleep(0)
+    may_open.set()
+    assert [batch.id for batch in await asyncio.gather(*others)] == [record.id] * 2
+    assert (await world.end_of(record)).status == State.COMPLETED
+
+
+async def test_an_opener_that_is_cancelled_alone_leaves_no_batch_waiting(world: World) -> None:
+    world.handler = hang
+    await world.create(2)
+    await world.service.stop()
+    world.service, world.handler, world.sent = world.make(), answer_at_once, []
+    opening = asyncio.ensure_future(world.service.list("me", limit=1))
+    await asyncio.sleep(0)
+    opening.cancel()
+    while not world.sent:  # noqa: ASYNC110 - a line of the earlier batch is sent at last
+        await asyncio.sleep(0)
+
+
+async def test_a_file_of_results_that_cannot_be_begun_leaves_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    files = await world.service.files()
+    begin, calls = files.begin, 0
+
+    async def begin_or_fail(*, is_limited: bool = True) -> Upload:
+        nonlocal calls
+        calls += not is_limited
+        if calls == 2:
+            raise StorageError("full")
+        return await begin(is_limited=is_limited)
+
+    monkeypatch.setattr(files, "begin", begin_or_fail)
+    record = await world.end_of(await world.create(2))
+    assert (record.status, calls) == (State.COMPLETED, 4)
+    assert not list(world.folder.rglob("new-*"))
+    assert files._uploads == set()
 
 
 async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> None:

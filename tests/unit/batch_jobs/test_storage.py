@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlx_parallm.batch_jobs import store
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.journal import Entry, Journal
-from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
+from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State, entering
 from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.storage.database import Connection, Database
 from mlx_parallm.storage.ids import IdMaker
@@ -48,6 +48,8 @@ FAR = 4_000_000_000
 FILES = [a_file(), a_file("0123456789abcdef", "fine-tune"), a_file("", "batch_output", FAR)]
 BATCHES = [a_batch(FILES[0], State.IN_PROGRESS), a_batch(FILES[1], State.COMPLETED)]
 UNREADABLE = ("file-4.json", "file-4.data", "file-5.json", "file-6.json")
+# RESTS: what is left of an upload, of a deletion, and of records that were being written.
+RESTS = ("files/file-7.data", "files/file-7.part", "files/file-5.part", "batches/batch_7.part")
 
 
 def write_former(folder: Path) -> None:
@@ -65,6 +67,8 @@ def write_former(folder: Path) -> None:
     (files / "file-4.json").write_text("{")
     (files / "file-4.data").write_text("half")
     (files / "file-5.json").write_text(json.dumps({"id": "file-5"}))
+    for name in RESTS:
+        (folder / name).write_text("half")
     # Its content is lost.
     (files / "file-6.json").write_text(json.dumps(asdict(replace(FILES[0], id="file-6"))))
 
@@ -127,9 +131,9 @@ def test_the_former_layout_is_imported_once(
 
 def test_a_record_wins_over_a_file_of_the_former_layout_that_is_back(tmp_path: Path) -> None:
     write_former(tmp_path)
-    ended = replace(BATCHES[0], status=State.COMPLETED)
+    ended = replace(BATCHES[0])
     with closing(Storage(tmp_path, LIMITS)) as storage:
-        asyncio.run(storage.batches.save(ended))
+        asyncio.run(storage.batches.change(ended, status=State.COMPLETED))
     (tmp_path / "batches" / f"{ended.id}.json").write_text(json.dumps(asdict(BATCHES[0])))
     assert next(batch for batch in Found.of(tmp_path).batches if batch.id == ended.id) == ended
 
@@ -397,8 +401,7 @@ async def test_a_file_whose_record_is_spoilt_in_service_is_found_by_its_content(
         assert storage.files.path(again).read_bytes() == file.id[-7:].encode()
         batch = BATCHES[0]
         batch = await storage.batches.get(batch.id, batch.owner)
-        batch.move(State.FAILED, 0)
-        await storage.batches.save(batch)
+        await storage.batches.change(batch, **entering(State.FAILED, 0))
         await storage.files.delete(file.id, file.owner)
         assert storage.files._stored == 4096 * (len(FILES) - 1)
     assert caplog.text.count(f"the record {file.id!r} of the table files cannot be read") == 1
@@ -452,8 +455,8 @@ async def test_a_batch_that_has_ended_is_read_from_the_database(storage: Storage
     await storage.batches.add(batch)
     assert await storage.batches.get(batch.id, "me") is batch
     assert storage.batches.unfinished("me") == [batch]
-    batch.move(State.COMPLETED, 7)
-    await storage.batches.save(batch)
+    await storage.batches.change(batch, **entering(State.COMPLETED, 7))
+    assert (batch.status, batch.completed_at) == (State.COMPLETED, 7)
     assert storage.batches.unfinished() == []
     read = await storage.batches.get(batch.id, "me")
     assert read == batch
