@@ -23,11 +23,11 @@ from mlx_parallm.peers.messages import (
     LoadProgress,
     Query,
     Ready,
-    Reply,
     StartEngines,
     Withdraw,
     find_remote_code,
 )
+from mlx_parallm.peers.replies import send_reply
 from mlx_parallm.peers.silence import beat
 from mlx_parallm.process_setup.garbage import spare_garbage_collection
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
@@ -162,8 +162,4 @@ class _EnginePeer:
             self._answer(number, done.result)
 
     def _reply(self, number: int, value: Any) -> None:
-        try:
-            self._channel.send(Reply(value), number)
-        except ControlError as refusal:
-            logger.exception("a reply cannot be sent")
-            self._channel.send(Reply(refusal), number)
+        send_reply(self._channel.send, number, value)

@@ -11,10 +11,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -27,7 +26,15 @@ from mlx_parallm.engine.life import END_TIMEOUT_S, QUERY_TIMEOUT_S, Deliver, Eng
 from mlx_parallm.engine.models import Ask, EngineState
 from mlx_parallm.engine.status import Readiness, StateQuery
 from mlx_parallm.engine.thread_streams import free_streams
-from mlx_parallm.peers.channel import Channel, Packed, UnreadableError, pack, pack_shared
+from mlx_parallm.peers.channel import (
+    KEEPS_COPIES,
+    Channel,
+    Packed,
+    SharedFile,
+    UnreadableError,
+    pack,
+    pack_shared,
+)
 from mlx_parallm.peers.launch import DEATH_TIMEOUT_S, end, launch
 from mlx_parallm.peers.messages import (
     Beat,
@@ -41,13 +48,12 @@ from mlx_parallm.peers.messages import (
     Withdraw,
     find_remote_code,
 )
+from mlx_parallm.peers.replies import Replies
 from mlx_parallm.peers.silence import CHECKS, Pulse, watched
 from mlx_parallm.types.errors import (
     ConfigError,
-    ControlError,
     EngineDeadError,
     EngineSilentError,
-    ParallmError,
 )
 
 logger = logging.getLogger(__name__)
@@ -372,60 +378,41 @@ class Link:
         is_ending: True if the process was asked to stop.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, keeps_copies: bool = KEEPS_COPIES) -> None:
+        """Begin; ``keeps_copies``: a file stays open here until the reply to its message."""
         self._channel = channel
-        self._numbers = count(1)
-        self._replies: dict[int, Callable[[Any], None]] = {}
-        self._queries: dict[int, Future[Any]] = {}
+        self._keeps_copies = keeps_copies
+        self._replies = Replies()
+        self._files: dict[int, SharedFile] = {}
         self.is_ending = False
 
     def send(self, message: Command | PendingQuery | WithdrawnQuery) -> None:
         """Send a command or a query; raise OSError if the process is gone."""
         if isinstance(message, PendingQuery):
-            number = message.number = next(self._numbers)
-            self._queries[number] = message.answer
-            self._send(partial(pack, Query(message.ask)), number)
+            query = partial(pack, Query(message.ask))
+            message.number = self._replies.ask(message.answer, query, self._send)
         elif isinstance(message, WithdrawnQuery):
-            self._queries.pop(message.query.number, None)
+            self._replies.forget(message.query.number)
             self._channel.send(Withdraw(), message.query.number)
         elif isinstance(message, Abort | Stop):
             self.is_ending = self.is_ending or isinstance(message, Stop)
             self._channel.send(message)
         else:
-            number = next(self._numbers)
-            self._replies[number] = message.reply
-            self._send(partial(_packed, message), number)
+            self._replies.ask(message.reply, partial(_packed, message), self._send)
 
     def settle(self, number: int, value: Any) -> None:
         """Give the result of the command or query of this number to its caller."""
-        query = self._queries.pop(number, None)
-        if query is not None:
-            _settle(query, value)
-        elif (reply := self._replies.pop(number, None)) is not None:
-            reply(value)
+        self._files.pop(number, None)
+        self._replies.settle(number, value)
 
     def fail(self) -> None:
         """Fail the queries, because the process is gone. Commands are failed by the mailbox."""
-        while self._queries:
-            _, query = self._queries.popitem()
-            _settle(query, EngineDeadError("The engine's process has ended."))
+        self._replies.fail(EngineDeadError("The engine's process has ended."))
 
-    def _send(self, packed: Callable[[], Packed], number: int) -> None:
-        try:
-            self._channel.send_packed(packed(), number)
-        except ControlError as refusal:
-            logger.exception("a command cannot be sent")
-            self.settle(number, refusal)
-
-
-def _settle(future: Future[Any], value: Any) -> None:
-    try:
-        if isinstance(value, ParallmError):
-            future.set_exception(value)
-        else:
-            future.set_result(value)
-    except InvalidStateError:
-        logger.debug("an answer came after its caller was cancelled")
+    def _send(self, message: Packed, number: int) -> None:
+        if self._keeps_copies and message.file is not None:
+            self._files[number] = message.file
+        self._channel.send_packed(message, number)
 
 
 def _packed(command: Submit | Call) -> Packed:

@@ -13,15 +13,16 @@ from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
 from mlx_parallm.engine.models import EngineState, PackedModel, ServedModel
 from mlx_parallm.engine.status import CheckRoom
+from mlx_parallm.peers.channel import UnreadableError
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
     Known,
     Open,
     Query,
-    Reply,
     Wait,
 )
+from mlx_parallm.peers.replies import send_reply
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
 from mlx_parallm.types.events import ErrorEvent
@@ -82,6 +83,9 @@ class HttpPeer:
                 self._begin(number, self._core.wait(name))
             case Query(question, key):
                 self._begin(number, self._ask(question, key))
+            case UnreadableError():
+                logger.error("a question of an HTTP process cannot be read", exc_info=message)
+                send_reply(self._wire.send, number, message)
             case Known():
                 if (known := self._acknowledged.pop(number, None)) is not None:
                     _acknowledge(known)
@@ -182,7 +186,7 @@ class HttpPeer:
             logger.exception("a question of an HTTP process failed")
             value = EngineDeadError("The server failed to answer.")
         self.show()
-        self._wire.send(Reply(value), number)
+        send_reply(self._wire.send, number, value)
 
     def _forward(self, reader: ForwardingReader, event: Event) -> None:
         if not self._events:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
-from mlx_parallm.peers.channel import Incoming, pack
+from mlx_parallm.peers.channel import Incoming, Packed, UnreadableError, pack
 
 
 class Wire(asyncio.Protocol):
@@ -20,7 +20,8 @@ class Wire(asyncio.Protocol):
         """Prepare; see ``connect``.
 
         Args:
-            take: called with each message and its number.
+            take: called with each message and its number; with an UnreadableError in place of a
+                question or reply that cannot be unpickled here.
             on_lost: called once the other end is gone, or this end was closed.
         """
         self._take = take
@@ -38,9 +39,12 @@ class Wire(asyncio.Protocol):
         Raises:
             ControlError: it cannot be pickled.
         """
-        packed = pack(message)
+        self.send_packed(pack(message), number)
+
+    def send_packed(self, message: Packed, number: int = 0) -> None:
+        """Send a message that was packed for several wires; see ``send``."""
         if self._transport is not None and not self._transport.is_closing():
-            for part in packed.parts(number):
+            for part in message.parts(number):
                 self._transport.write(part)
 
     def close(self) -> None:
@@ -62,7 +66,13 @@ class Wire(asyncio.Protocol):
         left = memoryview(data)
         while left:
             size = self._incoming.missing
-            taken = self._incoming.feed(left[:size])
-            left = left[size:]
+            piece, left = left[:size], left[size:]
+            try:
+                taken = self._incoming.feed(piece)
+            except UnreadableError as problem:
+                if not problem.number:
+                    # No caller waits for it, and both ends would differ from now on.
+                    raise
+                taken = problem, problem.number
             if taken is not None:
                 self._take(*taken)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
@@ -18,6 +18,7 @@ from mlx_parallm.engine.mailbox import OpenStreams
 from mlx_parallm.engine.models import EngineState, ServedModel
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.status import CheckRoom, ModelStatus
+from mlx_parallm.peers.channel import UnreadableError, pack
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
@@ -28,6 +29,7 @@ from mlx_parallm.peers.messages import (
     StartHttp,
     Wait,
 )
+from mlx_parallm.peers.replies import Recipient, Replies
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.types.errors import ModelNotFoundError, ParallmError
 from mlx_parallm.types.request import WeightsVersion
@@ -70,8 +72,7 @@ class RemoteClient:
         self._wire = wire
         self._on_shared = on_shared
         self._streams = OpenStreams()
-        self._numbers = count(1)
-        self._answers: dict[int, asyncio.Future[Any] | Future[Any]] = {}
+        self._replies = Replies()
         self._models: dict[int, ServedModel] = {}
         self._statuses: list[ModelStatus] = []
         self._by_name: dict[str, ModelStatus] = {}
@@ -85,7 +86,10 @@ class RemoteClient:
                 for request_id in self._streams.dispatch(message.events):
                     self._wire.send(Abort(request_id=request_id))
             case Reply(value):
-                self._settle(number, value)
+                self._replies.settle(number, value)
+            case UnreadableError() if number:
+                logger.error("a reply cannot be read", exc_info=message)
+                self._replies.settle(number, message)
             case Catalog():
                 self._note(message)
             case Known():
@@ -159,7 +163,7 @@ class RemoteClient:
         try:
             return await answer
         finally:
-            self._answers.pop(number, None)
+            self._replies.forget(number)
 
     def _ask_engine(
         self, question: Callable[[EngineState], Any], key: Hashable = None
@@ -169,20 +173,8 @@ class RemoteClient:
         self._loop.call_soon_threadsafe(self._send, Query(question, key), answer)
         return answer
 
-    def _send(self, question: Any, answer: asyncio.Future[Any] | Future[Any]) -> int:
-        number = next(self._numbers)
-        self._answers[number] = answer
-        self._wire.send(question, number)
-        return number
-
-    def _settle(self, number: int, value: Any) -> None:
-        answer = self._answers.pop(number, None)
-        if answer is None or answer.done():
-            return
-        if isinstance(value, ParallmError):
-            answer.set_exception(value)
-        else:
-            answer.set_result(value)
+    def _send(self, question: Any, recipient: Recipient) -> int:
+        return self._replies.ask(recipient, partial(pack, question), self._wire.send_packed)
 
     def _note(self, catalog: Catalog) -> None:
         self._loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +18,7 @@ from mlx_parallm.peers.requests import HttpPeer
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote_client import RemoteClient
-from mlx_parallm.types.errors import ModelNotFoundError, ShuttingDownError
+from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ShuttingDownError
 from mlx_parallm.types.events import FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from tests.fakes import FakeRunner, spell
@@ -156,17 +156,63 @@ async def test_what_applications_share_is_known_before_the_next_answer(pair: Pai
 
 async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncEngine) -> None:
     pair = Pair(engine)
-    number = 1
-    for is_late in (True, False):
+    for number, is_late in enumerate((True, False), 2):
         impatient = asyncio.create_task(pair.peer.settle())
         await asyncio.sleep(0)
         impatient.cancel()
         with pytest.raises(asyncio.CancelledError):
             await impatient
-        number += 1
         if is_late:
             assert pair.peer.take(Known(), number)
     waiting = asyncio.create_task(pair.peer.settle())
     await asyncio.sleep(0)
     await pair.peer.leave()
     await waiting
+
+
+class Unreadable:
+    """Cannot be made where it arrives."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return __import__, ("no_such_module",)
+
+
+async def test_what_cannot_be_read_or_sent_is_an_error_of_its_caller(
+    pair: Pair, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let the connection live on."""
+    for question, why in ((Unreadable(), "no_such_module"), (lambda: None, "pickle")):
+        with pytest.raises(ControlError, match=why):
+            await pair.remote._ask(question)
+        asked = pair.remote._ask_engine(cast(Any, question))
+        with pytest.raises(ControlError, match=why):
+            await asyncio.wrap_future(asked)
+
+    async def answer(*_: object) -> Unreadable:
+        return Unreadable()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "wait", answer)
+        with pytest.raises(ControlError, match="no_such_module"):
+            await pair.remote.wait("m")
+    assert len(await events_of(pair.remote, make_request("a"))) > 0
+
+
+async def test_a_reply_that_cannot_be_sent_is_an_error_of_its_caller(
+    pair: Pair, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(*_: object) -> object:
+        return lambda: None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "wait", answer)
+        with pytest.raises(ControlError, match="pickle"):
+            await pair.remote.wait("m")
+    assert len(await events_of(pair.remote, make_request("a"))) > 0
+
+
+async def test_events_that_cannot_be_read_end_the_connection(pair: Pair) -> None:
+    lost = asyncio.Event()
+    pair.here._on_lost = lost.set
+    pair.there.send(Unreadable())
+    await lost.wait()
