@@ -193,19 +193,25 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownModel:
+    """To an HTTP process: what is known of a model, before the first catalog that has it."""
+
+    number: int
+    model: PackedModel
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """To an HTTP process: what requests may name, whenever that has changed.
 
     Attributes:
         statuses: the models, without what is known of them but with the number of that.
-        models: what is known of models, by numbers that were not sent before.
         adapters: the loaded adapters by name.
         versions: of the models' weights.
         shared: what the application shares with those of other processes.
     """
 
     statuses: Sequence[tuple[ModelStatus, int | None]]
-    models: Mapping[int, PackedModel]
     adapters: Mapping[str, AdapterInfo]
     versions: Mapping[str, WeightsVersion]
     shared: Any = None

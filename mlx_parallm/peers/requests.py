@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.models import EngineState, PackedModel, ServedModel
+from mlx_parallm.engine.models import EngineState, ServedModel
 from mlx_parallm.engine.status import CheckRoom
-from mlx_parallm.peers.channel import UnreadableError
+from mlx_parallm.peers.channel import Packed, UnreadableError, pack
 from mlx_parallm.peers.messages import (
     Catalog,
     Events,
     Known,
+    KnownModel,
     Open,
     Query,
     Wait,
@@ -44,27 +45,87 @@ class Shared(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """A model as it is sent; ``model`` is kept, so that another one is not taken for it."""
+
+    number: int
+    model: ServedModel
+    packed: Packed
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCatalog:
+    """A catalog as it is sent, and the models in it."""
+
+    packed: Packed
+    models: Sequence[_Sent]
+
+
+class Catalogs:
+    """The models, adapters and versions as they are now, pickled once for all HTTP processes.
+
+    Lives on the event loop.
+    """
+
+    def __init__(self, core: EngineCore, shared: Shared) -> None:
+        """Begin without a catalog; ``shared`` is what applications share."""
+        self._core = core
+        self._shared = shared
+        self._numbers = count(1)
+        self._seen: tuple[Any, ...] = ()
+        self._latest: PackedCatalog | None = None
+
+    def latest(self) -> PackedCatalog:
+        """Return the catalog: the same object while nothing changes.
+
+        Raises:
+            ControlError: a model cannot be pickled.
+        """
+        statuses, control = self._core.statuses(), self._core.control
+        seen = (statuses, control.names.known, control.versions, self._shared.number)
+        if self._latest is None or seen != self._seen:
+            models = [self._sent(status.model) for status in statuses]
+            rows = [
+                (replace(status, model=None), None if model is None else model.number)
+                for status, model in zip(statuses, models, strict=True)
+            ]
+            shared = self._shared.value()
+            packed = pack(Catalog(rows, control.names.known, control.versions, shared))
+            self._latest = PackedCatalog(packed, [each for each in models if each is not None])
+            self._seen = seen
+        return self._latest
+
+    def _sent(self, model: ServedModel | None) -> _Sent | None:
+        if model is None:
+            return None
+        for known in () if self._latest is None else self._latest.models:
+            if known.model is model:
+                return known
+        number = next(self._numbers)
+        return _Sent(number, model, pack(KnownModel(number, model.packed())))
+
+
 class HttpPeer:
     """Carries out the requests of one HTTP process. Lives on the event loop."""
 
-    def __init__(self, core: EngineCore, wire: Wire, shared: Shared) -> None:
+    def __init__(self, core: EngineCore, wire: Wire, catalogs: Catalogs) -> None:
         """Begin without requests.
 
         Args:
             core: the engines.
             wire: to the HTTP process.
-            shared: what applications share.
+            catalogs: what HTTP processes know.
         """
         self._core = core
         self._wire = wire
-        self._shared = shared
+        self._catalogs = catalogs
         self._open: dict[str, ForwardingReader] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[None]] = set()
         self._events: list[Event] = []
-        self._models: dict[int, ServedModel] = {}
+        self._sent: PackedCatalog | None = None
         self._numbers = count(1)
-        self._sent: tuple[Any, ...] = ()
         self._acknowledged: dict[int, asyncio.Future[None]] = {}
         self._is_gone = False
 
@@ -95,26 +156,15 @@ class HttpPeer:
 
     def show(self) -> None:
         """Send the catalog if it has changed."""
-        statuses = self._core.statuses()
-        names, control = self._core.control.names, self._core.control
-        seen = (statuses, names.known, control.versions, self._shared.number)
-        if seen == self._sent or self._is_gone:
+        latest = self._catalogs.latest()
+        if latest is self._sent or self._is_gone:
             return
-        self._sent = seen
-        known = {id(model): number for number, model in self._models.items()}
-        fresh: dict[int, PackedModel] = {}
-        rows: list[tuple[Any, int | None]] = []
-        for status in statuses:
-            number = None
-            if status.model is not None:
-                number = known.get(id(status.model)) or next(self._numbers)
-                if number not in self._models:
-                    self._models[number] = status.model
-                    fresh[number] = status.model.packed()
-            rows.append((replace(status, model=None), number))
-        kept = {number for _, number in rows}
-        self._models = {key: model for key, model in self._models.items() if key in kept}
-        self._wire.send(Catalog(rows, fresh, names.known, control.versions, self._shared.value()))
+        known = () if self._sent is None else self._sent.models
+        self._sent = latest
+        for model in latest.models:
+            if model not in known:
+                self._wire.send_packed(model.packed)
+        self._wire.send_packed(latest.packed)
 
     async def settle(self) -> None:
         """Return once the HTTP process has the catalog as it is now, or is gone."""

@@ -23,6 +23,7 @@ from mlx_parallm.peers.messages import (
     Catalog,
     Events,
     Known,
+    KnownModel,
     Open,
     Query,
     Reply,
@@ -90,6 +91,9 @@ class RemoteClient:
             case UnreadableError() if number:
                 logger.error("a reply cannot be read", exc_info=message)
                 self._replies.settle(number, message)
+            case KnownModel():
+                self._loop = asyncio.get_running_loop()
+                self._models[message.number] = message.model.unpack(self._ask_engine)
             case Catalog():
                 self._note(message)
             case Known():
@@ -177,9 +181,6 @@ class RemoteClient:
         return self._replies.ask(recipient, partial(pack, question), self._wire.send_packed)
 
     def _note(self, catalog: Catalog) -> None:
-        self._loop = asyncio.get_running_loop()
-        for number, packed in catalog.models.items():
-            self._models[number] = packed.unpack(self._ask_engine)
         self._statuses = [
             status if number is None else replace(status, model=self._models[number])
             for status, number in catalog.statuses

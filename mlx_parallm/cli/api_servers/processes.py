@@ -19,7 +19,7 @@ from mlx_parallm.engine.parallel.member import delay_after
 from mlx_parallm.peers.connections import ConnectionPipe, Handover
 from mlx_parallm.peers.launch import launch
 from mlx_parallm.peers.messages import Closed, Counted, Ready, StartHttp
-from mlx_parallm.peers.requests import HttpPeer, Shared
+from mlx_parallm.peers.requests import Catalogs, HttpPeer, Shared
 from mlx_parallm.peers.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class HttpProcesses:
         self._core = core
         self._start = start
         self._command = command
-        self._shared = shared
+        self._catalogs = Catalogs(core, shared)
         self._adopt = adopt
         self._count = count
         self._processes: list[_Process] = []
@@ -204,7 +204,7 @@ class HttpProcesses:
 
         wire = Wire(take, end)
         pipe = ConnectionPipe(pipe_end, self._adopt, on_lost=lambda: None)
-        box.append(_Process(child, wire, pipe, HttpPeer(self._core, wire, self._shared)))
+        box.append(_Process(child, wire, pipe, HttpPeer(self._core, wire, self._catalogs)))
         self._processes.append(box[0])
         await wire.connect(wire_end)
         wire.send(self._start)

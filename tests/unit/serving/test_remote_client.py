@@ -13,8 +13,10 @@ import pytest
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.kind import GENERATION
-from mlx_parallm.peers.messages import Known, StartHttp
-from mlx_parallm.peers.requests import HttpPeer
+from mlx_parallm.peers import requests
+from mlx_parallm.peers.channel import Packed, pack
+from mlx_parallm.peers.messages import Catalog, Known, KnownModel, StartHttp
+from mlx_parallm.peers.requests import Catalogs, HttpPeer
 from mlx_parallm.peers.wire import Wire
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.remote_client import RemoteClient
@@ -38,13 +40,13 @@ class Counted:
 class Pair:
     """An HTTP process and the process with the engines, on one event loop."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, catalogs: Catalogs | None = None) -> None:
         start = StartHttp(engine.config, ServerConfig(), 64, "127.0.0.1", 2)
         self.shared = Counted()
         self.seen: list[Any] = []
         self.here = Wire(self._take_here, lambda: None)
         self.there = Wire(self._take_there, lambda: None)
-        self.peer = HttpPeer(engine, self.there, self.shared)
+        self.peer = HttpPeer(engine, self.there, catalogs or Catalogs(engine, self.shared))
         self.remote = RemoteClient(start, self.here, self.seen.append)
 
     def _take_here(self, message: Any, number: int) -> None:
@@ -156,7 +158,7 @@ async def test_what_applications_share_is_known_before_the_next_answer(pair: Pai
 
 async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncEngine) -> None:
     pair = Pair(engine)
-    for number, is_late in enumerate((True, False), 2):
+    for number, is_late in enumerate((True, False), 1):
         impatient = asyncio.create_task(pair.peer.settle())
         await asyncio.sleep(0)
         impatient.cancel()
@@ -168,6 +170,35 @@ async def test_a_process_that_answers_too_late_or_never_can_leave(engine: AsyncE
     await asyncio.sleep(0)
     await pair.peer.leave()
     await waiting
+
+
+async def test_catalogs_are_pickled_once_for_all_processes(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[type] = []
+
+    def noting(message: Any) -> Packed:
+        packed.append(type(message))
+        return pack(message)
+
+    monkeypatch.setattr(requests, "pack", noting)
+    shared = Counted()
+    catalogs = Catalogs(engine, shared)
+    pairs = [Pair(engine, catalogs) for _ in range(3)]
+    for pair in pairs[:2]:
+        await pair.connect()
+    assert packed == [KnownModel, Catalog]
+    shared.number = 1
+    for pair in pairs[:2]:
+        await pair.peer.settle()
+    # One that is started later gets the models, too.
+    await pairs[2].connect()
+    assert packed == [KnownModel, Catalog, Catalog]
+    for pair in pairs:
+        assert len(await events_of(pair.remote, make_request(str(id(pair))))) > 0
+        assert pair.seen[-1] == "change 1"
+        pair.here.close()
+        pair.there.close()
 
 
 class Unreadable:
@@ -184,9 +215,9 @@ async def test_what_cannot_be_read_or_sent_is_an_error_of_its_caller(
     for question, why in ((Unreadable(), "no_such_module"), (lambda: None, "pickle")):
         with pytest.raises(ControlError, match=why):
             await pair.remote._ask(question)
-        asked = pair.remote._ask_engine(cast(Any, question))
+        answer_later = pair.remote._ask_engine(cast(Any, question))
         with pytest.raises(ControlError, match=why):
-            await asyncio.wrap_future(asked)
+            await asyncio.wrap_future(answer_later)
 
     async def answer(*_: object) -> Unreadable:
         return Unreadable()
