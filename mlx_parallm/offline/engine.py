@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Literal, TypeVar, cast
+
+from typing_extensions import override
 
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.generation.model import GenerationModel
@@ -33,17 +37,22 @@ class OfflineEngine:
 
     def __init__(self, client: AsyncEngine) -> None:
         """Start an engine; raise as ``EngineCore.start`` does."""
+        # One that was collected lately may still have the memory that this one needs.
+        _wait_for_ending()
         self.client = client
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._thread = _LoopThread(client)
+        # An interpreter that exits calls ``end``, which waits.
+        weakref.finalize(self, self._thread.begin_end).atexit = False
         try:
+            self._thread.start()
+            atexit.register(self._thread.end)
             self.client.start()
         except BaseException:
             # An interrupt, too, ends the load.
-            self.client.stop()
+            self.close()
             raise
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._thread = _LoopThread()
-        self._end = weakref.finalize(self, _end_anywhere, self._owner, self.client, self._thread)
 
     @property
     def model(self) -> GenerationModel | PoolingModel:
@@ -76,13 +85,15 @@ class OfflineEngine:
             raise
 
     def close(self) -> None:
-        """End the engine; its memory is free, and its processes have ended, when this returns."""
+        """End the engine; its memory is free, and its processes have ended, when this returns.
+
+        If it is interrupted, the engine ends all the same, and another call waits for that.
+        """
         if os.getpid() != self._owner:
             return
         with self._lock:
-            is_first = self._end.detach() is not None
-        if is_first:
-            _end(self.client, self._thread)
+            self._thread.begin_end()
+        self._thread.end()
 
     def _check_open(self) -> None:
         if os.getpid() != self._owner:
@@ -90,7 +101,7 @@ class OfflineEngine:
             raise InvalidRequestError(
                 "This LLM belongs to the process that this one was forked from; make another one."
             )
-        if not self._end.alive:
+        if self._thread.is_ending:
             raise InvalidRequestError("This LLM is closed.")
 
 
@@ -123,53 +134,71 @@ def open_engine(
     return OfflineEngine(AsyncEngine(config, life=life))
 
 
-class _LoopThread:
-    """A thread that runs an event loop.
+class _LoopThread(threading.Thread):
+    """A thread that runs an event loop, and ends the engine that it serves.
+
+    Only this thread ends the engine: a caller may be interrupted, and garbage may be collected on
+    any thread, at any point, while that thread holds locks that others need in order to end.
 
     Attributes:
-        loop: takes callbacks until ``end``.
+        loop: takes callbacks until the end begins.
+        is_ending: True once the end begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, client: AsyncEngine) -> None:
+        super().__init__(name="requests", daemon=True)
         self.loop = asyncio.new_event_loop()
-        self._is_ending = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="requests", daemon=True)
-        self._thread.start()
+        self.is_ending = False
+        self._client = client
+        self._owner = os.getpid()
+        self._end_begins = asyncio.Event()
+        self._has_ended = threading.Event()
 
-    def _run(self) -> None:
-        # A Runner would start a thread at its end, which an interpreter that exits refuses.
-        self.loop.run_until_complete(self._serve())
-        self.loop.close()
+    @override
+    def run(self) -> None:
+        """Serve until the end begins, then end the engine."""
+        try:
+            # A Runner would start a thread at its end, which an interpreter that exits refuses.
+            self.loop.run_until_complete(self._serve())
+        finally:
+            self._client.stop()
+            self.loop.close()
+            atexit.unregister(self.end)
+            self._has_ended.set()
 
     async def _serve(self) -> None:
-        await self._is_ending.wait()
+        await self._end_begins.wait()
+        await self._client.drain(0.0, "The LLM was closed.")
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
+    def begin_end(self) -> None:
+        """Let the engine end, without waiting for that; nothing happens in a forked process.
+
+        No lock is taken, so a finalizer may call this.
+        """
+        if os.getpid() != self._owner:
+            return
+        self.is_ending = True
+        # A closed loop raises: the engine has ended.
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._end_begins.set)
+
     def end(self) -> None:
-        """Cancel what runs on the loop, and wait for its end."""
-        self.loop.call_soon_threadsafe(self._is_ending.set)
-        self._thread.join()
+        """Let the engine end, and wait for that: an interpreter that exits would not wait."""
+        self.begin_end()
+        # It may have been interrupted before it was started, and it does not run in a fork.
+        if self.is_alive():
+            # A ``join`` that is interrupted makes CPython take a thread that runs for one that has
+            # ended.
+            self._has_ended.wait()
+            self.join()
 
 
-def _end(client: AsyncEngine, thread: _LoopThread) -> None:
-    """End what other threads wait for, then the engine, then the loop."""
-    ending = client.drain(0.0, "The LLM was closed.")
-    asyncio.run_coroutine_threadsafe(ending, thread.loop).result()
-    client.stop()
-    thread.end()
-
-
-def _end_anywhere(owner: int, client: AsyncEngine, thread: _LoopThread) -> None:
-    """``_end`` from a thread that may be one of those that it waits for, or a forked process.
-
-    Garbage is collected on any thread; the main thread is none of them.
-    """
-    if os.getpid() != owner:
-        return
-    if threading.current_thread() is threading.main_thread():
-        _end(client, thread)
-    else:
-        threading.Thread(target=_end, args=(client, thread)).start()
+def _wait_for_ending() -> None:
+    """Return once the engines have ended that were collected."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _LoopThread) and thread.is_ending:
+            thread.end()

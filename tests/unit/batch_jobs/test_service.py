@@ -255,7 +255,8 @@ class MortalEngine:
         # Set once the life has ended.
         self._end = asyncio.Event()
 
-    async def __call__(self, _: str, body: dict[str, Any]) -> LineResponse:
+    async def __call__(self, owner: str, body: dict[str, Any]) -> LineResponse:
+        del owner
         end = self._end
         if end.is_set():
             self.num_refused += 1

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import linecache
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.kind import BuiltModel
+from mlx_parallm.offline import engine as engine_module
 from mlx_parallm.offline.completions import RequestOutput
 from mlx_parallm.offline.engine import OfflineEngine
 from mlx_parallm.offline.generation import run
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -112,8 +119,12 @@ def test_calls_of_several_threads_run_side_by_side(engine: OfflineEngine, runner
     first, results = on_a_thread(lambda: said(run(requests("a"), engine, None)))
     runner.reached.wait()
     second, more = on_a_thread(lambda: said(run(requests("b"), engine, None)))
+
+    async def num_open(client: AsyncEngine) -> int:
+        return len(client.open_requests())
+
     # The second does not wait for the end of the first.
-    while len(engine.client.open_requests()) < 2:
+    while engine.call(num_open) < 2:
         pass
     runner.open.set()
     first.join()
@@ -225,6 +236,205 @@ def test_a_coroutine_ends_when_another_thread_closes(engine: OfflineEngine) -> N
     assert isinstance(results[0], RequestAbortedError)
 
 
+def interrupted_at_line(work: Callable[[], Any], last: int) -> bool:
+    """Interrupt work at a line of the engine's module; return False if it ran fewer lines."""
+    num_lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal num_lines
+        if frame.f_code.co_filename != engine_module.__file__:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # The line of a block is visited again before its lock is released, where the interpreter
+        # looks for no signal.
+        if event == "line" and not line.lstrip().startswith("with "):
+            num_lines += 1
+            if num_lines == last:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_close_that_is_interrupted_anywhere_can_be_repeated() -> None:
+    before = set(threading.enumerate())
+    last = 0
+    for last in count(1):
+        engine = OfflineEngine(engine_of(builder(FakeRunner(spell(HELLO)))))
+        was_interrupted = interrupted_at_line(engine.close, last)
+        engine.close()
+        assert set(threading.enumerate()) == before
+        with pytest.raises(InvalidRequestError, match="closed"):
+            run(requests("a"), engine, None)
+        if not was_interrupted:
+            break
+    assert last > 5
+
+
+# The event loop of a thread that was not started is closed by its collection.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_start_that_is_interrupted_anywhere_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    kept: list[OfflineEngine] = []
+
+    def start() -> None:
+        kept.append(OfflineEngine(engine_of(builder(FakeRunner(spell(HELLO))))))
+        kept[-1].close()
+
+    last = 0
+    for last in count(1):
+        was_interrupted = interrupted_at_line(start, last)
+        kept.clear()
+        gc.collect()
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+        if not was_interrupted:
+            break
+    assert last > 10
+
+
+def test_an_interrupt_ends_the_wait_of_a_close(engine: OfflineEngine, runner: Gate) -> None:
+    runner.open.clear()
+    caller, _ = on_a_thread(lambda: run(requests("a"), engine, None))
+    runner.reached.wait()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        while not engine._thread.is_ending:
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    thread.join()
+    caller.join()
+    runner.open.set()
+    engine.close()
+    assert not {"engine", "requests"} & {thread.name for thread in threading.enumerate()}
+
+
+def test_every_close_returns_once_the_engine_has_ended(engine: OfflineEngine, runner: Gate) -> None:
+    runner.open.clear()
+    caller, _ = on_a_thread(lambda: run(requests("a"), engine, None))
+    runner.reached.wait()
+
+    def close() -> set[str]:
+        engine.close()
+        return {"engine", "requests"} & {thread.name for thread in threading.enumerate()}
+
+    first, left = on_a_thread(close)
+    while not engine._thread.is_ending:
+        pass
+    second, also_left = on_a_thread(close)
+    runner.open.set()
+    for thread in (caller, first, second):
+        thread.join()
+    assert left == also_left == [set()]
+
+
+class Held:
+    """The end of an engine, which needs a lock.
+
+    Attributes:
+        has_ended: set once it has ended.
+    """
+
+    def __init__(self, engine: OfflineEngine) -> None:
+        self.lock = threading.Lock()
+        self.has_ended = threading.Event()
+        self._stop = engine.client.stop
+        engine.client.stop = self  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        with self.lock:
+            self._stop()
+        self.has_ended.set()
+
+
+def collected() -> Held:
+    """Return the end of an engine that garbage collection will find."""
+    engine = OfflineEngine(engine_of(builder(FakeRunner(spell(HELLO)))))
+    cycle: list[Any] = [engine]
+    cycle.append(cycle)
+    return Held(engine)
+
+
+def test_a_collection_takes_no_lock_that_the_end_needs() -> None:
+    end = collected()
+    with end.lock:
+        gc.collect()
+        assert not end.has_ended.is_set()
+    end.has_ended.wait()
+
+
+def test_an_engine_begins_to_load_when_those_have_ended_that_were_collected() -> None:
+    end = collected()
+    with end.lock:
+        gc.collect()
+        seen: list[bool] = []
+        build = builder(FakeRunner(spell(HELLO)))
+
+        def noting(*details: Any) -> list[BuiltModel]:
+            seen.append(end.has_ended.is_set())
+            return list(build(*details))
+
+        thread, _ = on_a_thread(lambda: OfflineEngine(engine_of(noting)).close())
+    thread.join()
+    assert seen == [True]
+
+
+# EXIT: a program whose engine has not ended when it exits.
+EXIT = """
+import gc, sys
+from mlx_parallm.offline.engine import OfflineEngine
+from tests.fakes import FakeRunner, spell
+from tests.scripted_engine import engine_of
+from tests.scripted_process import builder
+
+engine = OfflineEngine(engine_of(builder(FakeRunner(spell("hello")))))
+stop = engine.client.stop
+
+def noted_stop():
+    stop()
+    print("ended", flush=True)
+
+engine.client.stop = noted_stop
+how = sys.argv[1]
+if how == "collected":
+    cycle = [engine]
+    cycle.append(cycle)
+    del engine, cycle
+    gc.collect()
+elif how == "interrupted":
+    def interrupted():
+        raise KeyboardInterrupt
+    engine._thread.end = interrupted
+    engine.close()
+print("exits", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["left", "collected", "interrupted"])
+def test_a_program_exits_once_its_engine_has_ended(how: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", EXIT, how], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.count("ended") == 1, ended
+    assert ended.returncode == (-signal.SIGINT if how == "interrupted" else 0), ended
+    assert "Exception ignored" not in ended.stderr
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_threads_end_with_the_object(is_main: bool) -> None:
     before = set(threading.enumerate())
@@ -253,6 +463,7 @@ def test_a_forked_process_may_not_use_it_and_harms_nothing(engine: OfflineEngine
         # The test's process may not go on here, whatever happens.
         try:
             engine.close()
+            engine._thread.end()
             run(requests("a"), engine, None)
         except InvalidRequestError as error:
             os._exit(0 if "forked" in str(error) else 1)
