@@ -122,7 +122,8 @@ class Storage:
         def move(db: Connection) -> None:
             for path in sorted(folder.glob("*.json")):
                 try:
-                    record = as_record(json.loads(path.read_bytes()), kind)
+                    content = json.loads(path.read_bytes())
+                    record = as_record(content, kind, ignores_others=True)
                     take(record)
                 except (OSError, ValueError, TypeError) as problem:
                     logger.warning("%s cannot be read and is ignored: %s", path, problem)

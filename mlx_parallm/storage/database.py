@@ -253,7 +253,7 @@ def read(connection: Connection, kind: type[R], source: str, values: Values = ()
 def _parsed(kind: type[R], name: bytes, content: bytes) -> R:
     """Return the record of a row, given its id and its record."""
     try:
-        record = as_record(json.loads(content), kind)
+        record = as_record(json.loads(content), kind, ignores_others=True)
     # A text of brackets only is nested too deeply to be read.
     except (ValueError, TypeError, RecursionError) as problem:
         raise UnreadableRecordError(str(problem)) from problem

@@ -8,10 +8,11 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from mlx_parallm.storage.records import dumped
 from mlx_parallm.types.errors import StorageError, StorageInUseError
 
 P = ParamSpec("P")
@@ -98,9 +99,9 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file as ``replace`` does."""
-    replace(path, json.dumps(content).encode())
+def replace_json(path: Path, content: Any) -> None:
+    """Replace a JSON file as ``replace`` does; see ``dumped``."""
+    replace(path, dumped(content).encode())
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -13,6 +13,15 @@ from mlx_parallm.types.json_values import is_list, is_object
 
 T = TypeVar("T")
 Reader = Callable[[Any], Any]
+# SCALARS: the types of JSON values that a field of a type may have. True is no int, although Python
+# says so, and JSON's numbers without a fraction are floats too.
+SCALARS: dict[Any, frozenset[type]] = {
+    str: frozenset({str}),
+    bool: frozenset({bool}),
+    NoneType: frozenset({NoneType}),
+    int: frozenset({int}),
+    float: frozenset({int, float}),
+}
 
 
 class Record(Protocol):
@@ -34,14 +43,20 @@ def as_fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def as_record(content: Any, kind: type[T]) -> T:
+def as_record(content: Any, kind: type[T], *, ignores_others: bool = False) -> T:
     """Return a dataclass made from what ``dumped`` wrote, read by ``json.loads``.
 
-    Fields that it does not have are ignored, and those that are absent have their defaults.
+    Args:
+        content: an object; fields that it lacks have their defaults.
+        kind: the dataclass. Tuples and lists of its fields have entries of one type.
+        ignores_others: True to ignore fields that the dataclass does not have.
 
     Raises:
-        TypeError, ValueError: a field is missing, or its value is none of its type.
+        TypeError, ValueError: a field is missing or unknown, or its value is none of its type.
     """
+    if ignores_others and is_object(content):
+        names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+        content = {name: value for name, value in content.items() if name in names}
     return _reader_of(kind)(content)
 
 
@@ -58,10 +73,10 @@ def _reader_of(hint: Any) -> Reader:
     if origin is Literal:
         return _member_reader(frozenset(args))
     if origin in (list, tuple):
-        return _list_reader(origin, _reader_of(args[0]))
+        return _list_reader(origin, args[0])
     if origin in (dict, Mapping):
         return _object_reader(_reader_of(args[1]))
-    if hint in (str, bool, NoneType, int, float):
+    if hint in SCALARS:
         return _scalar_reader(hint)
     return hint  # an enumeration, which is called with the value of a member
 
@@ -80,6 +95,8 @@ def _dataclass_reader(kind: Any) -> Reader:
             raise TypeError("it is no object")
         if not required <= content.keys():
             raise TypeError(f"it has no {min(required - content.keys())}")
+        if not content.keys() <= readers.keys():
+            raise TypeError(f"it has an unknown field {min(content.keys() - readers.keys())}")
         name, values = "", {}
         try:
             for name, reader in readers.items():
@@ -118,10 +135,15 @@ def _member_reader(members: frozenset[Any]) -> Reader:
     return read
 
 
-def _list_reader(kind: Callable[[Any], Any], reader: Reader) -> Reader:
+def _list_reader(kind: Callable[[Any], Any], hint: Any) -> Reader:
+    reader = _reader_of(hint)
+
     def read(value: Any) -> Any:
         if not is_list(value):
-            raise TypeError("it has no list")
+            raise TypeError("it is no list")
+        # Lists of tokens are long.
+        if hint in SCALARS and set(map(type, value)) <= SCALARS[hint]:
+            return kind(value)
         return kind(map(reader, value))
 
     return read
@@ -130,18 +152,15 @@ def _list_reader(kind: Callable[[Any], Any], reader: Reader) -> Reader:
 def _object_reader(reader: Reader) -> Reader:
     def read(value: Any) -> Any:
         if not is_object(value):
-            raise TypeError("it has no object")
+            raise TypeError("it is no object")
         return {name: reader(item) for name, item in value.items()}
 
     return read
 
 
 def _scalar_reader(kind: type) -> Reader:
-    # JSON has no integers apart from other numbers, but Python's True is an int.
-    kinds = (int, float) if kind is float else (kind,)
-
     def read(value: Any) -> Any:
-        if type(value) not in kinds:
+        if type(value) not in SCALARS[kind]:
             raise TypeError(f"{type(value).__name__} is no {kind.__name__}")
         return value
 

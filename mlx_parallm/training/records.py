@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from mlx_parallm.storage.records import as_fields, as_record
 from mlx_parallm.training.batches import BatchOrder
-from mlx_parallm.training.estimators import EstimatorSettings, Sides
+from mlx_parallm.training.estimators import EstimatorSettings
 from mlx_parallm.training.objectives import Measure
-from mlx_parallm.types.pooling import PoolingInput
 from mlx_parallm.types.training import (
     ChoiceInput,
-    Distribution,
-    FirstFactors,
     ForwardSize,
     TrainableSpec,
     TrainingInput,
@@ -79,40 +77,6 @@ class SessionConfig:
     created_at: int
     adapter: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> SessionConfig:
-        """Return what ``to_json`` was given."""
-        spec, estimator = stored["trainable"], stored["estimator"]
-        layers = spec["layers"]
-        return cls(
-            **{
-                **stored,
-                "trainable": TrainableSpec(
-                    **{
-                        **spec,
-                        "targets": tuple(spec["targets"]),
-                        "layers": None if layers is None else tuple(layers),
-                        "paths": tuple(spec.get("paths", ())),
-                        "init": FirstFactors(spec.get("init", FirstFactors.RANDOM)),
-                    }
-                ),
-                "estimator": EstimatorSettings(
-                    **{
-                        **estimator,
-                        "sides": Sides(estimator["sides"]),
-                        "distribution": Distribution(estimator["distribution"]),
-                    }
-                ),
-                "measure": stored["measure"] and Measure(stored["measure"]),
-                "order": BatchOrder(stored["order"]),
-                "mode": Mode(stored["mode"]),
-            }
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
@@ -138,17 +102,6 @@ class SessionState:
     published: tuple[str, ...] = ()
     asked_at: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> SessionState:
-        """Return what ``to_json`` was given."""
-        state = cls(**{**stored, "published": tuple(stored["published"])})
-        forwards = None if state.forwards is None else ForwardSize(**stored["forwards"])
-        return replace(state, status=Status(state.status), forwards=forwards)
-
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -171,38 +124,16 @@ class Example:
         return replace(self, input=replace(self.input, shares=shares))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        item = self.input
-        if isinstance(item, ChoiceInput):
-            more = {} if self.metadata is None else {"metadata": self.metadata}
-            stored = {
-                "token_ids": item.token_ids,
-                "choices": item.choices,
-                "averages": item.averages,
-            }
-            return {**stored, "label": self.label, **more}
-        return {
-            "token_ids": item.token_ids,
-            "task": item.task,
-            "second_at": item.second_at,
-            "places": item.places,
-            "candidates": item.candidates,
-            "num_unattended": item.num_unattended,
-            "label": self.label,
-        }
+        """Return it as a JSON object: the fields of its input, and its own."""
+        own = as_fields(self)
+        return as_fields(own.pop("input")) | own
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Example:
-        """Return what ``to_json`` was given."""
-        fields = dict(stored)
-        label = fields.pop("label")
-        if "choices" in fields:
-            choices = tuple(tuple(choice) for choice in fields["choices"])
-            ids = tuple(fields["token_ids"])
-            item = ChoiceInput(ids, choices, fields["averages"])
-            return cls(item, label, fields.get("metadata"))
-        tuples = {name: tuple(fields[name]) for name in ("token_ids", "places", "candidates")}
-        return cls(PoolingInput(**{**fields, **tuples}), label)
+        """Return what ``to_json`` returned; raise TypeError or ValueError if it did not."""
+        item = dict(stored)
+        own = {name: item.pop(name) for name in ("label", "metadata") if name in item}
+        return as_record(own | {"input": item}, Example)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +156,8 @@ class Costs:
 
     def __add__(self, other: Costs) -> Costs:
         """Return the costs of both together."""
-        return Costs(
-            lookups=self.lookups + other.lookups,
-            hits=self.hits + other.hits,
-            layer_tokens=self.layer_tokens + other.layer_tokens,
-            naive_layer_tokens=self.naive_layer_tokens + other.naive_layer_tokens,
-            seconds=self.seconds + other.seconds,
-        )
+        names = (field.name for field in fields(Costs))
+        return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +184,3 @@ class StepRecord(Costs):
     def is_zero(self) -> bool:
         """True if the step changed nothing, because all losses were equal."""
         return not any(self.gradients)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> StepRecord:
-        """Return what ``to_json`` was given."""
-        return cls(**{**stored, "gradients": tuple(stored["gradients"])})

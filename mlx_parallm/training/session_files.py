@@ -15,11 +15,11 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from safetensors.numpy import load, save
 
 from mlx_parallm.storage import disk
+from mlx_parallm.storage.records import as_record, dumped
 from mlx_parallm.training.records import Example, SessionConfig, SessionState, StepRecord
 from mlx_parallm.training.start import StartParameters
 from mlx_parallm.types.errors import StorageError
@@ -128,11 +128,11 @@ class SessionFiles:
                     disk.sync(descriptor)
                 finally:
                     os.close(descriptor)
-                disk.replace_json(folder / STATE, state.to_json())
+                disk.replace_json(folder / STATE, state)
                 if start is not None:
                     disk.replace(folder / FACTORS, save(start.arrays()))
                 # A folder without this file is no session.
-                disk.replace_json(folder / CONFIG, config.to_json())
+                disk.replace_json(folder / CONFIG, config)
                 (folder / UNFINISHED).unlink()
             except BaseException:
                 _remove(folder)
@@ -164,16 +164,16 @@ class SessionFiles:
         """Open the folder of a session that was created."""
         with disk.storage_errors():
             stored = json.loads((folder / CONFIG).read_bytes())
-        return cls(folder, SessionConfig.from_json(stored))
+        return cls(folder, as_record(stored, SessionConfig))
 
     def read_state(self) -> SessionState:
         """Return the state that was saved last."""
         with disk.storage_errors():
-            return SessionState.from_json(json.loads((self._folder / STATE).read_bytes()))
+            return as_record(json.loads((self._folder / STATE).read_bytes()), SessionState)
 
     def save_state(self, state: SessionState) -> None:
         """Save the state durably."""
-        disk.replace_json(self._folder / STATE, state.to_json())
+        disk.replace_json(self._folder / STATE, state)
 
     def examples(self) -> list[Example]:
         """Return the examples."""
@@ -215,7 +215,7 @@ class SessionFiles:
             raise StorageError("The files of the session are closed.")
         begin = self._steps.size
         with disk.storage_errors():
-            self._steps.append(json.dumps(record.to_json()).encode() + b"\n")
+            self._steps.append(dumped(record).encode() + b"\n")
             try:
                 self._log.append(self._log_format.record(step))
             except OSError:
@@ -240,7 +240,7 @@ class SessionFiles:
         end = self._begins[last] if last < self.num_steps else self._steps.size
         with disk.storage_errors():
             content = self._steps.read(self._begins[after], end)
-        return [StepRecord.from_json(_parsed(line)) for line in content.splitlines()]
+        return [as_record(json.loads(line), StepRecord) for line in content.splitlines()]
 
     def all_records(self) -> Iterator[StepRecord]:
         """Yield the records of all steps, oldest first."""
@@ -282,8 +282,9 @@ class SessionFiles:
         (step,) = self._log_format.steps(self._log.read(number * size, (number + 1) * size))
         begin = self._begins[number]
         try:
-            record = StepRecord.from_json(_parsed(content[begin : content.index(b"\n", begin)]))
-        except (ValueError, KeyError, TypeError):
+            line = content[begin : content.index(b"\n", begin)]
+            record = as_record(json.loads(line), StepRecord)
+        except (ValueError, TypeError):
             return False
         return (record.step, record.seed) == (number + 1, step.seed)
 
@@ -302,7 +303,7 @@ def readable(session_id: str) -> Iterator[None]:
 
 def encoded(examples: Iterable[Example]) -> bytes:
     """Return examples as they are kept: a JSON object in each line."""
-    return "".join(json.dumps(example.to_json()) + "\n" for example in examples).encode()
+    return "".join(dumped(example.to_json()) + "\n" for example in examples).encode()
 
 
 def _remove(folder: Path) -> None:
@@ -318,10 +319,6 @@ def _remove(folder: Path) -> None:
 def _size(path: Path) -> int:
     """Return the size of a file in bytes; 0 if there is none."""
     return path.stat().st_size if path.is_file() else 0
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    return json.loads(line)
 
 
 class StepLog:

@@ -76,7 +76,7 @@ def _warning(session: Session) -> str | None:
 
 
 def _settings(session: Session) -> dict[str, Any]:
-    settings = session.config.to_json()
+    settings = asdict(session.config)
     return {name: value for name, value in settings.items() if name not in ("id", "created_at")}
 
 
