@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mlx_parallm.adapters.tensors import HostTensor, on_threads
+from mlx_parallm.types.content import adapter_content, tensors_digest
 
 Kind = Literal["linear", "embedding", "experts"]
 
@@ -93,7 +93,7 @@ class AdapterWeights:
         parts += on_threads(_copy_digest, sorted(self.copies.items()))
         if self.of_checkpoint:
             parts.append(b"of the checkpoint")
-        return hashlib.sha256(b"".join(parts)).hexdigest()
+        return adapter_content(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,10 +190,9 @@ def _copy_digest(copy: tuple[str, HostTensor]) -> bytes:
 
 
 def _digest(settings: Iterable[str], tensors: Iterable[HostTensor]) -> bytes:
-    total = hashlib.sha256()
-    total.update("\0".join((*settings, "")).encode())
-    for tensor in tensors:
-        raw, order = tensor.stored()
-        total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())
-        total.update(raw)
-    return total.digest()
+    return tensors_digest(settings, map(_with_header, tensors))
+
+
+def _with_header(tensor: HostTensor) -> tuple[str, memoryview]:
+    numbers, order = tensor.stored()
+    return f"{tensor.shape}{tensor.dtype}{order}", numbers

@@ -6,18 +6,15 @@ import json
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import EngineConfig, MemoryConfig, ModelConfig, RanksConfig
 from mlx_parallm.engine.build import model_names
+from mlx_parallm.types.content import package_versions
 from mlx_parallm.types.json_values import is_mapping, is_sequence
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.weights.revision import folder_revision
-
-# PACKAGES: whose versions decide what a forward computes.
-PACKAGES = ("mlx", "mlx-lm", "mlx-parallm", "numpy")
 
 
 def process_facts(config: EngineConfig) -> dict[str, str]:
@@ -27,7 +24,7 @@ def process_facts(config: EngineConfig) -> dict[str, str]:
     """
     python = ".".join(platform.python_version_tuple()[:2])
     facts = {"Python": python, "backend": backend_name()}
-    facts |= {f"version of {name}": _version(name) for name in PACKAGES}
+    facts |= {f"version of {name}": version for name, version in package_versions().items()}
     models = tuple(_named(model) for model in config.models)
     ranks = RanksConfig(size=config.ranks.size, backend=config.ranks.backend)
     shared = replace(
@@ -55,14 +52,6 @@ def _read_config(folder: Path) -> Any:
     except (OSError, ValueError):
         # The load says what is wrong.
         return None
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        # It runs from a folder that was not installed.
-        return "unknown"
 
 
 def _named(model: ModelConfig) -> ModelConfig:

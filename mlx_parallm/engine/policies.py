@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_slots import AdapterSlots
+from mlx_parallm.types.content import PendingContent
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -336,9 +337,12 @@ class Policies:
         self.forget_unused()
         return info
 
-    def replace_base(self, version: WeightsVersion) -> None:
-        """Note that the model's own weights are others now, which changes all adapters too."""
-        self.base.version = version
+    def replace_base(self, version: WeightsVersion, lasting: PendingContent | None = None) -> None:
+        """Note that the model's own weights are others now, which changes all adapters too.
+
+        ``lasting`` is their lasting content; None if it never becomes known.
+        """
+        self.base.version, self.base.lasting = version, lasting or PendingContent()
         self.users.refresh_weights()
 
     def forget_unused(self) -> None:
@@ -360,7 +364,9 @@ class Policies:
     ) -> _Policy:
         num_versions = 1 if known is None else known.num_versions + 1
         label = upload.version or _next_label(known)
-        version = WeightsVersion(upload.content, label, is_cached=upload.is_cached)
+        version = WeightsVersion(
+            upload.content, label, is_cached=upload.is_cached, is_lasting=upload.opaque is None
+        )
         info = AdapterInfo(
             name=upload.name,
             model=self.model,

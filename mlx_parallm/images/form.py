@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.images.families import FAMILIES, ImageFamily
+from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 
 # PROCESSOR_FILES: where a folder has the settings of its image processor; the first one counts.
@@ -75,7 +75,7 @@ def image_form(
         feature_id=feature_id,
         template_reads_parts=_shows(tokenizer, [{"type": "image"}], family.placeholder),
         row_bytes=row_bytes * (1 + family.num_added_layers),
-        fingerprint=sha256(settings + repr(sorted(family.processor.items())).encode()).hexdigest(),
+        fingerprint=digest_of("images", settings, repr(sorted(family.processor.items()))),
     )
 
 

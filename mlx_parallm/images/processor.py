@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from threading import Lock
 from typing import Any
 
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from mlx_parallm.images.families import WrittenImage
 from mlx_parallm.images.form import ImageForm
+from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray
 
@@ -86,8 +86,7 @@ class ImageProcessor:
         """
         height, width, _ = pixels.shape
         size = {} if pixel_range == AS_CONFIGURED else {"size": self._size(pixel_range)}
-        digest = sha256(f"{height} {width} {self._form.fingerprint} {size or ''}".encode())
-        digest.update(pixels.tobytes())
+        settings = (f"{height} {width}", self._form.fingerprint, repr(size))
         family = self._form.family
         try:
             made = self._processor(
@@ -106,7 +105,7 @@ class ImageProcessor:
         return PreparedImage(
             family.written(arrays),
             {name: host_array(array) for name, array in arrays.items()},
-            digest.hexdigest(),
+            digest_of("image", *settings, pixels.tobytes()),
             family.positions(arrays),
         )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_parallm.images.form import ImageForm
 from mlx_parallm.images.processor import PreparedImage, host_array
+from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_list, is_mapping, is_sequence
 from mlx_parallm.types.model_input import (
@@ -271,9 +271,8 @@ def _shape_key(arrays: Mapping[str, HostArray]) -> str:
 
     These are the shapes of its arrays, and integers such as the sides of its grid.
     """
-    digest = sha256()
+    parts: list[str | bytes] = []
     for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
-        if not array.dtype.startswith("float"):
-            digest.update(array.data)
-    return digest.hexdigest()
+        numbers = b"" if array.dtype.startswith("float") else array.data
+        parts += [f"{name} {array.dtype} {array.shape}", numbers]
+    return digest_of("shapes", *parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mlx_parallm.types.content import PendingContent, kv_content
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.model_input import ModelInput
 from mlx_parallm.types.work import EVERYBODY, CacheScope, RequestWork
@@ -30,18 +31,28 @@ class WeightsVersion:
         label: its name for clients; every token computed with it carries the label.
         is_cached: False if no KV computed with it may be found again, as with weights that change
             at every step.
+        is_lasting: True if an adapter's content is a digest, which means the same in every process.
     """
 
     content: str = ""
     label: str = DEFAULT_VERSION
     is_cached: bool = True
+    is_lasting: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class BaseWeights:
-    """The current weights of a loaded model; an update replaces ``version`` between two steps."""
+    """The current weights of a loaded model; an update replaces them between two steps.
+
+    Attributes:
+        version: their version.
+        lasting: their lasting content, which may become known later than the version is in use.
+        identity: the digest of what else decides their KV, see ``Identity``; None if unknown.
+    """
 
     version: WeightsVersion = field(default_factory=WeightsVersion)
+    lasting: PendingContent = field(default_factory=PendingContent)
+    identity: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +84,21 @@ class PolicyWeights:
         """KV cache key: equal iff both compute identical KV."""
         adapter = "" if self.adapter is None else self.adapter.content
         return f"{self.base.version.content}/{adapter}"
+
+    @property
+    def lasting_content(self) -> str | None:
+        """Return ``content`` as every process has it, for KV that outlives this one.
+
+        None while it is not known, and for weights of which no process has a digest: their KV must
+        be neither written anywhere nor read.
+        """
+        base, adapter = self.base, self.adapter
+        digest = base.lasting.digest
+        if not self.is_cached or digest is None or base.identity is None:
+            return None
+        if adapter is None:
+            return kv_content(base.identity, digest, "")
+        return kv_content(base.identity, digest, adapter.content) if adapter.is_lasting else None
 
 
 # BACKGROUND_PRIORITY: above every 64-bit number, and so behind every request of a client.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, Self
 
+from mlx_parallm.types.content import salt
 from mlx_parallm.types.errors import ParallmError
 
 
@@ -24,8 +25,7 @@ class CacheScope:
 
     def content_key(self, *parts: str | None) -> bytes:
         """Return a cache key: equal iff the scopes and all parts are equal."""
-        # The repr of a tuple is unambiguous; a client could forge joined strings to collide.
-        return repr((self.owner, *parts)).encode()
+        return salt(self.owner, *parts)
 
 
 EVERYBODY = CacheScope()

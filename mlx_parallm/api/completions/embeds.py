@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import io
 import math
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.types.content import digest_of
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 from mlx_parallm.types.step import RunnerInfo
@@ -57,11 +57,9 @@ def read_embeds(text: str, info: RunnerInfo) -> ModelInput:
         raise _refusal("has numbers that are infinite or NaN")
     array = _as_float(rows)
     data = array.tobytes()
-    digest = hashlib.sha256(f"{array.dtype.name} {num_rows} ".encode())
-    digest.update(data)
     return ModelInput(
         kind=InputKind.PROMPT_EMBEDS,
-        content=digest.hexdigest(),
+        content=digest_of("embeds", array.dtype.name, str(num_rows), data),
         arrays={"rows": HostArray(array.dtype.name, array.shape, data)},
         nbytes=len(data),
         span=Span(0, num_rows),

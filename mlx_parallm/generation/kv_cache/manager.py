@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.blocks import BlockPool, BlockTable
+from mlx_parallm.types.content import block_hash, root_hash
 
 # UNFINDABLE: a table with this generation is in no generation of the prefix cache.
 UNFINDABLE = -1
-DIGEST_BYTES = 16
 
 
 class KVCacheManager:
@@ -181,20 +179,3 @@ class KVCacheManager:
             for block in table.blocks:
                 owners[block] += 1
         self._pool.check_integrity(owners)
-
-
-def root_hash(salt: bytes) -> bytes:
-    """Return the parent of a sequence's first block; different salts give different parents."""
-    return hashlib.blake2b(salt, digest_size=DIGEST_BYTES, person=b"root").digest()
-
-
-def block_hash(parent: bytes, token_ids: Sequence[int], inputs: bytes = b"") -> bytes:
-    """Return the content address of a full block that follows ``parent``.
-
-    ``inputs`` says what its positions mean besides their token ids, see ``PromptInputs.block_key``.
-    Full blocks have equally many tokens, so that the two cannot be confused.
-    """
-    digest = hashlib.blake2b(parent, digest_size=DIGEST_BYTES, person=b"block")
-    digest.update(array("q", token_ids).tobytes())
-    digest.update(inputs)
-    return digest.digest()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.kv_cache.manager import DIGEST_BYTES, block_hash, root_hash
+from mlx_parallm.types.content import BLOCK_DIGEST_BYTES, block_hash, root_hash
 
 TOKENS = st.lists(st.integers(0, 3), max_size=4)
 
@@ -54,9 +54,9 @@ def test_tuples_and_lists_of_the_same_tokens_are_the_same(token_ids: list[int]) 
 
 def test_an_address_is_of_fixed_length_and_the_same_in_every_process() -> None:
     address = chain(b"salt", [[1, 2], [3, 4]])
-    assert len(address) == len(root_hash(b"")) == DIGEST_BYTES
+    assert len(address) == len(root_hash(b"")) == BLOCK_DIGEST_BYTES
     code = (
-        "from mlx_parallm.generation.kv_cache.manager import block_hash, root_hash\n"
+        "from mlx_parallm.types.content import block_hash, root_hash\n"
         "print(block_hash(block_hash(root_hash(b'salt'), [1, 2]), [3, 4]).hex())"
     )
     command = [sys.executable, "-c", code]
