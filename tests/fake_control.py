@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from mlx_parallm.engine.control import EngineControl, PauseMode
@@ -19,6 +20,7 @@ class FakeControl(EngineControl):
         self.watchers = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.refusal: ParallmError | None = None
+        self.digests: list[str | None] = []
         self.weights = WeightsVersion()
         self.sleep_level = 0
         self._asleep: set[str] = set()
@@ -73,8 +75,13 @@ class FakeControl(EngineControl):
         self._note("reset_prefix_cache", reset_running=reset_running)
 
     async def update_weights(
-        self, update: WeightsUpdate, *, model: str | None = None
+        self,
+        update: WeightsUpdate,
+        *,
+        model: str | None = None,
+        digest: Future[str] | None = None,
     ) -> WeightsVersion:
+        self.digests.append(None if digest is None else digest.result())
         self._note("update_weights", update=update, model=model)
         return self._new_version(update.version, update.expected_version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from enum import StrEnum
 from typing import Protocol
 
@@ -151,9 +152,16 @@ class EngineControl(AdapterControl):
         await self._door.call(ResetCaches(reset_running))
 
     async def update_weights(
-        self, update: WeightsUpdate, *, model: str | None = None
+        self,
+        update: WeightsUpdate,
+        *,
+        model: str | None = None,
+        digest: Future[str] | None = None,
     ) -> WeightsVersion:
         """Replace weights of a model, the first one by default, between two steps.
+
+        ``digest`` is that of the tensors. The update never waits for it: if it is not known in
+        time, equal weights that come again share no KV with these.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
@@ -161,18 +169,21 @@ class EngineControl(AdapterControl):
         """
         # The update is completed even if its caller is cancelled.
         with self._metrics.timed(WEIGHTS):
-            change = self._replace_weights(self._base(model), update)
+            change = self._replace_weights(self._base(model), update, digest)
             version = await asyncio.shield(asyncio.ensure_future(change))
         await self.refresh()
         for watcher in self.watchers:
             watcher.on_weights(self._base(model))
         return version
 
-    async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
+    async def _replace_weights(
+        self, model: str, update: WeightsUpdate, digest: Future[str] | None
+    ) -> WeightsVersion:
         async with self._replacing:
             try:
                 await self._door.call(PrepareUpdate(model, update))
-                return await self._door.call(CommitUpdate(model))
+                known = digest.result() if digest is not None and digest.done() else None
+                return await self._door.call(CommitUpdate(model, known))
             except BaseException:
                 # With several engines, some may have prepared the update.
                 await self._door.call(DropUpdate(model))

@@ -334,13 +334,14 @@ class CommitUpdate(Change, EngineCommand[WeightsVersion]):
     """Compute with the weights that were prepared; see ``LiveWeights.commit``."""
 
     model: str
+    digest: str | None = None
 
     def __call__(self, loop: LoopState) -> WeightsVersion:
         """Apply the command."""
         engine = loop.engines[self.model]
         # The tokens of the step in flight are those of the old weights.
         loop.deliver(engine.settle())
-        version = live_weights(engine).commit()
+        version = live_weights(engine).commit(self.digest)
         _forget_beside(loop, self.model)
         return version
 

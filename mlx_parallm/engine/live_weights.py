@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
+from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder
+from mlx_parallm.types.content import PendingContent, passing_content, updated_content
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.request import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
@@ -81,20 +83,35 @@ class LiveWeights:
         policies: the names under which the model computes; their base are these weights.
         model: has the arrays.
         scheduler: has the blocks that were computed with the weights.
+        contents: finds the contents of folders.
+        read: the folder that all weights were read from last.
         asleep: those of ``SLEEP_TAGS`` whose memory is released.
     """
 
     policies: Policies
     model: DeviceWeights
     scheduler: PrefixCache
+    contents: FolderContents = field(default_factory=FolderContents)
+    read: SeenFolder = field(default_factory=SeenFolder)
     asleep: set[str] = field(default_factory=set[str])
     _num_updates: int = 0
     _prepared: WeightsUpdate | None = None
+    # The folder of the prepared update.
+    _seen: SeenFolder = field(default_factory=SeenFolder)
     # The version of the folder that was loaded last.
     _loaded: WeightsVersion = field(init=False)
 
     def __post_init__(self) -> None:
         self._loaded = self.version
+        self.policies.base.lasting = self.read
+
+    def begin_hashing(self) -> None:
+        """Find the content of the weights on another thread, unless it is known."""
+        self.contents.hash(self.read)
+
+    def end_hashing(self) -> None:
+        """Give up what ``begin_hashing`` or an update has begun."""
+        self.contents.stop()
 
     @property
     def version(self) -> WeightsVersion:
@@ -113,6 +130,7 @@ class LiveWeights:
         self._check_version(update)
         with self._dropping():
             if update.folder is not None:
+                self._seen = self.contents.see(update.folder)
                 self.model.prepare_folder(update.folder)
             elif update.tensors:
                 self.model.prepare_tensors(update.tensors)
@@ -144,8 +162,10 @@ class LiveWeights:
                 param="expected_version",
             )
 
-    def commit(self) -> WeightsVersion:
+    def commit(self, digest: str | None = None) -> WeightsVersion:
         """Compute with the prepared weights; requests that run go on with them.
+
+        ``digest`` is that of prepared tensors; None if it is not known.
 
         Raises:
             InvalidRequestError: none are prepared.
@@ -159,13 +179,25 @@ class LiveWeights:
         if update.folder is not None:
             self.asleep.discard(WEIGHTS)
         self._num_updates += 1
-        # The content is the number of the update: equal bytes that come twice do not share KV.
-        content = f"update-{self._num_updates}"
-        version = WeightsVersion(content, update.version or str(self._num_updates))
-        self.policies.replace_base(version)
+        label = update.version or str(self._num_updates)
+        if update.folder is None:
+            content, lasting = self._changed_by(digest)
+        else:
+            content, lasting = self._seen.digest or passing_content(), self._seen
+        version = WeightsVersion(content, label)
+        self.policies.replace_base(version, lasting)
         if update.folder is not None:
-            self._loaded = version
+            self.read, self._loaded = self._seen, version
+            self.begin_hashing()
         return version
+
+    def _changed_by(self, digest: str | None) -> tuple[str, PendingContent]:
+        """Return the contents of the weights after an update by tensors with this digest."""
+        if digest is None:
+            return passing_content(), PendingContent()
+        before = self.policies.base.lasting.digest
+        lasting = None if before is None else updated_content(before, digest)
+        return updated_content(self.version.content, digest), PendingContent(lasting)
 
     def checksums(self) -> dict[str, str]:
         """Return the SHA-256 of each weight, in hex by name; raise InvalidRequestError in sleep."""
@@ -186,7 +218,8 @@ class LiveWeights:
         ``num_updates``: updates that the other engines have had, which number the next one.
         """
         self._num_updates = num_updates
-        self.policies.replace_base(version)
+        # The lasting content is of what was read here.
+        self.policies.replace_base(version, self.policies.base.lasting)
 
     def sleep(self, level: int) -> None:
         """Free the memory of KV (level 1), and that of the weights too (level 2).
@@ -203,9 +236,18 @@ class LiveWeights:
     def wake(self, tags: Collection[str]) -> None:
         """Allocate again the memory of these tags."""
         if WEIGHTS in self.asleep and WEIGHTS in tags:
+            seen = self.contents.see(self.read.folder)
             if self.model.wake(WEIGHTS):
-                self.policies.replace_base(self._loaded)
+                self._note_reading(seen)
             self.asleep.discard(WEIGHTS)
         if KV_CACHE in self.asleep and KV_CACHE in tags:
             self.model.wake(KV_CACHE)
             self.asleep.discard(KV_CACHE)
+
+    def _note_reading(self, seen: SeenFolder) -> None:
+        """Note that the folder that was loaded last was read again, which may have changed."""
+        if not seen.is_like(self.read):
+            self._loaded = replace(self._loaded, content=seen.digest or passing_content())
+        self.read = seen
+        self.policies.replace_base(self._loaded, seen)
+        self.begin_hashing()

@@ -94,8 +94,11 @@ class LocalLife(EngineLife):
         on_loaded(
             [StartedModel(each.config, each.model, each.engine is not None) for each in built]
         )
+        live = [engine.live for engine in engines.values() if engine.live is not None]
+        for weights in live:
+            weights.begin_hashing()
         stall_ms = self._config.scheduler.max_decode_stall_ms
-        EngineLoop(
+        loop = EngineLoop(
             engines,
             self._inbox,
             deliver,
@@ -104,7 +107,12 @@ class LocalLife(EngineLife):
             beside=self._beside(worker, self._families),
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
             clock=self._clock,
-        ).run()
+        )
+        try:
+            loop.run()
+        finally:
+            for weights in live:
+                weights.end_hashing()
         # The models' memory is free once this returns.
         self._state = None
 

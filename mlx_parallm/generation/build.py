@@ -29,6 +29,12 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.images.form import ImageForm, image_form
+from mlx_parallm.models.checkpoints.contents import (
+    FolderContents,
+    SeenFolder,
+    code_digest,
+    user_memory,
+)
 from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing import registry
@@ -37,8 +43,10 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.tokenizer.loading import load_tokenizer
 from mlx_parallm.tokenizer.template_form import log_losses
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer
+from mlx_parallm.types.content import Identity, package_versions
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.model_input import InputKind
+from mlx_parallm.types.request import BaseWeights
 from mlx_parallm.types.step import KVPlan, RunnerInfo
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.memory_limits import host_free_bytes
@@ -48,6 +56,7 @@ from mlx_parallm.worker.device.properties import (
     free_memory_bytes,
     give_back_memory,
 )
+from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.load.loading import GenerationLoader
 from mlx_parallm.worker.generation.load.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
@@ -76,6 +85,7 @@ class _Loaded:
         tokenizer: its own.
         kv: what a block of it and of its draft model takes.
         plan: its weights.
+        seen: its folder before its weights were read.
         draft: the plan of its draft model; None if it has none.
     """
 
@@ -83,6 +93,7 @@ class _Loaded:
     tokenizer: ParallmTokenizer
     kv: KVPlan
     plan: GenerationPlan
+    seen: SeenFolder
     draft: GenerationPlan | None = None
 
     @property
@@ -235,12 +246,13 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
     config, path, name = folder.config, folder.path, folder.names[0]
     with load_failures(path):
         context.on_progress(f"Loading {name}", 0.0)
+        seen = FolderContents(user_memory()).see(path)
         plan = _read(config, path, name, context)
         tokenizer = load_tokenizer(
             path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
         )
         context.on_progress(f"Loading {name}", 1.0)
-        loaded = _Loaded(folder, tokenizer, plan.kv, plan)
+        loaded = _Loaded(folder, tokenizer, plan.kv, plan, seen)
         source = context.settings.speculative and context.settings.speculative.model
         return loaded if source is None else _with_draft(loaded, source, context)
 
@@ -347,7 +359,33 @@ def _assemble(loaded: _Loaded, share: KVShare, context: BuildContext) -> BuiltMo
         revision=folder_revision(loaded.folder.path),
         images=_images(loaded, runner.info),
     )
-    return BuiltModel(config, model, _engine(loaded, runner, grammars, context))
+    identity = _identity(loaded, plan, context.worker.ranks)
+    return BuiltModel(config, model, _engine(loaded, runner, grammars, identity, context))
+
+
+def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Identity:
+    """Return what decides the KV of a model besides its weights."""
+    info = plan.info
+    assert info is not None
+    return Identity(
+        config=plan.model_config,
+        versions=package_versions(),
+        code=code_digest(loaded.folder.path),
+        device=backend_name(),
+        choices={
+            "path": info.path,
+            "is_cast": plan.choices.is_cast,
+            "kernels": plan.choices.kernels,
+            "adapts_by_kernel": plan.choices.adapts_by_kernel,
+        },
+        dtype=info.dtype,
+        kv_dtype=info.kv_cache_dtype,
+        block_size=info.block_size,
+        attention=info.attention_backend,
+        block_layout=plan.block_layout,
+        rank=0 if ranks is None else ranks.rank,
+        world_size=1 if ranks is None else ranks.size,
+    )
 
 
 def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
@@ -363,7 +401,11 @@ def _images(loaded: _Loaded, info: RunnerInfo) -> ImageForm | None:
 
 
 def _engine(
-    loaded: _Loaded, runner: DeviceRunner, grammars: GrammarCompiler, context: BuildContext
+    loaded: _Loaded,
+    runner: DeviceRunner,
+    grammars: GrammarCompiler,
+    identity: Identity,
+    context: BuildContext,
 ) -> GenerationEngine:
     settings, info, name = context.settings, runner.info, loaded.name
     has_prefix_cache = settings.cache.enable_prefix_caching and not info.has_state
@@ -381,6 +423,14 @@ def _engine(
         store=DeviceAdapters(context.worker, name),
         max_loaded=settings.adapters.max_loaded,
         max_rank=settings.adapters.max_rank,
+        base=BaseWeights(identity=identity.digest),
+    )
+    live = LiveWeights(
+        policies,
+        DeviceWeights(context.worker, name),
+        scheduler,
+        contents=FolderContents(user_memory()),
+        read=loaded.seen,
     )
     warm_up = None
     if settings.warm_up:
@@ -395,7 +445,7 @@ def _engine(
         runner,
         loaded.tokenizer,
         EngineMetrics(context.families, name, info),
-        live=LiveWeights(policies, DeviceWeights(context.worker, name), scheduler),
+        live=live,
         grammars=grammars,
         warm_up=warm_up,
         seed=settings.seed,

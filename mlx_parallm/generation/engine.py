@@ -243,6 +243,8 @@ class GenerationEngine(ServedEngine):
     @override
     def release(self) -> None:
         """Its arrays are freed with this object."""
+        if self.live is not None:
+            self.live.end_hashing()
 
     def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
         """Begin a batch, end one, and return the events of the latter; None if nothing could run.

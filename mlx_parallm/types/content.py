@@ -125,7 +125,7 @@ class Identity:
         kv_dtype: how KV is kept, as in ``CacheConfig``.
         block_size: tokens per block.
         attention: name of the attention backend.
-        layout_version: version of the arrangement of a block in the attention backends.
+        block_layout: the form of a block's bytes in that backend.
         rank: number of this process in its world.
         world_size: processes that have a part of each block.
     """
@@ -139,7 +139,7 @@ class Identity:
     kv_dtype: str
     block_size: int
     attention: str
-    layout_version: int
+    block_layout: str
     rank: int
     world_size: int
 

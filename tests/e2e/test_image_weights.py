@@ -56,11 +56,17 @@ def server(root: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def http(server: ServerProcess, root: Path) -> Iterator[httpx2.Client]:
-    """Yield a client of a server with its first weights."""
+    """Yield a client of a server with its first weights and nothing computed by them."""
     with httpx2.Client(base_url=server.url) as client:
-        body = {"weight_dir": str(root / "first"), "version": "first"}
-        assert client.post("/update_weights", json=body).status_code == 200
+        restore(client, root)
         yield client
+
+
+def restore(http: httpx2.Client, root: Path) -> None:
+    """Load the first weights, and forget what they have computed."""
+    body = {"weight_dir": str(root / "first"), "version": "first"}
+    assert http.post("/update_weights", json=body).status_code == 200
+    assert http.post("/reset_prefix_cache").status_code == 200
 
 
 def metric(server: ServerProcess, name: str) -> float:
@@ -181,8 +187,7 @@ def test_features_of_earlier_weights_are_not_found(
     assert second.text != first.text
     report = http.post("/weight_checker", json={"action": "compare", "baseline": sums}).json()
     assert report["mismatches"] == [name]
-    body = {"weight_dir": str(root / "first"), "version": "again"}
-    assert http.post("/update_weights", json=body).status_code == 200
+    restore(http, root)
     assert checksums(http) == sums
     assert ask(server, http).text == first.text
 

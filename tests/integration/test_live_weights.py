@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,11 @@ from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig, Schedul
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.generation.kind import GENERATION
+from mlx_parallm.models.checkpoints.contents import DigestMemory, FolderContents, user_memory
 from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.types.content import kv_content
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.request import DEFAULT_VERSION
 from tests.engine_action import Do
@@ -54,7 +59,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
 
 
 @pytest.fixture(scope="module")
-def started(folders: dict[float, Path]) -> Iterator[AsyncEngine]:
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DigestMemory]:
+    """Return the engine's memory of digests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield user_memory()
+
+
+@pytest.fixture(scope="module")
+def started(folders: dict[float, Path], memory: DigestMemory) -> Iterator[AsyncEngine]:
     root = folders[1.0].parent
     engine = AsyncEngine(
         EngineConfig(
@@ -73,6 +86,67 @@ async def engine(started: AsyncEngine, folders: dict[float, Path]) -> AsyncEngin
     """Return an engine with the first weights."""
     await started.control.update_weights_from_folder(str(folders[1.0]), version=DEFAULT_VERSION)
     return started
+
+
+async def test_a_lasting_content_is_of_weights_and_of_all_else_that_decides(
+    engine: AsyncEngine, folders: dict[float, Path]
+) -> None:
+    def lasting(loop: EngineLoop) -> tuple[str | None, str | None]:
+        live = loop.engines[NAME].live
+        assert live is not None
+        live.contents.join()
+        return live.policies.weights_of(None).lasting_content, live.policies.base.lasting.digest
+
+    first, base = await engine.call(Do(lasting))
+    identity = await engine.call(Do(lambda loop: loop.engines[NAME].policies.base.identity))
+    assert base is not None
+    assert first == kv_content(identity, base, "")
+    await engine.control.update_weights_from_folder(str(folders[0.5]))
+    assert (await engine.call(Do(lasting)))[0] not in (None, first)
+    await engine.control.update_weights_from_folder(str(folders[1.0]))
+    assert (await engine.call(Do(lasting)))[0] == first
+    tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED))}
+    await engine.control.update_weights(WeightsUpdate(tensors=tensors))
+    assert await engine.call(Do(lasting)) == (None, None)
+
+
+async def test_weights_that_come_back_find_their_kv(
+    engine: AsyncEngine, folders: dict[float, Path], memory: DigestMemory
+) -> None:
+    finder = FolderContents(memory)
+    # The digests of files as young as these are not remembered.
+    os.utime(folders[0.5] / "model.safetensors", (0, 0))
+    finder.hash(finder.see(folders[0.5]))
+    finder.join()
+    await engine.control.update_weights_from_folder(str(folders[0.5]))
+    await engine.control.reset_prefix_cache()
+    first = await generate(engine, NAME, "first")
+    assert first.num_cached == 0
+    await engine.control.update_weights_from_folder(str(folders[1.0]))
+    assert differ(await generate(engine, NAME, "between"), first)
+    await engine.control.update_weights_from_folder(str(folders[0.5]))
+    again = await generate(engine, NAME, "again")
+    assert again.num_cached > 0
+    assert is_same(again, first)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_equal_tensors_share_kv_only_if_their_digest_is_known(
+    engine: AsyncEngine, folders: dict[float, Path], is_known: bool
+) -> None:
+    tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED) * 0.5)}
+    digest: Future[str] = Future()
+    if is_known:
+        digest.set_result("digest")
+    samples = []
+    for name in ("first", "again"):
+        # The base has the content that it had the first time.
+        await engine.control.update_weights_from_folder(str(folders[0.5]))
+        await engine.control.update_weights(WeightsUpdate(tensors=tensors), digest=digest)
+        samples.append(await generate(engine, NAME, name))
+    first, again = samples
+    assert is_same(again, first)
+    assert (again.num_cached > 0) is is_known
 
 
 def tensor_of(folder: Path, name: str) -> np.ndarray:
@@ -102,9 +176,7 @@ async def test_an_update_is_a_fresh_server_with_those_weights(
             WeightsUpdate(tensors=tensors, expected_version=DEFAULT_VERSION)
         )
     await engine.control.update_weights_from_folder(str(folders[1.0]))
-    back = await generate(engine, NAME, "back")
-    assert back.num_cached == 0
-    assert is_same(back, old)
+    assert is_same(await generate(engine, NAME, "back"), old)
     await engine.control.update_weights_from_folder(str(folders[0.5]))
     assert is_same(await generate(engine, NAME, "by-folder"), by_tensor)
 

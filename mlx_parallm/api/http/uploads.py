@@ -19,6 +19,7 @@ from starlette.requests import Request
 from mlx_parallm.api.http.errors import describe, param_of
 from mlx_parallm.api.http.json_body import parse_json
 from mlx_parallm.api.http.multipart import FormReader
+from mlx_parallm.types.content import BodyDigest
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.json_values import is_object
 
@@ -38,6 +39,8 @@ class Received:
         kind: its content type.
         body: all that is not in ``fields``: the tensors, or a whole JSON body.
         fields: from the query, from headers and from a form.
+        hashing: computes the digest of the tensors; it has been given those of ``body``, unless
+            they are in JSON.
         began_s, ended_s: when its first and last bytes came, by ``time.perf_counter``.
     """
 
@@ -46,15 +49,19 @@ class Received:
     fields: Mapping[str, str]
     began_s: float
     ended_s: float
+    hashing: BodyDigest
 
 
-async def receive(request: Request, *, file_field: str, header_prefix: str) -> Received:
+async def receive(
+    request: Request, *, file_field: str, header_prefix: str, hashes: bool = False
+) -> Received:
     """Return a body of one of the types.
 
     Args:
         request: a request whose body nothing has read yet.
         file_field: the name of the file in a form.
         header_prefix: prefix of headers that are fields: ``x-adapter-name`` is ``name``.
+        hashes: True to hash the tensors while they are received.
 
     Raises:
         InvalidRequestError: the body has another type, or is not a form.
@@ -71,15 +78,20 @@ async def receive(request: Request, *, file_field: str, header_prefix: str) -> R
             "The content type must be application/octet-stream, application/x-safetensors, "
             "multipart/form-data or application/json."
         )
-    body = bytearray()
+    body, hashing, is_hashed = bytearray(), BodyDigest(), hashes and not is_json(kind)
     began_s = time.perf_counter()
-    async for piece in request.stream():
-        body += piece if form is None else form.feed(piece)
+    async for received in request.stream():
+        piece = received if form is None else form.feed(received)
+        body += piece
+        if is_hashed:
+            hashing.add(piece)
     if form is not None:
         form.finish()
         fields |= form.fields
     ended_s = time.perf_counter()
-    return Received(kind=kind, body=body, fields=fields, began_s=began_s, ended_s=ended_s)
+    return Received(
+        kind=kind, body=body, fields=fields, began_s=began_s, ended_s=ended_s, hashing=hashing
+    )
 
 
 def is_json(kind: str) -> bool:

@@ -40,7 +40,7 @@ IDENTITY = Identity(
     kv_dtype="auto",
     block_size=16,
     attention="reference",
-    layout_version=1,
+    block_layout="heads-1",
     rank=0,
     world_size=1,
 )
@@ -60,7 +60,7 @@ OTHERS: dict[str, Sequence[Any]] = {
     "kv_dtype": ["int8"],
     "block_size": [32],
     "attention": ["metal"],
-    "layout_version": [2],
+    "block_layout": ["heads-2"],
     "rank": [1],
     "world_size": [2],
 }

@@ -78,7 +78,7 @@ def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
             ``take_serialized``.
     """
     fields = json_object(received.body)
-    tensors = take_serialized(fields, dtypes=FLOATS)
+    tensors, _ = take_serialized(fields, dtypes=FLOATS)
     for name in NOT_SERVED:
         if fields.pop(name, None):
             raise InvalidRequestError(f"{name} is not supported: leave it out.", param=name)

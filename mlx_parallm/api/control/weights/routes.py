@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from fastapi import Request, Response
 
@@ -54,7 +56,14 @@ routes = Routes(SERVER, access=Access.ADMIN)
 HEADER_PREFIX = "x-weights-"
 
 
-def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor] | None]:
+class Tensors(NamedTuple):
+    """Tensors by name, and the digest of the files that they came in, once it is known."""
+
+    by_name: dict[str, HostTensor]
+    digest: Future[str]
+
+
+def read_update(received: Received) -> tuple[UpdateFields, Tensors | None]:
     """Return fields and tensors of ``/update_weights``; None for tensors if it names a folder.
 
     It takes long, so it runs on a thread of its own.
@@ -74,18 +83,19 @@ def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor]
         )
     if data is None:
         return known, None
-    return known, read_safetensors(data, param=param, dtypes=MODEL_DTYPES)
+    digest = received.hashing.finish(data)
+    return known, Tensors(read_safetensors(data, param=param, dtypes=MODEL_DTYPES), digest)
 
 
-def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTensor]]:
+def read_serialized(received: Received) -> tuple[TensorFields, Tensors]:
     """Return fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
 
     Raises:
         InvalidRequestError: a field is wrong, or the tensors are; see ``take_serialized``.
     """
     fields = json_object(received.body)
-    tensors = take_serialized(fields, dtypes=MODEL_DTYPES)
-    return validated(TensorFields, fields), tensors
+    tensors, files = take_serialized(fields, dtypes=MODEL_DTYPES)
+    return validated(TensorFields, fields), Tensors(tensors, received.hashing.finish(*files))
 
 
 def checksums(by_name: dict[str, str]) -> CheckedWeights:
@@ -109,10 +119,11 @@ def compared(current: Mapping[str, str], baseline: Mapping[str, str]) -> Checked
 )
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights between two steps, by tensors of the body or by a folder's checkpoint."""
-    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
+    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX, hashes=True)
     fields, tensors = await asyncio.to_thread(read_update, received)
     parsed_s = time.perf_counter()
-    if fields.weight_dir is not None:
+    if tensors is None:
+        assert fields.weight_dir is not None
         with named_by({"path": "weight_dir"}):
             version = await engine.control.update_weights_from_folder(
                 fields.weight_dir,
@@ -122,9 +133,13 @@ async def update_weights(request: Request, engine: EngineDep, response: Response
             )
     else:
         update = WeightsUpdate(
-            tensors=tensors, version=fields.version, expected_version=fields.expected_version
+            tensors=tensors.by_name,
+            version=fields.version,
+            expected_version=fields.expected_version,
         )
-        version = await engine.control.update_weights(update, model=fields.model)
+        version = await engine.control.update_weights(
+            update, model=fields.model, digest=tensors.digest
+        )
     tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     took = timings(received, parsed_s)
     return UpdatedWeights(message="Weights updated", weight_version=version.label, timings=took)
@@ -154,8 +169,8 @@ async def update_from_tensor(request: Request, engine: EngineDep, response: Resp
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     fields, tensors = await asyncio.to_thread(read_serialized, received)
     await _abort_all(engine, fields.abort_all_requests)
-    update = WeightsUpdate(tensors=tensors, version=fields.weight_version)
-    await engine.control.update_weights(update)
+    update = WeightsUpdate(tensors=tensors.by_name, version=fields.weight_version)
+    await engine.control.update_weights(update, digest=tensors.digest)
     tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     return MessageAnswer(message="Weights updated.")
 

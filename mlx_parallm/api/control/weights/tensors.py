@@ -111,8 +111,10 @@ def timings(received: Received, parsed_s: float) -> UploadTimings:
     )
 
 
-def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[str, HostTensor]:
-    """Remove the tensors from a body's fields; return those of all entries by name.
+def take_serialized(
+    fields: dict[str, Any], *, dtypes: Collection[str]
+) -> tuple[dict[str, HostTensor], list[bytes]]:
+    """Remove the tensors from a body's fields; return those of all entries by name, and the files.
 
     Args:
         fields: the fields of the body.
@@ -132,10 +134,12 @@ def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[
     if not is_list(entries) or not entries:
         raise InvalidRequestError(f"{SERIALIZED} must be a list.", param=SERIALIZED)
     tensors: dict[str, HostTensor] = {}
+    files: list[bytes] = []
     for number, entry in enumerate(entries):
         data = from_base64(entry, param=f"{SERIALIZED}[{number}]")
         part = read_safetensors(data, param=SERIALIZED, dtypes=dtypes)
         if twice := part.keys() & tensors.keys():
             raise InvalidRequestError(f"{min(twice)[:100]!r} comes twice.", param=SERIALIZED)
         tensors |= part
-    return tensors
+        files.append(data)
+    return tensors, files

@@ -153,6 +153,7 @@ def _read(
         vocab_size=vocab_size,
         weight_bytes=loaded.weight_bytes,
         choices=choices,
+        block_layout=attention.backend.block_layout,
     )
     return _Weights(spec, loaded, layouts, attention, plan, earlier)
 

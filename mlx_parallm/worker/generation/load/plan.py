@@ -64,6 +64,7 @@ class GenerationPlan:
         vocab_size: the number of rows of the embedding table.
         weight_bytes: the size of its weights, in bytes.
         choices: the choices made by trying.
+        block_layout: the form of a block's bytes, see ``AttentionBackend``.
         draft: the choices for its draft model; None if it has none, or before ``Allocate``.
         info: facts about the model; None before ``Allocate``.
         prepares_shapes: True if the first step of each shape takes longer than later ones, so that
@@ -75,6 +76,7 @@ class GenerationPlan:
     vocab_size: int
     weight_bytes: int
     choices: DecoderChoices
+    block_layout: str
     draft: DecoderChoices | None = None
     info: RunnerInfo | None = None
     prepares_shapes: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,15 @@ async def test_tensors_come_in_any_body(body: dict[str, Any]) -> None:
     assert (name, arguments["model"], update.version) == ("update_weights", "alias", "v")
     assert update.tensors is not None
     assert update.tensors["model.norm.weight"].shape == (4,)
+    assert engine.control.digests == [sha256(DATA).hexdigest()]
+
+
+async def test_several_files_have_one_digest() -> None:
+    engine = ScriptedEngine()
+    body = {"serialized_named_tensors": [b64(DATA), b64(OTHER)], "load_format": "safetensors"}
+    response = await call(engine, "POST", "/update_weights_from_tensor", json=body)
+    assert response.status_code == 200, response.text
+    assert engine.control.digests == [sha256(DATA + OTHER).hexdigest()]
 
 
 class WithoutMemory(FakeControl):

@@ -1,0 +1,300 @@
+"""Finds the contents of checkpoints: digests of all bytes, known at once or computed beside."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.machine import user_cache
+from mlx_parallm.models.checkpoints.weight_files import weight_files
+from mlx_parallm.types.content import PIECE_BYTES, PendingContent, digest_of
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.json_values import is_list, is_object
+
+logger = logging.getLogger(__name__)
+
+# CONFIGS: the files besides weights that decide how these are read.
+CONFIGS = ("config.json", "hf_quant_config.json")
+CODE = "*.py"
+# SHA256: how a hub cache names files of weights in its folder BLOBS, and what a memory holds.
+SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
+BLOBS = "blobs"
+# MEMORY: the file of remembered digests in the user's cache folder, and its lock.
+MEMORY = "weight_digests.json"
+LOCK = "weight_digests.lock"
+MAX_REMEMBERED = 1024
+# SETTLED_NS: a younger file may change once more without a change of its time.
+SETTLED_NS = 2_000_000_000
+# LOWEST: of the priorities of ``os.setpriority``.
+LOWEST = 19
+# BACKGROUND: macOS's PRIO_DARWIN_BG, which lowers a thread's processor time and disk access.
+BACKGROUND = 0x1000
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A file as ``stat`` saw it; the same state means the same bytes."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Return the state of a file, or of what a link leads to; raise OSError without one."""
+        real = path.resolve(strict=True)
+        status = real.stat()
+        return cls(str(real), status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class DigestMemory:
+    """Digests of files by their states, in a small file that processes share.
+
+    It is only a cache: if it is damaged or cannot be written, files are hashed again.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        """Use ``folder``, which is created for the first digest; None remembers nothing."""
+        self._folder = folder
+
+    def get(self, state: FileState) -> str | None:
+        """Return the digest of a file in this state; None if it is not remembered."""
+        known = self._read().get(state.path)
+        values = [state.size, state.mtime_ns, state.inode]
+        return known[3] if known is not None and known[:3] == values else None
+
+    def put(self, state: FileState, digest: str) -> None:
+        """Remember a digest; the oldest are forgotten."""
+        if self._folder is None:
+            return
+        known = self._read()
+        known.pop(state.path, None)
+        known[state.path] = [state.size, state.mtime_ns, state.inode, digest]
+        newest = dict(list(known.items())[-MAX_REMEMBERED:])
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write(json.dumps(newest).encode())
+        except OSError as cause:
+            logger.info("digests of weights are not remembered in %s: %s", self._folder, cause)
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Let one process at a time hash, so that several engines read files once."""
+        with ExitStack() as stack:
+            if self._folder is not None:
+                # Where there is no lock, several hash.
+                with suppress(OSError):
+                    self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    lock = stack.enter_context((self._folder / LOCK).open("wb"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> dict[str, list[Any]]:
+        if self._folder is None:
+            return {}
+        try:
+            content = json.loads((self._folder / MEMORY).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        entries = content if is_object(content) else {}
+        return {path: entry for path, entry in entries.items() if _is_entry(entry)}
+
+    def _write(self, content: bytes) -> None:
+        assert self._folder is not None
+        handle, part = tempfile.mkstemp(dir=self._folder, prefix="digests-", suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(part, self._folder / MEMORY)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+
+
+@dataclass(slots=True, eq=False)
+class SeenFolder(PendingContent):
+    """A checkpoint as it was immediately before its weights were read.
+
+    Attributes:
+        folder: where it is.
+        settings: digest of the small files that decide how weights are read.
+        files: the states of the files of weights, in order; empty if they could not be seen, and
+            then the digest never becomes known.
+        known: digests of these files, so far.
+    """
+
+    folder: Path = Path()
+    settings: str = ""
+    files: Sequence[FileState] = ()
+    known: Mapping[FileState, str] = field(default_factory=dict[FileState, str])
+
+    def is_like(self, other: SeenFolder) -> bool:
+        """True if all files were the same when the other one was seen."""
+        return (self.settings, self.files) == (other.settings, other.files)
+
+    def note(self, known: Mapping[FileState, str]) -> None:
+        """Take digests of files; with those of all files the content becomes known."""
+        self.known = known
+        if self.files and known.keys() >= set(self.files):
+            digests = (known[state] for state in self.files)
+            self.digest = digest_of("weights", self.settings, *digests)
+
+
+class FolderContents:
+    """Finds the contents of checkpoints, one at a time: hashing takes no time of a load or update.
+
+    It is not thread-safe; it hashes on a thread of its own.
+    """
+
+    def __init__(self, memory: DigestMemory | None = None) -> None:
+        """Remember digests in ``memory``; None: nowhere."""
+        self._memory = memory or DigestMemory(None)
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def see(self, folder: Path) -> SeenFolder:
+        """Return a checkpoint as it is now, before its weights are read.
+
+        Its content is known if a hub cache or the memory names the digests of all its files.
+        """
+        try:
+            paths = weight_files(folder)
+            states = tuple(FileState.of(path) for path in paths)
+            seen = SeenFolder(folder=folder, settings=_settings_of(folder), files=states)
+        except (OSError, ModelLoadError) as problem:
+            # The load says what is wrong.
+            logger.debug("%s has no known content: %s", folder, problem)
+            return SeenFolder(folder=folder)
+        named = {state: _hub_digest(path) for state, path in zip(states, paths, strict=True)}
+        digests = {state: digest or self._memory.get(state) for state, digest in named.items()}
+        seen.note({state: digest for state, digest in digests.items() if digest is not None})
+        return seen
+
+    def hash(self, seen: SeenFolder) -> None:
+        """Hash what is not known of a folder, on a thread; what it hashed before is given up."""
+        self.stop()
+        if seen.digest is not None or not seen.files:
+            return
+        self._stopped = stopped = threading.Event()
+        # A disk that hangs must not keep the process from ending.
+        self._thread = threading.Thread(
+            target=_hash_folder,
+            args=(seen, self._memory, stopped),
+            name="weight-digests",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end after its current piece."""
+        self._stopped.set()
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        if self._thread is not None:
+            self._thread.join()
+
+
+def user_memory(environment: Mapping[str, str] = os.environ) -> DigestMemory:
+    """Return the memory in the user's cache folder; one that forgets if there is no such folder."""
+    try:
+        return DigestMemory(user_cache(environment))
+    except RuntimeError:
+        return DigestMemory(None)
+
+
+def code_digest(folder: Path) -> str:
+    """Return a digest of the Python files in a folder; empty if there are none."""
+    paths = sorted(folder.glob(CODE))
+    parts = [part for path in paths for part in (path.name, path.read_bytes())]
+    return digest_of("code", *parts) if parts else ""
+
+
+def _settings_of(folder: Path) -> str:
+    """Return a digest of what decides how the weights of a folder are read."""
+    paths = (folder / name for name in CONFIGS)
+    configs = [path.read_bytes() if path.is_file() else b"" for path in paths]
+    return digest_of("settings", code_digest(folder), *configs)
+
+
+def _hub_digest(path: Path) -> str | None:
+    """Return the digest by which a hub cache names a file; None if it does not, or did not last.
+
+    A cache writes the blob first and then the link to it, so a younger blob was changed in place.
+    Where links are not supported, files are named as in the repository.
+    """
+    blob = path.resolve()
+    is_blob = blob.parent.name == BLOBS and blob.parent.parent.name.startswith("models--")
+    if not path.is_symlink() or not is_blob or SHA256.fullmatch(blob.name) is None:
+        return None
+    return blob.name if blob.stat().st_mtime_ns <= path.lstat().st_mtime_ns else None
+
+
+def _hash_folder(seen: SeenFolder, memory: DigestMemory, stopped: threading.Event) -> None:
+    """Hash the files of a folder that are not known, and note its content."""
+    _lower_priority()
+    known = dict(seen.known)
+    try:
+        for state in seen.files:
+            if state in known:
+                continue
+            with memory.locked():
+                # Another process may have hashed it meanwhile.
+                digest = memory.get(state) or _hash_file(state, stopped)
+                if digest is None:
+                    return
+                if time.time_ns() - state.mtime_ns > SETTLED_NS:
+                    memory.put(state, digest)
+            known[state] = digest
+    except OSError as problem:
+        logger.info("%s could not be hashed: %s", seen.folder, problem)
+        return
+    seen.note(known)
+
+
+def _hash_file(state: FileState, stopped: threading.Event) -> str | None:
+    """Return the SHA-256 of a file, in hex; None if it was stopped or the file has changed."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
+    path = Path(state.path)
+    with path.open("rb", buffering=0) as file:
+        # Reading and hashing release the GIL.
+        while (count := file.readinto(buffer)) and not stopped.is_set():
+            digest.update(buffer[:count])
+    is_whole = not stopped.is_set() and FileState.of(path) == state
+    return digest.hexdigest() if is_whole else None
+
+
+def _lower_priority() -> None:
+    """Let this thread compute and read only when others do not."""
+    try:
+        if sys.platform == "darwin":
+            os.setpriority(os.PRIO_DARWIN_THREAD, 0, BACKGROUND)
+        else:
+            # On Linux a thread has a priority of its own.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+    except (AttributeError, OSError) as problem:
+        logger.debug("weights are hashed with the priority of other threads: %s", problem)
+
+
+def _is_entry(entry: Any) -> bool:
+    """True if an entry of the memory has a size, a time, an inode and a digest."""
+    if not is_list(entry) or len(entry) != 4:
+        return False
+    *numbers, digest = entry
+    is_digest = isinstance(digest, str) and SHA256.fullmatch(digest) is not None
+    return is_digest and all(type(number) is int for number in numbers)
