@@ -67,8 +67,8 @@ class DamagedDatabaseError(StorageError):
     """A database cannot be read, or contains what it should not."""
 
 
-class UnreadableRecordError(DamagedDatabaseError):
-    """A row has no record of its kind, or SQLite cannot compute what a query asks of it."""
+class CorruptRowError(DamagedDatabaseError):
+    """A row has no record of its kind, or an index has another entry for it."""
 
 
 # KINDS: errors that codes of SQLite stand for; others are those of the disk.
@@ -78,7 +78,8 @@ KINDS: dict[int, type[StorageError]] = {
     # A spoilt id may be that of another row.
     sqlite3.SQLITE_CONSTRAINT: DamagedDatabaseError,
     # A column cannot be computed from a record, among other causes.
-    sqlite3.SQLITE_ERROR: UnreadableRecordError,
+    sqlite3.SQLITE_ERROR: CorruptRowError,
+    sqlite3.SQLITE_CORRUPT_INDEX: CorruptRowError,
 }
 
 
@@ -117,8 +118,8 @@ class _Job(Generic[T]):
 class Database:
     """An open database. A transaction is a function of a connection; an exception undoes it.
 
-    Transactions that wait at the same time are made durable together. One that meets a row without
-    a readable record is repeated after such rows were set aside, so it may run twice.
+    Transactions that wait at the same time are made durable together. One that meets a corrupt row
+    is repeated after all such rows were mended, so it may run twice.
     """
 
     def __init__(self, path: Path, schema: Schema) -> None:
@@ -185,16 +186,16 @@ class Database:
                 job.result.set_result(job.value)
 
     def _attempt(self, job: _Job[Any]) -> None:
-        """Run a job; if it meets rows without a readable record, set them aside and repeat it."""
+        """Run a job; if it meets a corrupt row, mend such rows and repeat it."""
         self._attempt_once(job)
-        if isinstance(job.problem, UnreadableRecordError):
-            mending = _Job(partial(_set_rows_aside, self._schema), Future[list[str]]())
+        if isinstance(job.problem, CorruptRowError):
+            mending = _Job(partial(_mend, self._schema), Future[list[str]]())
             self._attempt_once(mending)
-            if mending.value:
+            if mending.value is None:
+                job.problem = mending.problem
+            else:
                 _log(mending.value)
                 self._attempt_once(job)
-            else:
-                job.problem = mending.problem or job.problem
 
     def _attempt_once(self, job: _Job[Any]) -> None:
         """Run a job; if it fails alone, undo what it did."""
@@ -241,7 +242,7 @@ def read(connection: Connection, kind: type[R], source: str, values: Values = ()
         values: the parameters of the SQL.
 
     Raises:
-        UnreadableRecordError: one of them is none of this kind. ``Database`` sets it aside, and
+        CorruptRowError: one of them is none of this kind. ``Database`` sets it aside, and
             repeats the transaction.
     """
     # As bytes, because text that is no UTF-8 raises what an error of the disk raises.
@@ -256,16 +257,16 @@ def _parsed(kind: type[R], name: bytes, content: bytes) -> R:
         record = as_record(json.loads(content), kind, ignores_others=True)
     # A text of brackets only is nested too deeply to be read.
     except (ValueError, TypeError, RecursionError) as problem:
-        raise UnreadableRecordError(str(problem)) from problem
+        raise CorruptRowError(str(problem)) from problem
     if record.id.encode(errors="replace") != name:
-        raise UnreadableRecordError("it has the id of another record")
+        raise CorruptRowError("it has the id of another record")
     return record
 
 
-def _set_rows_aside(schema: Schema, connection: Connection) -> list[str]:
-    """Move rows whose records cannot be read to ``UNREADABLE``, and return a sentence about each.
+def _mend(schema: Schema, connection: Connection) -> list[str]:
+    """Move rows whose records cannot be read to ``UNREADABLE``; return a sentence about each.
 
-    What is known of a record from elsewhere takes its place.
+    What is known of a record from elsewhere takes its place. All indexes are made anew.
     """
     sentences: list[str] = []
     for table, kind in schema.kinds.items():
@@ -284,6 +285,7 @@ def _set_rows_aside(schema: Schema, connection: Connection) -> list[str]:
             )
             if record := schema.recover(table, name):
                 put(connection, table, record)
+    connection.execute("REINDEX")
     return sentences
 
 
@@ -294,7 +296,7 @@ class _Row:
     number: int
     id: bytes | None
     record: bytes
-    problem: UnreadableRecordError
+    problem: CorruptRowError
 
 
 def _unreadable_rows(connection: Connection, table: str, kind: type[Record]) -> list[_Row]:
@@ -304,7 +306,7 @@ def _unreadable_rows(connection: Connection, table: str, kind: type[Record]) -> 
     for number, name, content in connection.execute(select):
         try:
             _parsed(kind, name, content)
-        except UnreadableRecordError as problem:
+        except CorruptRowError as problem:
             rows.append(_Row(number, name, content, problem))
     return rows
 
@@ -396,8 +398,7 @@ def _prepare(connection: Connection, schema: Schema) -> None:
     if (verdict := _verdict(connection)) != "ok":
         with connection:
             connection.execute("BEGIN")
-            sentences = _set_rows_aside(schema, connection)
-            connection.execute("REINDEX")
+            sentences = _mend(schema, connection)
             if (rest := _verdict(connection)) != "ok":
                 raise DamagedDatabaseError(rest)
         _log(sentences)
@@ -421,18 +422,19 @@ def _errors() -> Generator[None]:
     try:
         yield
     except sqlite3.DatabaseError as problem:
-        code = _code(problem)
+        details = _code(problem)
+        # The codes of details are above the lowest byte.
+        code = details & 0xFF
         if code == sqlite3.SQLITE_MISUSE:
             raise
-        kind = KINDS.get(code, StorageError)
+        kind = KINDS.get(details) or KINDS.get(code, StorageError)
         reason = os.strerror(ERRNO[code]) if code in ERRNO else str(problem)
         raise kind(f"The data folder cannot be used: {reason}.") from problem
 
 
 def _code(problem: sqlite3.DatabaseError) -> int:
-    """Return the code of an error of SQLite, without its details."""
+    """Return the code of an error of SQLite."""
     # Text that is no UTF-8 has no code; other errors without one are mistakes of this program.
     is_text = isinstance(problem, sqlite3.OperationalError)
     missing = sqlite3.SQLITE_ERROR if is_text else sqlite3.SQLITE_MISUSE
-    # The codes of details are above the lowest byte.
-    return getattr(problem, "sqlite_errorcode", missing) & 0xFF
+    return getattr(problem, "sqlite_errorcode", missing)

@@ -407,6 +407,27 @@ async def test_a_file_whose_record_is_spoilt_in_service_is_found_by_its_content(
     assert caplog.text.count(f"the record {file.id!r} of the table files cannot be read") == 1
 
 
+async def test_a_row_that_its_indexes_do_not_know_is_changed_and_removed(
+    small: Path, tmp_path: Path
+) -> None:
+    # SQLite refuses that, as it does not find the entries to remove.
+    folder = tmp_path / "data"
+    shutil.copytree(small, folder)
+    file, batch = FILES[1], BATCHES[0]
+    with closing(Storage(folder, LIMITS)) as storage:
+        for table, record, change in (
+            ("files", file, {"purpose": "batch"}), ("batches", batch, {"input_file_id": "file-8"}),
+        ):  # fmt: skip
+            value = json.dumps(asdict(record) | change).encode()
+            plant(folder / "records.db", table, record.id, "record", value)
+        batch = await storage.batches.get(batch.id, batch.owner)
+        await storage.batches.change(batch, **entering(State.FAILED, 0))
+        await storage.files.delete(file.id, file.owner)
+        assert await storage.files.list(file.owner, limit=9) == ([], False)
+        assert await storage.batches.get(batch.id, batch.owner) == batch
+    assert damaged(folder) == []
+
+
 def test_a_database_that_goes_away_is_made_from_the_contents(tmp_path: Path) -> None:
     write_former(tmp_path)
     Found.of(tmp_path)
