@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -57,12 +59,26 @@ def num_descriptors(server: ServerProcess) -> int:
     return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes_of(server))
 
 
+def ask(server: ServerProcess) -> http.client.HTTPConnection:
+    """Send a request by a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = {"model": MODEL, "prompt": "1, 2,", "max_tokens": 4, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection
+
+
+def answered(connection: http.client.HTTPConnection) -> str:
+    """Return what the model writes."""
+    with closing(connection), connection.getresponse() as reply:
+        body = json.load(reply)
+        assert reply.status == 200, body
+    return body["choices"][0]["text"]
+
+
 def answer(server: ServerProcess) -> str:
     """Return what the model writes, by a connection of its own."""
-    body = {"model": MODEL, "prompt": "1, 2,", "max_tokens": 4, "temperature": 0}
-    reply = httpx2.post(f"{server.url}/v1/completions", json=body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["choices"][0]["text"]
+    return answered(ask(server))
 
 
 @contextmanager
@@ -103,13 +119,16 @@ def test_a_server_without_descriptors_goes_on_once_it_has_some(flags: tuple[str,
     server = ServerProcess(*flags, descriptors=(1024, 1024), is_forked=False)
     server.wait_until_ready()
     expected, before = answer(server), num_descriptors(server)
+    waiting: list[http.client.HTTPConnection] = []
     # Each process has as many as it may have, and some are refused or wait.
     with idle_connections(server, 2 * 1024 + 600):
         assert server.process.poll() is None
-    # An HTTP process that has not read yet that clients left lets this connection wait; uvloop's
-    # own accept closes it.
-    while "--api-server-count" not in flags and num_descriptors(server) > before + 100:
+        if "--api-server-count" in flags:
+            waiting = [ask(server) for _ in range(10)]
+    # Those that are given to HTTP processes wait; uvloop's own accept closes them.
+    while not waiting and num_descriptors(server) > before + 100:
         pass
+    assert [answered(connection) for connection in waiting] == [expected] * len(waiting)
     assert answer(server) == expected
     assert server.stop() == 0
 
