@@ -25,8 +25,10 @@ from mlx_parallm.worker.ops import (
     Pending,
     PrepareWeights,
     PutTensors,
+    ReadBlocks,
     StageAdapter,
     Step,
+    WriteBlocks,
 )
 from mlx_parallm.worker.worker import Worker
 
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 # UNSETTLED: ops that rank 0 applies while a step is in flight.
 UNSETTLED = (
     *(AddAdapter, ComputeInputs, DropAdapter, DropInputs, DropTensors),
-    *(PrepareWeights, PutTensors, StageAdapter),
+    *(PrepareWeights, PutTensors, ReadBlocks, StageAdapter, WriteBlocks),
 )
 # VERDICTS: ops whose result rank 0 waits for, and which any rank may refuse.
 VERDICTS = (Load, Allocate, AddAdapter, PrepareWeights)

@@ -130,6 +130,43 @@ class Step(Op[StepOutput]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBlocks(Op[tuple[bytes, ...]]):
+    """Return what KV blocks hold, a row of bytes for each, in all layers of the model.
+
+    They are read as the steps that were begun before leave them. ``begin`` returns before the
+    device has read them, if the model runs ahead; later ops change nothing of the result.
+    Raises StepError if the model keeps no KV by block.
+
+    Attributes:
+        model: the model.
+        blocks: their ids, at least one.
+    """
+
+    model: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteBlocks(Op[None]):
+    """Make KV blocks hold, bit for bit, what ``ReadBlocks`` returned.
+
+    It may have been returned by another process, for a model of equal weights, settings and number
+    of ranks with an equal ``AttentionBackend.block_layout``. Raises StepError if a row has another
+    size than a block.
+
+    Attributes:
+        model: the model.
+        blocks: their ids, at least one, each once; no sequence of a later step may have been begun
+            that expects other contents.
+        data: a row for each.
+    """
+
+    model: str
+    blocks: tuple[int, ...]
+    data: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeInputs(Op[None]):
     """Compute the products of inputs besides tokens; later steps name their slots.
 

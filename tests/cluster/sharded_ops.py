@@ -44,10 +44,12 @@ from mlx_parallm.worker.ops import (
     Load,
     Pending,
     PrepareWeights,
+    ReadBlocks,
     Sleep,
     Step,
     Unload,
     Wake,
+    WriteBlocks,
     tensor_ops,
 )
 from mlx_parallm.worker.worker import Worker
@@ -152,6 +154,21 @@ class Run:
             outputs += [step.wait() for step in pending[:-1]]
             del pending[:-1]
         self.results[name] = [*outputs, pending[0].wait()]
+
+    def move(self, name: str) -> None:
+        """Save blocks of a run of ``_batches``, overwrite them, fill them again, and go on.
+
+        Keep what was saved, and two outputs of the last step: of before and of after.
+        """
+        *_, last = self._batches({})
+        before = self._worker.execute(Step(model=MODEL, batch=last))
+        blocks = last.sequences[0].block_table + last.sequences[1].block_table
+        saved = self._worker.execute(ReadBlocks(model=MODEL, blocks=blocks))
+        for data in (saved[1:] + saved[:1], saved):
+            self._worker.execute(WriteBlocks(model=MODEL, blocks=blocks, data=data))
+            assert self._worker.execute(ReadBlocks(model=MODEL, blocks=blocks)) == data
+        after = self._worker.execute(Step(model=MODEL, batch=last))
+        self.results[name] = (saved, before, after)
 
     def prepare(
         self, name: str, tensors: dict[str, HostTensor] | None, folder: Path | None = None
@@ -270,6 +287,8 @@ def _compiled_attention(cache: CacheConfig, *_: Any, **__: Any) -> BackendChoice
 def base(run: Run) -> None:
     """Run the model alone."""
     run.decode("base")
+    if run.plan.info is not None and not run.plan.info.has_state:
+        run.move("moves")
     run.checksums("digests")
 
 
@@ -327,6 +346,7 @@ def updates(run: Run) -> None:
 def ahead(run: Run) -> None:
     """Let compiled steps run ahead, with and without adapters, one of which is replaced."""
     run.run_ahead("alone")
+    run.move("moves")
     run.add("lora 8", make_adapter(run.folder, 1, 8))
     run.add("dora 4", make_adapter(run.folder, 2, 4, is_dora=True))
     run.add("dora 16", make_adapter(run.folder, 3, 16, is_dora=True))

@@ -112,6 +112,19 @@ def test_exact_tokens_of_adapters_in_compiled_steps_that_run_ahead(pair: Compare
     _assert_same_steps(pair, "ahead", "alone", "adapters", "replaced")
 
 
+@pytest.mark.parametrize("model", [*MODELS, "latent", "int8", "ahead"])
+def test_each_rank_gets_its_part_of_a_block_back(pair: Compared, model: str) -> None:
+    for results in (pair.alone, *pair.ranks):
+        saved, before, after = results[model]["moves"]
+        assert len(set(saved)) == len(saved) > 2
+        assert before == after
+    first, second = (rank[model]["moves"][0] for rank in pair.ranks)
+    assert first == second, "a row has the parts of all ranks"
+    num_bytes = len(pair.alone[model]["moves"][0][0])
+    # Both ranks have all of a latent.
+    assert len(first[0]) == (2 * num_bytes if model == "latent" else num_bytes)
+
+
 def test_exact_tokens_with_quantised_kv(pair: Compared) -> None:
     wanted, actual = pair.alone["int8"]["base"], pair.ranks[0]["int8"]["base"]
     _assert_alike(actual, wanted, tolerance=INT8_TOLERANCE)

@@ -1,4 +1,4 @@
-"""Blocks are copied behind the step in flight, if that may still read what they replace."""
+"""Blocks are copied and filled behind the step in flight, if that may still read them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mlx_parallm.types.step import (
     ScheduledBatch,
     ScheduledSequence,
 )
+from mlx_parallm.worker.attention.base import LayerPool
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
@@ -36,6 +37,13 @@ class CopyingAttention(CompiledAttention):
 
     def copy_blocks(self, pool: object, sources: mx.array, targets: mx.array) -> None:
         self._order.append("copy")
+
+    def put_blocks(self, pool: object, blocks: mx.array, contents: mx.array) -> None:
+        self._order.append("put")
+
+    def take_blocks(self, pool: LayerPool, blocks: mx.array) -> mx.array:
+        self._order.append("take")
+        return super().take_blocks(pool, blocks)
 
 
 class WaitTracer:
@@ -113,6 +121,29 @@ def test_a_copy_waits_for_readers_in_flight(
     assert order[0] == ("wait" if "wait" in expected else "copy")
     for wait in waits:
         wait()
+
+
+@pytest.mark.parametrize(("block", "expected"), [(1, {"wait", "put"}), (9, {"put"})])
+def test_a_fill_waits_for_readers_in_flight(
+    runner: ModelRunner, order: list[str], block: int, expected: set[str]
+) -> None:
+    (data,) = runner.read_blocks([9]).wait()
+    wait = submit(runner, row(0, 5, 6, 7, block=0), row(1, 8, 9, block=1))
+    order.clear()
+    runner.write_blocks([20, block], [data, data])
+    assert set(order) == expected
+    assert order[0] == ("wait" if "wait" in expected else "put")
+    wait()
+
+
+def test_a_save_waits_for_nothing(runner: ModelRunner, order: list[str]) -> None:
+    wait = submit(runner, row(0, 5, 6, 7, block=0))
+    order.clear()
+    saved = runner.read_blocks([0])
+    assert set(order) == {"take"}
+    for end in (wait, saved.wait):
+        end()
+    assert set(order) == {"take"}
 
 
 def test_steps_without_pending_tokens_wait_before_they_copy(

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.types.step import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.worker.generation.paged_cache import KVPools
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.generation.step_rows import single_rows, token_array
 from mlx_parallm.worker.sampling.sampler import Sampler
@@ -51,6 +52,11 @@ class DraftModel:
         self._vocab_size = vocab_size
         self._runs_ahead = runs_ahead
         self.weight_bytes = weight_bytes
+
+    @property
+    def pools(self) -> KVPools | None:
+        """See ``ForwardPath.pools``."""
+        return self._path.pools
 
     def arrays(self) -> list[mx.array]:
         """Return the arrays that the step wrote; they must be evaluated with its outputs."""

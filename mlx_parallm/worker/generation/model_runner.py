@@ -27,6 +27,7 @@ from mlx_parallm.types.step import (
 )
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.generation.block_moves import BlockMoves
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.inputs.forward import InputForward
 from mlx_parallm.worker.generation.inputs.runs import InputComputer
@@ -265,6 +266,14 @@ class ModelRunner(Runner):
         self._faults = faults
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
+        pools = [path.pools, None if draft is None else draft.pools]
+        self._moves = BlockMoves(
+            [each for each in pools if each is not None],
+            ranks,
+            faults,
+            self._recovering,
+            runs_ahead=info.runs_ahead,
+        )
 
     @property
     def prepares_shapes(self) -> bool:
@@ -291,6 +300,18 @@ class ModelRunner(Runner):
                 step.start(self._written(), features, wait=not runs_ahead)
         self._latest = step if runs_ahead else None
         return step
+
+    def read_blocks(self, blocks: Sequence[int]) -> Pending[tuple[bytes, ...]]:
+        """Begin to read KV blocks, as the steps before leave them; see ``ReadBlocks``."""
+        with self._recovering():
+            return self._moves.read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], data: Sequence[bytes]) -> Pending[None]:
+        """Begin to write KV blocks, before the steps that follow; see ``WriteBlocks``."""
+        with self._recovering():
+            if self._is_reading(blocks):
+                self._end_latest()
+            return self._moves.write(blocks, data)
 
     @contextmanager
     def _recovering(self) -> Generator[None]:

@@ -38,10 +38,12 @@ from mlx_parallm.worker.ops import (
     Pending,
     PrepareWeights,
     ReadAdapter,
+    ReadBlocks,
     Sleep,
     StageAdapter,
     Step,
     Wake,
+    WriteBlocks,
 )
 from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
 from mlx_parallm.worker.worker import Device, Loader, Tensors, TrainingSessions, WorkerModel
@@ -226,6 +228,10 @@ class GeneratorModel(WorkerModel):
             case ComputeInputs():
                 arrays = [tensors[handle] for handle in op.handles]
                 return self._runner.inputs.begin(op.slots, op.kind, arrays)
+            case ReadBlocks():
+                return self._runner.read_blocks(op.blocks)
+            case WriteBlocks():
+                return self._runner.write_blocks(op.blocks, op.data)
             case DropInputs():
                 return Done(self._runner.inputs.features.drop(op.slots))
             case Allocate():

@@ -84,6 +84,11 @@ class AlonePath(ForwardPath):
     def restore_kv(self) -> None:
         """Do nothing: caches are made when their sequences begin."""
 
+    @property
+    @override
+    def pools(self) -> None:
+        return None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Do nothing: the KV is in the caches of the slots."""
         del pairs

@@ -84,6 +84,11 @@ class ForwardPath(Protocol):
         """Allocate memory for KV again, empty."""
         ...
 
+    @property
+    def pools(self) -> KVPools | None:
+        """Return the KV of all layers by block; None if sequences have caches of their own."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, target)`` in every layer."""
         ...
@@ -146,6 +151,11 @@ class PooledPath(ForwardPath):
     @override
     def restore_kv(self) -> None:
         self._pools.restore()
+
+    @property
+    @override
+    def pools(self) -> KVPools:
+        return self._pools
 
     @override
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

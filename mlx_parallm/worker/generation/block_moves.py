@@ -1,0 +1,133 @@
+"""Whole KV blocks of a model between its pools and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+from typing_extensions import override
+
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.worker.device.faults import DeviceFaults
+from mlx_parallm.worker.device.ranks import Ranks
+from mlx_parallm.worker.generation.paged_cache import KVPools
+from mlx_parallm.worker.ops import Pending
+
+R = TypeVar("R")
+
+
+class BlockMoves:
+    """Reads and writes blocks: a row of bytes has all that one block holds.
+
+    A row has the block's KV in the layers of the target model, then in those of the draft model,
+    whether the draft model has computed it or not. Where several ranks compute the model, it has
+    the parts of all ranks, in their order, and each rank writes its own.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KVPools],
+        ranks: Ranks | None,
+        faults: DeviceFaults,
+        recovering: Callable[[], AbstractContextManager[None]],
+        *,
+        runs_ahead: bool,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            pools: those of the target model and of the draft model, as far as they have any.
+            ranks: the processes that compute the model together; None for one process.
+            faults: the failures of the device.
+            recovering: a context that drops what a failed move left.
+            runs_ahead: True if the device may still run when a move has begun.
+        """
+        self._pools = pools
+        self._ranks = ranks
+        self._faults = faults
+        self._recovering = recovering
+        self._compute = mx.async_eval if runs_ahead else mx.eval
+
+    @property
+    def _rank_bytes(self) -> int:
+        """The bytes of a block on this rank."""
+        return sum(pools.block_bytes for pools in self._pools)
+
+    def read(self, blocks: Sequence[int]) -> Pending[tuple[bytes, ...]]:
+        """Begin to read blocks; the result is a row for each.
+
+        Raises:
+            StepError: the model keeps no KV by block.
+        """
+        if not self._rank_bytes:
+            raise StepError("the model keeps no KV by block")
+        ids = mx.array(list(blocks), mx.int32)
+        taken = mx.concatenate([pools.take_blocks(ids) for pools in self._pools], axis=1)
+        if self._ranks is not None:
+            taken = self._ranks.gather(taken)
+        self._compute(taken)
+        return self._begun(lambda: self._rows(taken, len(blocks)))
+
+    def write(self, blocks: Sequence[int], data: Sequence[bytes]) -> Pending[None]:
+        """Begin to write rows that ``read`` returned; no step in flight may read the blocks.
+
+        Raises:
+            StepError: a row has another size than the blocks of this model.
+        """
+        num_ranks, rank = (1, 0) if self._ranks is None else (self._ranks.size, self._ranks.rank)
+        width = self._rank_bytes
+        if any(len(row) != num_ranks * width for row in data):
+            sizes = sorted({len(row) for row in data})
+            raise StepError(f"blocks of {sizes} bytes cannot be put into {num_ranks * width} bytes")
+        ids = mx.array(list(blocks), mx.int32)
+        rows = np.frombuffer(b"".join(data), np.uint8).reshape(len(blocks), num_ranks, width)
+        contents, first = mx.array(rows[:, rank]), 0
+        for pools in self._pools:
+            end = first + pools.block_bytes
+            pools.put_blocks(ids, contents[:, first:end])
+            first = end
+        written = [array for pools in self._pools for array in pools.arrays()]
+        self._compute(written)
+        return self._begun(lambda: mx.eval(written))
+
+    def _rows(self, taken: mx.array, num_blocks: int) -> tuple[bytes, ...]:
+        rows = np.array(taken, copy=False).reshape(-1, num_blocks, self._rank_bytes)
+        return tuple(row.tobytes() for row in rows.swapaxes(0, 1))
+
+    def _begun(self, end: Callable[[], R]) -> Pending[R]:
+        return BegunMove(end, self._faults, self._recovering)
+
+
+class BegunMove(Pending[R]):
+    """A move that the device may still compute."""
+
+    def __init__(
+        self,
+        end: Callable[[], R],
+        faults: DeviceFaults,
+        recovering: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """``end`` waits for the device and returns the result."""
+        self._end = end
+        self._faults = faults
+        self._num_faults = faults.count
+        self._recovering = recovering
+
+    @property
+    @override
+    def num_stages(self) -> int:
+        return 1
+
+    @override
+    def advance(self) -> None:
+        raise AssertionError("the last stage is computed by wait")
+
+    @override
+    def wait(self) -> R:
+        with self._recovering():
+            if self._faults.count != self._num_faults:
+                raise StepError("the device failed while blocks were moved")
+            return self._end()
