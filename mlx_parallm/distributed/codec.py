@@ -18,9 +18,9 @@ from operator import is_not
 from typing import Any
 
 from mlx_parallm.types.model_input import InputRows
+from mlx_parallm.types.moves import NO_MOVES
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 from mlx_parallm.types.step import (
-    NO_CHANGES,
     PENDING_TOKEN,
     SampleSpec,
     ScheduledBatch,
@@ -45,8 +45,8 @@ def for_follower(batch: ScheduledBatch) -> ScheduledBatch:
     """Return what a follower gets of a batch: all that decides shapes and writes to the device.
 
     Samples keep their rows and lose how they are chosen; prompt tokens that are scored keep their
-    places and lose their ids. ``inputs`` and ``ended`` are empty: inputs are computed by ops of
-    their own, and a follower has no grammars.
+    places and lose their ids. ``moves`` and ``ended`` are empty: moves are ops of their own, and a
+    follower has no grammars.
     """
     sequences = tuple(
         replace(
@@ -61,7 +61,7 @@ def for_follower(batch: ScheduledBatch) -> ScheduledBatch:
         )
         for sequence in batch.sequences
     )
-    return replace(batch, sequences=sequences, ended=(), inputs=NO_CHANGES)
+    return replace(batch, sequences=sequences, ended=(), moves=NO_MOVES)
 
 
 class StepEncoder:

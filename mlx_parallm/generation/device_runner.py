@@ -1,17 +1,29 @@
-"""A generation model on the device: its steps, and the runs of its inputs, as ops of the worker."""
+"""A generation model on the device: its steps, and the moves before them, as ops of the worker."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.types.model_input import HostArray, InputChanges, InputStages
-from mlx_parallm.types.step import NO_CHANGES, Runner, ScheduledBatch, StepInFlight
+from mlx_parallm.types.model_input import HostArray, InputStages
+from mlx_parallm.types.moves import NO_MOVES, PIECE_BLOCKS, Moves
+from mlx_parallm.types.step import Runner, ScheduledBatch, StepInFlight, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
-from mlx_parallm.worker.ops import ComputeInputs, DropInputs, DropTensors, Pending, Step, tensor_ops
+from mlx_parallm.worker.ops import (
+    ComputeInputs,
+    Done,
+    DropInputs,
+    DropTensors,
+    Pending,
+    ReadBlocks,
+    Step,
+    WriteBlocks,
+    tensor_ops,
+)
 from mlx_parallm.worker.worker import Worker
 
 
@@ -34,17 +46,37 @@ class DeviceRunner(Runner):
 
     @override
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        if batch.inputs:
-            self._change_inputs(batch.inputs)
-            batch = replace(batch, inputs=NO_CHANGES)
+        if batch.moves:
+            return self._submit_after(batch.moves, replace(batch, moves=NO_MOVES))
         return self._worker.begin(Step(model=self._model, batch=batch))
 
-    def _change_inputs(self, changes: InputChanges) -> None:
-        if changes.dropped:
-            self._worker.execute(DropInputs(model=self._model, slots=changes.dropped))
-        for run in changes.abandoned:
+    def _submit_after(self, moves: Moves, batch: ScheduledBatch) -> StepInFlight:
+        """Begin the moves, then the step if the batch has sequences."""
+        # A block that is saved may be filled, or the step may write it.
+        reads = [
+            self._worker.begin(ReadBlocks(model=self._model, blocks=blocks))
+            for blocks, _ in _pieces(moves.saved)
+        ]
+        writes = [
+            self._worker.begin(WriteBlocks(model=self._model, blocks=blocks, data=data))
+            for blocks, data in _pieces(moves.filled)
+        ]
+        self._change_inputs(moves)
+        step: StepInFlight = (
+            self._worker.begin(Step(model=self._model, batch=batch))
+            if batch.sequences
+            else Done(StepOutput(tokens=()))
+        )
+        if not reads and not writes:
+            return step
+        return _StepAfterMoves(step, reads, writes, [content for _, content in moves.saved])
+
+    def _change_inputs(self, moves: Moves) -> None:
+        if moves.dropped:
+            self._worker.execute(DropInputs(model=self._model, slots=moves.dropped))
+        for run in moves.abandoned:
             self._runs.pop(run, None)
-        for stages in changes.stages:
+        for stages in moves.stages:
             run = self._begin_inputs(stages) if stages.begun else self._runs.pop(stages.run)
             for _ in range(min(stages.num_stages, run.num_stages - 1)):
                 run.advance()
@@ -71,6 +103,41 @@ class DeviceRunner(Runner):
         finally:
             for handle in handles:
                 self._worker.execute(DropTensors(model=self._model, handle=handle))
+
+
+@dataclass(frozen=True, slots=True)
+class _StepAfterMoves(StepInFlight):
+    """A step, and the moves of blocks that were begun before it.
+
+    Attributes:
+        step: the step.
+        reads: what is saved.
+        writes: what is filled.
+        contents: the contents of the blocks that are saved.
+    """
+
+    step: StepInFlight
+    reads: Sequence[Pending[tuple[bytes, ...]]]
+    writes: Sequence[Pending[None]]
+    contents: Sequence[bytes]
+
+    @override
+    def wait(self) -> StepOutput:
+        """Raise if the step or a move has failed: then nothing of the batch is as it should be."""
+        output = self.step.wait()
+        for write in self.writes:
+            write.wait()
+        data = [row for read in self.reads for row in read.wait()]
+        return replace(output, saved=tuple(zip(self.contents, data, strict=True)))
+
+
+def _pieces(
+    pairs: Sequence[tuple[int, bytes]],
+) -> Iterator[tuple[tuple[int, ...], tuple[bytes, ...]]]:
+    """Yield blocks and what belongs to them, ``PIECE_BLOCKS`` at a time."""
+    for first in range(0, len(pairs), PIECE_BLOCKS):
+        blocks, others = zip(*pairs[first : first + PIECE_BLOCKS], strict=True)
+        yield blocks, others
 
 
 def _host_tensor(array: HostArray) -> HostTensor:

@@ -131,31 +131,3 @@ class InputStages:
     num_stages: int
     is_last: bool
     tokens: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputChanges:
-    """The changes of a step in the input slots before it runs, in this order.
-
-    Attributes:
-        dropped: slots whose product is not needed, computed or not.
-        abandoned: numbers of runs that do not go on.
-        stages: what is computed.
-    """
-
-    dropped: tuple[int, ...] = ()
-    abandoned: tuple[int, ...] = ()
-    stages: tuple[InputStages, ...] = ()
-
-    @property
-    def tokens(self) -> float:
-        """The cost of all stages."""
-        return sum(each.tokens for each in self.stages)
-
-    @property
-    def begun_tokens(self) -> int:
-        """The cost of the inputs whose computation begins, all stages of it."""
-        return sum(source.cost for each in self.stages for source in each.begun)
-
-    def __bool__(self) -> bool:
-        return bool(self.dropped or self.abandoned or self.stages)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
-from mlx_parallm.types.model_input import InputChanges, InputKind, InputRows
+from mlx_parallm.types.model_input import InputKind, InputRows
+from mlx_parallm.types.moves import NO_MOVES, Moves
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 
@@ -92,8 +93,6 @@ class KVPlan:
 # PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the
 # runner reads it on the device.
 PENDING_TOKEN = -1
-# NO_CHANGES: of steps that neither drop nor compute inputs.
-NO_CHANGES = InputChanges()
 
 
 @message
@@ -229,7 +228,7 @@ class ScheduledBatch:
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
     ``ended`` lists the constrained sequences that ended since the previous batch, so that their
     matchers can be dropped. ``adapters`` maps every ``adapter_slot`` to its adapter's digest.
-    ``inputs`` is applied first of all.
+    ``moves`` are made first of all. A batch without sequences has nothing else.
     """
 
     step_id: int
@@ -238,7 +237,7 @@ class ScheduledBatch:
     state_copies: tuple[tuple[int, int], ...] = ()
     ended: tuple[int, ...] = ()
     adapters: Mapping[int, str] = field(default_factory=dict[int, str])
-    inputs: InputChanges = NO_CHANGES
+    moves: Moves = NO_MOVES
 
     @property
     def num_tokens(self) -> int:
@@ -281,6 +280,7 @@ class StepOutput:
             ``failed``; one more entry for each accepted proposal.
         prompt_logprobs: by ``seq_id``, one entry per ``target_ids`` of that sequence.
         failed: by ``seq_id``, why this sequence (and only it) could not be run.
+        saved: the contents of the batch's ``Moves.saved``, each with the bytes that its block held.
     """
 
     tokens: tuple[SampledToken, ...]
@@ -288,6 +288,7 @@ class StepOutput:
         default_factory=dict[int, tuple[TokenLogprob, ...]]
     )
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
+    saved: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,10 +56,10 @@ class InputRunner:
         return sum(self.runs)
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        self.runner.inputs.features.drop(batch.inputs.dropped)
-        for number in batch.inputs.abandoned:
+        self.runner.inputs.features.drop(batch.moves.dropped)
+        for number in batch.moves.abandoned:
             del self._open[number]
-        for stages in batch.inputs.stages:
+        for stages in batch.moves.stages:
             if stages.begun:
                 self._open[stages.run] = self._begin(stages)
             run = self._open[stages.run]

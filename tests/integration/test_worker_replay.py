@@ -37,6 +37,7 @@ from mlx_parallm.types.model_input import (
     ModelInput,
     Span,
 )
+from mlx_parallm.types.moves import Moves
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import (
     INPUT_TOKEN,
@@ -45,7 +46,7 @@ from mlx_parallm.types.request import (
     Grammar,
     SamplingParams,
 )
-from mlx_parallm.types.step import StepOutput
+from mlx_parallm.types.step import ScheduledBatch, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
 from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step
@@ -192,6 +193,28 @@ class BusyRun:
         staging.commit()
         staging.drop()
 
+    def move(self) -> None:
+        """Save blocks beside a prompt's steps, then swap them and save them again, alone."""
+        self.ask("beside", 21, temperature=0.0)
+        submit, pairs = self.generator._runner.submit, ((5, b"five"), (3, b"three"))
+
+        def saving(batch: ScheduledBatch) -> Any:
+            return submit(replace(batch, moves=replace(batch.moves, saved=pairs)))
+
+        with patch.object(self.generator._runner, "submit", saving):
+            self.finish()
+
+        def save(*filled: tuple[int, bytes]) -> list[bytes]:
+            moves = Moves(saved=pairs, filled=filled)
+            output = submit(ScheduledBatch(step_id=-1, sequences=(), moves=moves)).wait()
+            assert [content for content, _ in output.saved] == [b"five", b"three"]
+            return [data for _, data in output.saved]
+
+        five, three = save()
+        assert five != three
+        assert save((3, five), (5, three)) == [five, three]
+        assert save() == [three, five]
+
     def update(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
         norm = np.full(shape or self.norm_shape, scale, np.float32)
         self.generator.settle()
@@ -244,6 +267,7 @@ def run_busily(*, ahead: bool) -> BusyRun:
     run.generator.live.wake(SLEEP_TAGS)
     run.ask("awake", 33, temperature=0.0, adapter="changing")
     run.finish()
+    run.move()
     run.generator.live.sleep(2)
     run.generator.live.wake(SLEEP_TAGS)
     run.ask("anew", 33, temperature=0.0)
@@ -336,6 +360,8 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Load",
         "Allocate",
         "Step",
+        "ReadBlocks",
+        "WriteBlocks",
         "ComputeInputs",
         "PoolBatch",
         "PutTensors",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from mlx_parallm.generation.inputs.cache import InputCache, Product
-from mlx_parallm.types.model_input import InputChanges, InputKind, InputStages, without_arrays
+from mlx_parallm.types.model_input import InputKind, InputStages, without_arrays
+from mlx_parallm.types.moves import Moves
 
 # ROUNDING: what a sum of shares may lack of a whole number of stages.
 ROUNDING = 1e-6
@@ -89,7 +90,7 @@ class _Run:
 class InputRuns:
     """Computes the products that wait in a cache, one run after the other.
 
-    The worker applies the changes before the next step, see ``take_changes``.
+    The worker applies the changes before the next step, see ``take_moves``.
 
     Attributes:
         num_images_computed: how often the computation of an image's features was begun.
@@ -145,22 +146,22 @@ class InputRuns:
                     has_ready = True
                     self.settle()
 
-    def take_changes(self) -> InputChanges:
+    def take_moves(self) -> Moves:
         """Return what the worker must do before the next step; the caller passes it on."""
         for product in list(self._cache.waiting.values()):
             if product.is_ready:
                 self._plan(self._run_of((product,)), 1)
         stages, self._stages = tuple(self._stages.values()), {}
         abandoned, self._abandoned = tuple(self._abandoned), []
-        return InputChanges(dropped=self._cache.take_dropped(), abandoned=abandoned, stages=stages)
+        return Moves(dropped=self._cache.take_dropped(), abandoned=abandoned, stages=stages)
 
-    def forget(self, changes: InputChanges) -> None:
+    def forget(self, moves: Moves) -> None:
         """Drop what a step that failed should have computed."""
         if self._current is not None and any(
-            each.run == self._current.number for each in changes.stages
+            each.run == self._current.number for each in moves.stages
         ):
             self._abandon(self._current)
-        self._cache.forget(slot for each in changes.stages for slot in each.slots)
+        self._cache.forget(slot for each in moves.stages for slot in each.slots)
 
     def check_integrity(self) -> None:
         """Assert that no product is computed twice."""

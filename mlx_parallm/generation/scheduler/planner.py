@@ -21,7 +21,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
 )
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.model_input import InputChanges
+from mlx_parallm.types.moves import Moves
 
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.
@@ -207,22 +207,20 @@ class Planner:
             else:
                 self._preempt(sequence)
 
-    def observe(
-        self, rows: Iterable[tuple[int, int]], inputs: InputChanges, seconds: float
-    ) -> None:
+    def observe(self, rows: Iterable[tuple[int, int]], moves: Moves, seconds: float) -> None:
         """Learn from a step that has ended.
 
         Args:
             rows: first position and number of tokens of each of its rows.
-            inputs: what it computed of inputs.
+            moves: what was moved and computed before it.
             seconds: that it took.
         """
         if self.cost is None:
             return
         work = StepWork.of(rows)
-        if inputs.tokens:
+        if moves.tokens:
             rows_s = self.cost.predict(work)
-            self.stage_cost.observe(inputs.tokens, inputs.begun_tokens, seconds, rows_s)
+            self.stage_cost.observe(moves.tokens, moves.begun_tokens, seconds, rows_s)
             return
         self._num_unobserved += 1
         if self._bound_s or work.prefill_tokens or self._num_unobserved >= OBSERVED:

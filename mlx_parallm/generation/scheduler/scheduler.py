@@ -128,7 +128,7 @@ class Scheduler:
         own begin, until it was submitted, and waiting for its end.
         """
         rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
-        self._planner.observe(rows, batch.inputs, seconds)
+        self._planner.observe(rows, batch.moves, seconds)
 
     def has_work(self) -> bool:
         """Return True if any request has not ended."""
@@ -252,7 +252,7 @@ class Scheduler:
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
-            inputs=self._running.input_runs.take_changes(),
+            moves=self._running.input_runs.take_moves(),
         )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
@@ -284,7 +284,7 @@ class Scheduler:
         Requests that wait for an input that the step was to compute end too.
         """
         rows = self._in_flight.pop(batch.step_id).values()
-        slots = {slot for stages in batch.inputs.stages for slot in stages.slots}
+        slots = {slot for stages in batch.moves.stages for slot in stages.slots}
         groups = [begun.group for begun in rows]
         groups += [
             sequence.group
@@ -292,7 +292,7 @@ class Scheduler:
             if sequence.held is not None and slots & set(sequence.held.slots.values())
         ]
         updates = [update for group in groups for update in self._fail_group(group, message)]
-        self._running.input_runs.forget(batch.inputs)
+        self._running.input_runs.forget(batch.moves)
         return updates
 
     def check_room(self, client: str, n: int) -> None:

@@ -18,7 +18,8 @@ from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler import running
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.model_input import HostArray, InputChanges, InputKind, ModelInput, Span
+from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
+from mlx_parallm.types.moves import Moves
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import END_ID, SimulatedRunner
@@ -68,7 +69,7 @@ class InputRunner(SimulatedRunner):
     def num_computed(self) -> int:
         return sum(self.runs)
 
-    def change(self, changes: InputChanges) -> None:
+    def change(self, changes: Moves) -> None:
         """Apply what comes before a step."""
         for slot in changes.dropped:
             self.products.pop(slot, None)
@@ -96,15 +97,15 @@ class InputRunner(SimulatedRunner):
     def corrupt(self, batch: ScheduledBatch) -> None:
         """Fail while a step is submitted or, if steps run ahead, while it is waited for."""
         if self.runs_ahead:
-            self.change(batch.inputs)
+            self.change(batch.moves)
         else:
-            self.change(replace(batch.inputs, stages=batch.inputs.stages[:-1]))
-            for stages in batch.inputs.stages[-1:]:
+            self.change(replace(batch.moves, stages=batch.moves.stages[:-1]))
+            for stages in batch.moves.stages[-1:]:
                 self.open.pop(stages.run, None)
         super().corrupt(batch)
 
     def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
-        self.change(batch.inputs)
+        self.change(batch.moves)
         rows = tuple(self._with_inputs(row) for row in batch.sequences)
         return super().run(replace(batch, sequences=rows), failed)
 
@@ -137,7 +138,7 @@ class InputHarness(SchedulerHarness):
             has_state=has_state,
             runs_ahead=runs_ahead,
             num_tower_stages=NUM_STAGES,
-            seconds_of=lambda batch: 1e-3 * (batch.num_tokens + 2 * batch.inputs.tokens),
+            seconds_of=lambda batch: 1e-3 * (batch.num_tokens + 2 * batch.moves.tokens),
             config=SchedulerConfig(
                 max_num_seqs=4, max_num_batched_tokens=budget, max_decode_stall_ms=stall_ms
             ),
@@ -275,9 +276,7 @@ def test_costs_are_part_of_a_steps_budget() -> None:
 def begun(batch: ScheduledBatch) -> list[list[str]]:
     """Return the contents of each run that a step begins."""
     return [
-        [source.content for source in stages.begun]
-        for stages in batch.inputs.stages
-        if stages.begun
+        [source.content for source in stages.begun] for stages in batch.moves.stages if stages.begun
     ]
 
 
@@ -288,7 +287,7 @@ def test_images_of_equal_shapes_are_computed_together() -> None:
     first = harness.schedule()
     assert first is not None
     assert begun(first) == [[repr(ROWS[0]), repr((1, 2, 3, 4, 5, 6))], [repr(ROWS[1])]]
-    assert [stages.num_stages for stages in first.inputs.stages] == [NUM_STAGES] * 2
+    assert [stages.num_stages for stages in first.moves.stages] == [NUM_STAGES] * 2
     assert sum(len(row.inputs) for row in first.sequences) == 3
     harness.run(first)
     harness.drain()
@@ -355,14 +354,14 @@ def test_a_image_is_computed_in_stages_beside_decode_rows(stall_ms: float | None
         batches.append(batch)
         # The stream has a row in every step.
         assert len(batch.sequences[0].token_ids) == 1
-    stages = [each for batch in batches for each in batch.inputs.stages]
+    stages = [each for batch in batches for each in batch.moves.stages]
     assert sum(each.num_stages for each in stages) == NUM_STAGES
     assert len(stages) > 1
     # The text before the image runs while that is computed.
     chunks = [(row.start, len(row.token_ids)) for batch in batches for row in batch.sequences[1:]]
     assert chunks[0] == (0, 5)
     if stall_ms is not None:
-        seconds = [harness.seconds_of(batch) for batch in batches if batch.inputs.stages]
+        seconds = [harness.seconds_of(batch) for batch in batches if batch.moves.stages]
         assert max(seconds) <= 1e-3 * stall_ms
     harness.abort("stream")
 
@@ -376,7 +375,7 @@ def test_less_than_a_block_before_a_image_waits_for_it_beside_decode_rows() -> N
         batch = harness.step()
         assert batch is not None
         batches.append(batch)
-    stages = [each for batch in batches for each in batch.inputs.stages]
+    stages = [each for batch in batches for each in batch.moves.stages]
     assert sum(each.num_stages for each in stages) == NUM_STAGES
     assert len(batches) > 2
     first = batches[-1].sequences[1]
