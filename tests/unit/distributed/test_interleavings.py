@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -58,6 +59,12 @@ NGRAM = SpeculativeConfig(
 )
 TENSOR = HostTensor(np.ones((1, 1), np.float32))
 ADAPTER = AdapterWeights({"layer": LowRank(kind="linear", a=TENSOR, b=TENSOR, scale=1.0)})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_searches_for_garbage() -> None:
+    """Keep what earlier tests left out of them: each refusal for lack of memory makes one."""
+    gc.freeze()
 
 
 @dataclass
