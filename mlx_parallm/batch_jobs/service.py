@@ -104,7 +104,7 @@ class BatchService:
         await end(*self._drivers.values())
         self._runs.clear()
         for outcome in outcomes:
-            if isinstance(outcome, Storage):
+            if not isinstance(outcome, BaseException):
                 await in_thread(outcome.close)
 
     async def create(self, owner: str, order: BatchOrder) -> BatchRecord:

@@ -152,8 +152,8 @@ class Database:
 
     def close(self) -> None:
         """Close it after the transactions that wait."""
-        self._thread.submit(self._connection.close).result()
         self._thread.shutdown()
+        self._connection.close()
 
     def _submit(self, work: Callable[[Connection], T]) -> Future[T]:
         job = _Job(work, Future[T]())
@@ -372,7 +372,10 @@ def _connected(path: Path) -> Connection:
 
 
 def _connection(path: Path) -> Connection:
-    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+    # Its thread has ended when it is closed.
+    connection = sqlite3.connect(
+        path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+    )
     for setting in SETTINGS:
         connection.execute(setting)
     return connection

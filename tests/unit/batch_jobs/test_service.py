@@ -645,6 +645,21 @@ async def test_a_batch_runs_though_its_client_went_while_it_was_made(world: Worl
     assert num_made
 
 
+async def test_a_batch_that_is_made_while_the_service_stops_begins_nothing(world: World) -> None:
+    file_id = await world.upload(lines(2))
+    for num_rounds in range(12):
+        order = BatchOrder(input_file_id=file_id, endpoint=ENDPOINT)
+        making = asyncio.ensure_future(world.service.create("me", order))
+        for _ in range(num_rounds):
+            await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(world.service.stop())
+        with suppress(StorageError):
+            await making
+        await stopping
+        assert world.service._drivers == {}
+        world.service = world.make()
+
+
 @pytest.mark.parametrize("num_cancels", [1, 2])
 async def test_batches_go_on_though_the_request_that_opened_the_folder_was_cancelled(
     world: World, monkeypatch: pytest.MonkeyPatch, num_cancels: int
@@ -683,6 +698,30 @@ async def test_an_opener_that_is_cancelled_alone_leaves_no_batch_waiting(world: 
     opening.cancel()
     while not world.sent:  # noqa: ASYNC110 - a line of the earlier batch is sent at last
         await asyncio.sleep(0)
+
+
+async def test_a_service_that_stops_while_it_opens_frees_the_folder_and_runs_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.handler = hang
+    await world.create(2)
+    await world.service.stop()
+    world.service, world.sent = world.make(), []
+    may_open = threading.Event()
+
+    def slow(*args: Any) -> Storage:
+        may_open.wait()
+        return Storage(*args)
+
+    monkeypatch.setattr(service, "Storage", slow)
+    world.service.start()
+    await asyncio.sleep(0)
+    stopping = asyncio.ensure_future(world.service.stop())
+    await asyncio.sleep(0)
+    may_open.set()
+    await stopping
+    FolderLock(world.folder).release()
+    assert (world.sent, world.service._drivers) == ([], {})
 
 
 async def test_a_file_of_results_that_cannot_be_begun_leaves_no_other(
