@@ -29,12 +29,7 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.images.form import ImageForm, image_form
-from mlx_parallm.models.checkpoints.contents import (
-    FolderContents,
-    SeenFolder,
-    code_digest,
-    user_memory,
-)
+from mlx_parallm.models.checkpoints.contents import FolderContents, SeenFolder, user_memory
 from mlx_parallm.models.checkpoints.decoder_sizes import learned_positions
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.parsing import registry
@@ -370,7 +365,7 @@ def _identity(loaded: _Loaded, plan: GenerationPlan, ranks: Ranks | None) -> Ide
     return Identity(
         config=plan.model_config,
         versions=package_versions(),
-        code=code_digest(loaded.folder.path),
+        code=loaded.seen.code,
         device=backend_name(),
         choices={
             "path": info.path,

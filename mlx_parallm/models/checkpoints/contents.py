@@ -40,8 +40,9 @@ MAX_REMEMBERED = 1024
 SETTLED_NS = 2_000_000_000
 # LOWEST: of the priorities of ``os.setpriority``.
 LOWEST = 19
-# BACKGROUND: macOS's PRIO_DARWIN_BG, which lowers a thread's processor time and disk access.
-BACKGROUND = 0x1000
+# DARWIN_THREAD, BACKGROUND: macOS's PRIO_DARWIN_THREAD and PRIO_DARWIN_BG, which Python 3.11 does
+# not name: the calling thread gets processors and disks when others do not need them.
+DARWIN_THREAD, BACKGROUND = 3, 0x1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class FileState:
     @classmethod
     def of(cls, path: Path) -> FileState:
         """Return the state of a file, or of what a link leads to; raise OSError without one."""
-        real = path.resolve(strict=True)
-        status = real.stat()
-        return cls(str(real), status.st_size, status.st_mtime_ns, status.st_ino)
+        status = path.stat()
+        return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 class DigestMemory:
@@ -132,13 +132,15 @@ class SeenFolder(PendingContent):
 
     Attributes:
         folder: where it is.
-        settings: digest of the small files that decide how weights are read.
+        code: digest of its Python files; empty if there are none.
+        settings: digest of these and of the configuration, which decide how weights are read.
         files: the states of the files of weights, in order; empty if they could not be seen, and
             then the digest never becomes known.
         known: digests of these files, so far.
     """
 
     folder: Path = Path()
+    code: str = ""
     settings: str = ""
     files: Sequence[FileState] = ()
     known: Mapping[FileState, str] = field(default_factory=dict[FileState, str])
@@ -175,7 +177,9 @@ class FolderContents:
         try:
             paths = weight_files(folder)
             states = tuple(FileState.of(path) for path in paths)
-            seen = SeenFolder(folder=folder, settings=_settings_of(folder), files=states)
+            code = _code_digest(folder)
+            settings = _settings_digest(folder, code)
+            seen = SeenFolder(folder=folder, code=code, settings=settings, files=states)
         except (OSError, ModelLoadError) as problem:
             # The load says what is wrong.
             logger.debug("%s has no known content: %s", folder, problem)
@@ -218,18 +222,18 @@ def user_memory(environment: Mapping[str, str] = os.environ) -> DigestMemory:
         return DigestMemory(None)
 
 
-def code_digest(folder: Path) -> str:
+def _code_digest(folder: Path) -> str:
     """Return a digest of the Python files in a folder; empty if there are none."""
-    paths = sorted(folder.glob(CODE))
+    paths = sorted(path for path in folder.glob(CODE) if path.is_file())
     parts = [part for path in paths for part in (path.name, path.read_bytes())]
     return digest_of("code", *parts) if parts else ""
 
 
-def _settings_of(folder: Path) -> str:
+def _settings_digest(folder: Path, code: str) -> str:
     """Return a digest of what decides how the weights of a folder are read."""
     paths = (folder / name for name in CONFIGS)
     configs = [path.read_bytes() if path.is_file() else b"" for path in paths]
-    return digest_of("settings", code_digest(folder), *configs)
+    return digest_of("settings", code, *configs)
 
 
 def _hub_digest(path: Path) -> str | None:
@@ -283,11 +287,11 @@ def _lower_priority() -> None:
     """Let this thread compute and read only when others do not."""
     try:
         if sys.platform == "darwin":
-            os.setpriority(os.PRIO_DARWIN_THREAD, 0, BACKGROUND)
+            os.setpriority(DARWIN_THREAD, 0, BACKGROUND)
         else:
             # On Linux a thread has a priority of its own.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
-    except (AttributeError, OSError) as problem:
+    except OSError as problem:
         logger.debug("weights are hashed with the priority of other threads: %s", problem)
 
 

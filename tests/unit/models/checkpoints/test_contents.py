@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,6 @@ from mlx_parallm.models.checkpoints.contents import (
     FileState,
     FolderContents,
     SeenFolder,
-    code_digest,
     user_memory,
 )
 from mlx_parallm.worker.weights.revision import folder_revision
@@ -279,7 +279,10 @@ def test_a_folder_that_cannot_be_seen_has_no_content(tmp_path: Path) -> None:
     (broken / "model.safetensors.index.json").write_text("{")
     (tmp_path / "dangling").mkdir()
     (tmp_path / "dangling" / FILE).symlink_to("nowhere")
-    for folder in (broken, tmp_path / "dangling", tmp_path / "none", tmp_path):
+    (tmp_path / "circle").mkdir()
+    (tmp_path / "circle" / FILE).symlink_to(FILE)
+    names = ("broken", "dangling", "circle", "none", "")
+    for folder in (tmp_path / name for name in names):
         assert hashed(folder) is None
     assert SeenFolder().digest is None
 
@@ -306,6 +309,22 @@ def test_a_stopped_thread_ends_and_leaves_nothing(
     assert memory.get(seen.files[0]) is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a nice value on Linux only")
+def test_only_the_thread_that_hashes_has_the_lowest_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nice: list[int] = []
+
+    def hash_file(state: FileState, stopped: threading.Event) -> None:
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(contents, "_hash_file", hash_file)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    hashed(write_model(tmp_path / "model"))
+    assert nice == [contents.LOWEST]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
 def test_several_engines_read_the_files_once(
     tmp_path: Path, memory: DigestMemory, reads: list[str]
 ) -> None:
@@ -328,9 +347,11 @@ def test_the_memory_is_in_the_users_cache_folder(tmp_path: Path) -> None:
 
 
 def test_a_folders_own_code_counts_by_name_and_text(tmp_path: Path) -> None:
-    digests = [code_digest(tmp_path)]
+    folder = write_model(tmp_path / "model")
+    (folder / "folder.py").mkdir()
+    digests = [FolderContents().see(folder).code]
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "1")):
-        (tmp_path / name).write_text(text)
-        digests.append(code_digest(tmp_path))
+        (folder / name).write_text(text)
+        digests.append(FolderContents().see(folder).code)
     assert digests[0] == ""
     assert len(set(digests)) == 4
