@@ -150,14 +150,13 @@ class ReadBlocks(Op[tuple[bytes, ...]]):
 class WriteBlocks(Op[None]):
     """Make KV blocks hold, bit for bit, what ``ReadBlocks`` returned.
 
-    It may have been returned by another process, for a model of equal weights, settings and number
-    of ranks with an equal ``AttentionBackend.block_layout``. Raises StepError if a row has another
-    size than a block.
+    Steps that were begun before read what was there, later ones what is written. The bytes may come
+    from another process, for a model of equal weights, settings and number of ranks with an equal
+    ``AttentionBackend.block_layout``. Raises StepError if a row has another size than a block.
 
     Attributes:
         model: the model.
-        blocks: their ids, at least one, each once; no sequence of a later step may have been begun
-            that expects other contents.
+        blocks: their ids, at least one, each once.
         data: a row for each.
     """
 

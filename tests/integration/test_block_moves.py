@@ -29,6 +29,7 @@ from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.faults import LATE
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.load.memory import plan_kv
 from mlx_parallm.worker.generation.load.runner import make_runner
@@ -304,3 +305,14 @@ def test_a_model_without_kv_by_block_saves_nothing() -> None:
     device = Device(runner_of(loaded_model("mamba2"), ReferenceAttention(BLOCK_SIZE)))
     with pytest.raises(StepError, match="no KV by block"):
         device.read([1])
+
+
+@pytest.mark.parametrize("is_fill", [False, True])
+def test_moves_in_flight_are_lost_when_the_device_fails(*, is_fill: bool) -> None:
+    runner = runner_of(loaded_model("llama"), CompiledAttention(BLOCK_SIZE))
+    before = runner.read_blocks([7]).wait()
+    pending: Any = runner.write_blocks([7], before) if is_fill else runner.read_blocks([7])
+    runner._faults.note(RuntimeError(f"{LATE}: Insufficient Memory."))
+    with pytest.raises(StepError, match="while blocks were moved"):
+        pending.wait()
+    assert runner.read_blocks([7]).wait() == before
