@@ -356,9 +356,12 @@ class FakeFleet:
 
     def leave_dead(self, rank: int) -> None:
         """End an engine's life, and wait until that is known; ``may_load`` begins the next one."""
-        self.lives[rank].may_load.clear()
+        life = self.lives[rank]
+        before = life.num_lives
+        life.may_load.clear()
         self.order(rank, Die())
-        while self.fleet._members[rank].is_serving:
+        # The events of its death have been delivered before it loads.
+        while life.num_lives == before:
             pass
         self.settle()
 

@@ -176,6 +176,7 @@ def test_requests_of_an_engine_that_was_ended_on_purpose_move_at_once(two: FakeF
     two.lives[first].may_load.clear()
     assert two.prepare(WeightsUpdate(tensors=cast(Any, {"a": "new"})))
     two.commit()
+    two.settle()
     assert "a" in two.lives[1 - first].requests
     assert finish(two) == {"a"}
     two.revive(first)
