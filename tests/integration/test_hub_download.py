@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
+from mlx_parallm.models.checkpoints.contents import FolderContents
 from tests import adapter_files
 from tests.server_process import ServerProcess
 
@@ -118,7 +120,10 @@ class Hub:
         name = path.removeprefix(f"/{repo}/resolve/{COMMIT}/")
         if name in files:
             data = files[name]
-            return 200, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}, data
+            # The hub names files of LFS, which weights are, by their SHA-256.
+            is_large = name.endswith(".safetensors")
+            tag = hashlib.sha256(data).hexdigest() if is_large else _oid(data)
+            return 200, {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}, data
         if path.startswith(f"/api/models/{repo}/revision/"):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         return None
@@ -197,6 +202,20 @@ def test_only_the_files_a_model_needs_are_fetched(hub: tuple[Hub, str], tmp_path
     wanted = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
     folder = resolve(hub[1], tmp_path)
     assert folder["files"] == {name: len(FILES[name]) for name in wanted}
+
+
+@pytest.mark.parametrize("repo", [REPO, INDEXED])
+def test_the_content_of_a_download_is_known_at_once(
+    hub: tuple[Hub, str], tmp_path: Path, repo: str
+) -> None:
+    folder = Path(resolve(hub[1], tmp_path / "home", repo)["folder"])
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    finder = FolderContents()
+    seen = finder.see(copy)
+    assert seen.digest is None
+    finder.hash(seen)
+    finder.join()
+    assert finder.see(folder).digest == seen.digest is not None
 
 
 def test_files_that_the_index_names_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
