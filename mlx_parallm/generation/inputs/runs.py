@@ -7,7 +7,7 @@ from itertools import count
 
 from mlx_parallm.generation.inputs.cache import InputCache, Product
 from mlx_parallm.types.model_input import InputKind, InputStages, without_arrays
-from mlx_parallm.types.moves import Moves
+from mlx_parallm.types.moves import NO_MOVES, Moves
 
 # ROUNDING: what a sum of shares may lack of a whole number of stages.
 ROUNDING = 1e-6
@@ -153,7 +153,10 @@ class InputRuns:
                 self._plan(self._run_of((product,)), 1)
         stages, self._stages = tuple(self._stages.values()), {}
         abandoned, self._abandoned = tuple(self._abandoned), []
-        return Moves(dropped=self._cache.take_dropped(), abandoned=abandoned, stages=stages)
+        dropped = self._cache.take_dropped()
+        if not (dropped or abandoned or stages):
+            return NO_MOVES
+        return Moves(dropped=dropped, abandoned=abandoned, stages=stages)
 
     def forget(self, moves: Moves) -> None:
         """Drop what a step that failed should have computed."""
