@@ -151,7 +151,7 @@ class Database:
         return self._submit(work).result()
 
     def close(self) -> None:
-        """Close it after the transactions that wait."""
+        """Close it after the transactions that wait; later ones raise StorageError."""
         self._thread.shutdown()
         self._connection.close()
 
@@ -161,14 +161,18 @@ class Database:
         try:
             self._thread.submit(self._transact)
         except RuntimeError:
-            raise StorageError("The data folder is closed.") from None
+            # A transaction that was waiting may have taken the job.
+            if job.result.cancel():
+                raise StorageError("The data folder is closed.") from None
         return job.result
 
     def _transact(self) -> None:
         """Run all jobs that wait, in one transaction."""
         jobs: list[_Job[Any]] = []
         while not self._jobs.empty():
-            jobs.append(self._jobs.get())
+            job = self._jobs.get()
+            if job.result.set_running_or_notify_cancel():
+                jobs.append(job)
         if not jobs:  # an earlier call took them
             return
         try:

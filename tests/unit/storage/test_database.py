@@ -131,6 +131,45 @@ async def test_a_cancelled_caller_waits_for_its_transaction(database: Database) 
     assert "a" in things(database)
 
 
+async def test_a_waiting_transaction_makes_none_that_a_closing_database_refuses(
+    path: Path, database: Database
+) -> None:
+    def running(work: Callable[[Connection], Any]) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(database.run(work))
+
+    is_over = threading.Event()
+    all_runs = [running(lambda _: is_over.wait()), running(lambda _: None)]
+    await asyncio.sleep(0)
+    closing_it = asyncio.ensure_future(asyncio.to_thread(database.close))
+    # None of them ends before it is over, but that which is refused.
+    while not all_runs[-1].done():
+        thing = Thing(f"{len(all_runs)}")
+        all_runs.append(running(lambda db, thing=thing: put(db, "things", thing)))
+        await asyncio.sleep(0)
+    is_over.set()
+    await closing_it
+    with pytest.raises(StorageError, match="closed"):
+        await all_runs.pop()
+    await asyncio.gather(*all_runs)
+    with closing(Database(path, SCHEMA)) as again:
+        assert things(again).keys() == {f"{number}" for number in range(2, len(all_runs))}
+
+
+def test_a_transaction_that_was_made_as_the_database_closed_is_not_refused(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = database._thread.submit
+
+    def late(work: Callable[[], None]) -> Any:
+        submit(work).result()
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database._thread, "submit", late)
+        database.run_now(lambda db: put(db, "things", Thing("a")))
+    assert list(things(database)) == ["a"]
+
+
 def test_a_full_disk_undoes_all_that_wait_and_leaves_the_rest(database: Database) -> None:
     database.run_now(lambda db: put(db, "things", Thing("small")))
     full = setting(database, "page_count")
