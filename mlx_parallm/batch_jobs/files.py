@@ -337,7 +337,7 @@ def _agree(folder: Path, db: Connection) -> list[FileRecord]:
 
 
 def _is_former_rest(name: str, names: Set[str]) -> bool:
-    """True for what the layout of JSON files left after a crash and removed at a start.
+    """True for a leftover of the JSON layout, which that layout's versions removed at a start.
 
     That is a record that was being written, or a content without one. A record that is there and
     cannot be read keeps its content.

@@ -81,7 +81,7 @@ class SharedFile:
 
 
 class SpareDescriptor:
-    """A descriptor that is open for nothing, so that one which comes has room in this process."""
+    """A descriptor in reserve: closed for one that comes when this process has no room left."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
