@@ -26,7 +26,7 @@ from mlx_parallm.batch_jobs.lines import (
 from mlx_parallm.batch_jobs.records import BatchRecord, State, entering
 from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_results
 from mlx_parallm.batch_jobs.store import BatchStore
-from mlx_parallm.fairness import SharedBudget
+from mlx_parallm.fairness import Holding, SharedBudget
 from mlx_parallm.storage.disk import in_thread
 from mlx_parallm.types.errors import NotFoundError, ShuttingDownError
 
@@ -41,6 +41,8 @@ TRY_LATER = frozenset({429, 503, 529})
 # LOST: the code of a request whose engine died. It may have killed the engine, so it counts as a
 # failure of the server, although its status is one of ``TRY_LATER``.
 LOST = "request_lost"
+# MAX_LOST_TOGETHER: how often a request may be lost before it is sent alone.
+MAX_LOST_TOGETHER = 2
 NOT_IMPLEMENTED = 501
 # CANCELLABLE: states of a batch that may still be cancelled.
 CANCELLABLE = frozenset({State.VALIDATING, State.IN_PROGRESS})
@@ -107,8 +109,6 @@ class BatchRun:
         self._end: dict[str, Any] = {}
         self._is_stopping = False
         self._usage = Usage()
-        # Held by a line that was lost twice while it is sent.
-        self._alone = asyncio.Lock()
 
     async def cancel(self) -> None:
         """Stop answering lines, unless the batch is about to end.
@@ -206,39 +206,43 @@ class BatchRun:
         with contextlib.closing(self._lines(done)) as lines:
             for number, line in lines:
                 # Only one line of a batch waits for places, so batches of owners take turns.
-                num_places = min(num_samples(line.body), places.amount)
-                await places.acquire(num_places)
+                held = Holding(places, None)
+                await held.acquire(min(num_samples(line.body), places.amount))
                 if self._is_stopping:
-                    places.release(num_places)
+                    held.release()
                     return
-                task = group.create_task(self._answer_line(number, line, notes))
+                task = group.create_task(self._answer_line(number, line, held, notes))
                 # The places are returned by a callback, not by the task, because a task that is
                 # cancelled before it begins would keep them.
-                task.add_done_callback(lambda _, num=num_places: places.release(num))
+                task.add_done_callback(lambda _, held=held: held.release())
 
     def _lines(self, done: set[int]) -> Generator[tuple[int, BatchLine], None, None]:
         for number, raw in numbered_lines(self._source):
             if number not in done:
                 yield number, read_line(number, read_object(number, raw))
 
-    async def _answer_line(self, number: int, line: BatchLine, notes: _Notes) -> None:
+    async def _answer_line(
+        self, number: int, line: BatchLine, held: Holding, notes: _Notes
+    ) -> None:
         try:
-            answer = await self._answer(line)
+            answer = await self._answer(line, held)
         except ShuttingDownError:
             self._is_stopping = True
             return
         await notes.add(Entry(number, answer))
         self._count(answer)
 
-    async def _answer(self, line: BatchLine) -> dict[str, Any]:
-        """Return the answer to a line, retrying failures some times and a busy server forever."""
+    async def _answer(self, line: BatchLine, held: Holding) -> dict[str, Any]:
+        """Return the answer to a line, retrying failures some times and a busy server forever.
+
+        Args:
+            line: the line.
+            held: the line's places.
+        """
         name = answers.new_answer_id()
         num_tries = num_failures = num_lost = 0
         while True:
-            # Lines that were lost together twice are sent one after another, so that only the one
-            # that kills its engine goes on to be lost.
-            async with self._alone if num_lost > 1 else contextlib.nullcontext():
-                response = await self._context.send(self._record.owner, line.url, line.body, name)
+            response = await self._context.send(self._record.owner, line.url, line.body, name)
             status, is_lost = response.status_code, response.error_code == LOST
             num_lost += is_lost
             if is_lost or status not in TRY_LATER:
@@ -247,6 +251,16 @@ class BatchRun:
                     return answers.answered(name, line.custom_id, response)
             num_tries += 1
             await asyncio.sleep(self._context.delay(num_tries))
+            if num_lost >= MAX_LOST_TOGETHER:
+                await self._hold_all(held)
+
+    async def _hold_all(self, held: Holding) -> None:
+        """Wait until a line has all places, so that lines of no batch are lost with it."""
+        places = self._context.places
+        if held.amount < places.amount:
+            # Two lines that kept theirs would wait for each other.
+            held.release()
+            await held.acquire(places.amount)
 
     def _count(self, answer: dict[str, Any]) -> None:
         is_failed = answers.is_failed(answer)

@@ -20,7 +20,7 @@ from mlx_parallm.batch_jobs import service, store
 from mlx_parallm.batch_jobs.answers import LineResponse, Usage
 from mlx_parallm.batch_jobs.files import FileLimits, Upload
 from mlx_parallm.batch_jobs.records import BatchRecord, FileRecord, State
-from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
+from mlx_parallm.batch_jobs.run import MAX_LOST_TOGETHER, MAX_TRIES, growing_delay
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
 from mlx_parallm.batch_jobs.storage import Storage
 from mlx_parallm.batch_jobs.store import MAX_OPEN
@@ -248,15 +248,19 @@ def lost(status: int = 503) -> LineResponse:
 
 
 class MortalEngine:
-    """Dies of line 0, with all lines that it computes then, and refuses lines until it is back."""
+    """Dies of some lines, with all lines that it computes then, and refuses lines until it is back.
+
+    Lines that are ``deadly`` kill it after 20 rounds of the event loop; the others, unless it dies,
+    are answered after as many as their ``rounds`` say.
+    """
 
     def __init__(self) -> None:
         self.num_deaths = self.num_refused = 0
+        self.num_lost: Counter[str] = Counter()
         # Set once the life has ended.
         self._end = asyncio.Event()
 
     async def __call__(self, owner: str, body: dict[str, Any]) -> LineResponse:
-        del owner
         end = self._end
         if end.is_set():
             self.num_refused += 1
@@ -264,11 +268,12 @@ class MortalEngine:
                 self._end = asyncio.Event()
             return replace(failing(503), error_code="engine_dead")
         # Lines that are sent together are computed together.
-        for _ in range(20):
+        for _ in range(body.get("rounds", 20)):
             await asyncio.sleep(0)
-        if body["number"] == 0 and not end.is_set():
+        if body["number"] in body.get("deadly", [0]) and not end.is_set():
             self.num_deaths += 1
             end.set()
+        self.num_lost[owner] += end.is_set()
         return lost() if end.is_set() else good(body["number"])
 
 
@@ -281,6 +286,31 @@ async def test_a_line_that_kills_its_engine_fails_and_the_others_are_answered(wo
     assert (record.completed, record.failed) == (3 * NUM_PLACES - 1, 1)
     _, [error] = await world.results(record)
     assert (error["custom_id"], error["response"]["status_code"]) == ("c0", 503)
+
+
+@pytest.mark.parametrize("num_deadly", [1, 2, 6])
+async def test_a_line_is_not_lost_to_those_of_other_owners_for_ever(
+    world: World, num_deadly: int
+) -> None:
+    engine, all_wait = MortalEngine(), asyncio.Event()
+
+    async def answer(owner: str, body: dict[str, Any]) -> LineResponse:
+        await all_wait.wait()
+        return await engine(owner, body)
+
+    world.handler = answer
+    # Their lines are still computed when one of the others kills the engine.
+    innocent = [await world.create(1, owner, deadly=[], rounds=60) for owner in ("a", "b")]
+    deadly = await world.create(num_deadly, "bad", deadly=[*range(num_deadly)])
+    await world.until(deadly, lambda _: len(world.sent) == NUM_PLACES)
+    all_wait.set()
+    for record in innocent:
+        assert (await world.end_of(record)).completed == 1
+        assert engine.num_lost[record.owner] <= MAX_LOST_TOGETHER
+    assert (await world.end_of(deadly)).failed == num_deadly
+    assert engine.num_lost["bad"] == num_deadly * MAX_TRIES
+    # All places are free again.
+    assert world.service._places.num_taken == 0
 
 
 @pytest.mark.parametrize("status", [503, 529])
