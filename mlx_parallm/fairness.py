@@ -222,7 +222,7 @@ class _Waiting(NamedTuple):
 
 
 class Holding:
-    """Share of a budget that one request takes piece by piece, and gives back at once.
+    """Share of a budget that one task takes, maybe piece by piece, and gives back at once.
 
     A client with no other request may take more than its share.
     """
@@ -240,6 +240,11 @@ class Holding:
         self._budget.take(amount, self._client)
         self.amount += amount
         return True
+
+    async def acquire(self, amount: int) -> None:
+        """Take an amount once it is the task's turn; nothing may be taken before."""
+        await self._budget.acquire(amount, self._client)
+        self.amount += amount
 
     def release(self) -> None:
         """Give everything back."""

@@ -3,7 +3,7 @@
 validating ─▶ in_progress ─▶ finalizing ─▶ completed
 │              ├──────▶ finalizing ─▶ expired        (its time is over)
 ▼              └──────▶ cancelling ─▶ cancelled      (also from validating)
-failed
+failed                                               (also from each of the others above)
 """
 
 from __future__ import annotations

@@ -111,11 +111,15 @@ class BatchRun:
         self._usage = Usage()
 
     async def cancel(self) -> None:
-        """Stop answering lines, unless the batch is about to end.
+        """Stop answering lines; a batch whose end was not saved yet ends with that instead.
 
         Raises:
-            StorageError: the disk refused to save it; the batch is cancelled all the same.
+            StorageError: the disk refused to save it; the batch is cancelled all the same, or
+                has that end.
         """
+        if self._end:
+            await self._save_end()
+            return
         self._cancelled.set()
         await self._move(State.CANCELLING, since=CANCELLABLE)
 
@@ -337,7 +341,8 @@ class BatchRun:
     async def _save_end(self) -> None:
         batches = self._context.batches
         async with self._moving:
-            await batches.change(self._record, **self._end)
+            if not self._record.has_ended:
+                await batches.change(self._record, **self._end)
         # A journal that stays is removed by the next start.
         with contextlib.suppress(OSError):
             batches.journal_path(self._record.id).unlink(missing_ok=True)

@@ -54,7 +54,10 @@ class BatchOrder:
 
 
 class BatchService:
-    """The files and batches of a folder. Its methods belong to one event loop."""
+    """The files and batches of a folder. Its methods belong to one event loop.
+
+    After ``stop``, those that need the folder raise ShuttingDownError.
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class BatchService:
         # The opening of the folder, which all callers await; None: not begun, or it failed.
         self._opening: asyncio.Task[Storage] | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
 
@@ -96,9 +100,9 @@ class BatchService:
 
     async def stop(self) -> None:
         """End all work; another process may resume it from the disk."""
+        self._is_stopping = True
         if self._starting is not None:
             await end(self._starting)
-        # No driver begins from here on.
         opening, self._opening = self._opening, None
         outcomes = await asyncio.gather(*([opening] if opening else []), return_exceptions=True)
         await end(*self._drivers.values())
@@ -158,6 +162,8 @@ class BatchService:
         if not record.has_ended:
             self._drive(storage, owner)
             await self._run_of(storage, record).cancel()
+            if record.has_ended:
+                self._runs.pop(record.id, None)
             if record.status in (State.CANCELLING, State.CANCELLED):
                 return record
         raise InvalidRequestError(
@@ -172,6 +178,8 @@ class BatchService:
 
     async def _storage(self) -> Storage:
         """Return what the folder has. A caller that is cancelled does not end its opening."""
+        if self._is_stopping:
+            raise ShuttingDownError("The server is shutting down.")
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
         return await asyncio.shield(self._opening)
@@ -203,7 +211,7 @@ class BatchService:
             logger.info("files and batches are served from %s", self._folder)
 
     def _drive(self, storage: Storage, owner: str) -> None:
-        if owner not in self._drivers and self._opening is not None:
+        if owner not in self._drivers and not self._is_stopping:
             driver = asyncio.ensure_future(self._run_batches_of(storage, owner))
             self._drivers[owner] = driver
 
@@ -249,7 +257,7 @@ class BatchService:
         except Exception:
             logger.exception("batch %s failed", record.id)
             await run.fail("server_error", "The server failed; its log says why.")
-        del self._runs[record.id]
+        self._runs.pop(record.id, None)
         logger.info("batch %s has the status %s", record.id, record.status)
 
 

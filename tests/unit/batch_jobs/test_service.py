@@ -592,6 +592,40 @@ async def test_a_cancellation_that_the_disk_refuses_is_an_error_until_it_is_save
     assert (await world.end_of(record)).status == State.CANCELLED
 
 
+@pytest.mark.parametrize("end", [the_server_has_a_bug, all_answered])
+async def test_an_end_that_the_disk_refused_is_not_cancelled(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    end: Callable[[World, BatchRecord], Awaitable[State]],
+) -> None:
+    num_refused, is_full = 0, True
+
+    def refuse(db: Connection, table: str, record: BatchRecord) -> None:
+        nonlocal num_refused
+        if record.has_ended and is_full:
+            num_refused += 1
+            raise StorageError("full")
+        put(db, table, record)
+
+    monkeypatch.setattr(store, "put", refuse)
+    world.handler = hang
+    record = await world.create(2)
+    state = await end(world, record)
+    before = await world.until(record, lambda _: num_refused > 0)
+    assert not before.has_ended
+    with pytest.raises(StorageError):
+        await world.service.cancel(record.id, "me")
+    assert not (await world.service.get(record.id, "me")).has_ended
+    is_full = False
+    with pytest.raises(InvalidRequestError, match=f"batch that is {state} cannot"):
+        await world.service.cancel(record.id, "me")
+    ended = await world.service.get(record.id, "me")
+    assert (ended.status, ended.cancelling_at) == (state, None)
+    assert world.service._runs == {}
+    await world.restart()
+    assert await world.service.get(record.id, "me") == ended
+
+
 async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:
     world.handler = hang
     record = await world.create(3)
@@ -688,6 +722,25 @@ async def test_a_batch_that_is_made_while_the_service_stops_begins_nothing(world
         await stopping
         assert world.service._drivers == {}
         world.service = world.make()
+
+
+async def test_a_service_that_has_stopped_opens_its_folder_for_no_request(world: World) -> None:
+    world.handler = hang
+    record = await world.create(2)
+    await world.until(record, lambda _: len(world.sent) == 2)
+    await world.service.stop()
+    order = BatchOrder(input_file_id=record.input_file_id, endpoint=ENDPOINT)
+    for request in (
+        world.service.files(),
+        world.service.create("me", order),
+        world.service.get(record.id, "me"),
+        world.service.list("me", limit=1),
+        world.service.cancel(record.id, "me"),
+    ):
+        with pytest.raises(ShuttingDownError):
+            await request
+    FolderLock(world.folder).release()
+    assert (len(world.sent), world.service._drivers) == (2, {})
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2])
