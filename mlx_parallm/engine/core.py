@@ -12,7 +12,6 @@ import gc
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
@@ -39,7 +38,6 @@ from mlx_parallm.engine.status import (
     CheckRoom,
     EngineLoad,
     EngineReport,
-    ModelState,
     ModelStatus,
     ReadCacheBytes,
     Readiness,
@@ -147,9 +145,10 @@ class EngineCore:
         self.stop_within(END_TIMEOUT_S)
         self.mailbox.stop_pacing()
         self.mailbox.send(Stop())
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        thread, self._thread = self._thread, None
+        # An interrupt, or a limit of threads, may have kept it from starting.
+        if thread is not None and thread.ident is not None:
+            thread.join()
 
     def stop_within(self, timeout_s: float) -> None:
         """See ``EngineLife.stop_within``; ``stop`` must be called too."""
@@ -392,22 +391,7 @@ class EngineCore:
         """Return the memory of each model at all engines, by its first name."""
         kept: Mapping[str, int] = {}
         cache_bytes = await self._query(ReadCacheBytes(), kept)
-        adapter_bytes: Counter[str] = Counter()
-        for info in self.control.adapters():
-            adapter_bytes[info.model] += info.num_bytes
-        memory: dict[str, ModelMemory] = {}
-        # All engines have the same models and adapters.
-        num_engines = len(self._life.readiness())
-        for status in self.statuses():
-            name, is_loaded = status.names[0], status.state is ModelState.LOADED
-            own: ModelMemory = status.model.memory if is_loaded else ModelMemory()
-            memory[name] = ModelMemory(
-                weights=own.weights * num_engines,
-                kv=own.kv * num_engines,
-                cache=cache_bytes.get(name, 0),
-                adapters=adapter_bytes[name] * num_engines,
-            )
-        return memory
+        return self._directory.memory(cache_bytes, len(self._life.readiness()))
 
     async def render_metrics(self) -> tuple[bytes, str]:
         """Return the Prometheus exposition and its content type."""

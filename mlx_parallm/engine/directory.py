@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 
 from mlx_parallm.config import EngineConfig, ModelConfig
@@ -13,10 +14,11 @@ from mlx_parallm.confinement import check_name
 from mlx_parallm.engine.adapter_control import with_adapter
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.kind import ModelLoad
+from mlx_parallm.engine.models import ModelMemory
 from mlx_parallm.engine.policies import NamedAdapter
 from mlx_parallm.engine.residency import ModelEntry, Residency
 from mlx_parallm.engine.sources import MODEL, ModelSources
-from mlx_parallm.engine.status import ModelStatus
+from mlx_parallm.engine.status import ModelState, ModelStatus
 from mlx_parallm.types.errors import (
     ConfigError,
     InvalidRequestError,
@@ -45,6 +47,27 @@ class ModelDirectory:
         """
         statuses = (entry.status() for entry in self._residency.entries())
         return sorted(statuses, key=lambda status: not status.is_default)
+
+    def memory(self, cache_bytes: Mapping[str, int], num_engines: int) -> dict[str, ModelMemory]:
+        """Return the memory of each model at all engines, by its first name.
+
+        All engines have the same models and adapters; ``cache_bytes`` are those of their caches
+        together, by model.
+        """
+        adapter_bytes: Counter[str] = Counter()
+        for info in self._control.adapters():
+            adapter_bytes[info.model] += info.num_bytes
+        memory: dict[str, ModelMemory] = {}
+        for status in self.statuses():
+            name, is_loaded = status.names[0], status.state is ModelState.LOADED
+            own: ModelMemory = status.model.memory if is_loaded else ModelMemory()
+            memory[name] = ModelMemory(
+                weights=own.weights * num_engines,
+                kv=own.kv * num_engines,
+                cache=cache_bytes.get(name, 0),
+                adapters=adapter_bytes[name] * num_engines,
+            )
+        return memory
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model or adapter of this name; None if there is none."""

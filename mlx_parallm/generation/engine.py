@@ -292,7 +292,7 @@ class GenerationEngine(ServedEngine):
             with self._tracer.span(Phase.UPDATE, batch):
                 self._scheduler.observe(batch, seconds)
                 is_short = all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences)
-                if is_short and not batch.moves.stages:
+                if is_short and not batch.moves.take_time:
                     self._pace.observe(seconds)
                 updates += self._scheduler.update(batch, output)
 

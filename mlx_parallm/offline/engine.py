@@ -161,10 +161,12 @@ class _LoopThread(threading.Thread):
             # A Runner would start a thread at its end, which an interpreter that exits refuses.
             self.loop.run_until_complete(self._serve())
         finally:
-            self._client.stop()
-            self.loop.close()
-            atexit.unregister(self.end)
-            self._has_ended.set()
+            try:
+                self._client.stop()
+            finally:
+                self.loop.close()
+                atexit.unregister(self.end)
+                self._has_ended.set()
 
     async def _serve(self) -> None:
         await self._end_begins.wait()

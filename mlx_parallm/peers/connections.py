@@ -164,8 +164,14 @@ class ConnectionPipe:
         """
         if self._is_closed:
             return False
-        in_head = self._incoming.is_in_head
-        return not in_head or self._spare.hold() or bool(self._on_their_way)
+        return not self._incoming.is_in_head or self._spare.hold() or self._has_no_connection()
+
+    def _has_no_connection(self) -> bool:
+        """True if the acknowledgement of a copy comes first, or nothing more."""
+        if not self._on_their_way:
+            return False
+        taken = _frame(TAKEN)
+        return self._end.recv(len(taken), socket.MSG_PEEK) in {taken, b""}
 
     def _read_some(self) -> None:
         """Read the rest of a part of a message."""

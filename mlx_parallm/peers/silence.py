@@ -119,7 +119,9 @@ def watched(
 
     def watch() -> None:
         while not is_over.wait(timeout_s / CHECKS):
-            if silence.check() >= limit():
+            # The first message after a start sets the count to 0, and then lowers the limit.
+            most = limit()
+            if silence.check() >= most:
                 on_silent()
                 return
 

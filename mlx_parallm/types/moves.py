@@ -30,6 +30,11 @@ class Moves:
     stages: tuple[InputStages, ...] = ()
 
     @property
+    def take_time(self) -> bool:
+        """True if the step takes longer than its rows do."""
+        return bool(self.saved or self.filled or self.stages)
+
+    @property
     def tokens(self) -> float:
         """The cost of all stages."""
         return sum(each.tokens for each in self.stages)

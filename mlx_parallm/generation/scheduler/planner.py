@@ -215,7 +215,7 @@ class Planner:
             moves: what was moved and computed before it.
             seconds: that it took.
         """
-        if self.cost is None:
+        if self.cost is None or moves.saved or moves.filled:
             return
         work = StepWork.of(rows)
         if moves.tokens:

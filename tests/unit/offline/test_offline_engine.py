@@ -280,6 +280,40 @@ def test_a_close_that_is_interrupted_anywhere_can_be_repeated() -> None:
     assert last > 5
 
 
+def test_an_engine_whose_thread_cannot_be_started_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "engine":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        OfflineEngine(engine_of(builder(FakeRunner(spell(HELLO)))))
+    assert set(threading.enumerate()) == before
+
+
+# The error ends the thread that stops the engine.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_close_waits_for_a_stop_that_failed(
+    engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = engine.client.stop
+
+    def fail() -> None:
+        stop()
+        raise RuntimeError
+
+    monkeypatch.setattr(engine.client, "stop", fail)
+    engine.close()
+    with pytest.raises(InvalidRequestError, match="closed"):
+        run(requests("a"), engine, None)
+
+
 # The event loop of a thread that was not started is closed by its collection.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_start_that_is_interrupted_anywhere_leaves_no_thread() -> None:

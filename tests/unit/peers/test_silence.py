@@ -45,6 +45,24 @@ def test_a_silence_may_last_as_long_as_the_limit_says() -> None:
     assert silence.num_checks == CHECKS + 1
 
 
+def test_the_first_message_of_a_process_never_ends_it() -> None:
+    """The limit falls then, perhaps while a check is made."""
+    silence, is_silent, limits = Silence(), threading.Event(), [3 * CHECKS] * CHECKS
+    silence.begin()
+    is_asked_twice = threading.Event()
+
+    def limit() -> int:
+        if limits:
+            return limits.pop()
+        silence.end()
+        is_asked_twice.set()
+        return CHECKS
+
+    with watched(silence, 0.001, is_silent.set, limit):
+        is_asked_twice.wait()
+    assert not is_silent.is_set()
+
+
 def test_a_process_that_said_something_is_weak_no_longer() -> None:
     """Its limit was larger while it started, so it may have said nothing for longer."""
     pulse = Pulse(12, Ready)

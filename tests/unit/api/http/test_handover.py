@@ -362,6 +362,36 @@ async def test_a_system_that_refuses_to_read_a_descriptor_drops_it(
     sender.close()
 
 
+async def test_a_connection_waits_that_comes_before_an_acknowledgement(
+    connections: list[tuple[socket.socket, socket.socket]],
+) -> None:
+    here, there = socket.socketpair()
+    taken: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue()
+    full = ConnectionPipe(
+        here,
+        lambda *arrived: taken.put_nowait(arrived),
+        lambda: pytest.fail("the pipe is there"),
+        on_dropped=lambda: pytest.fail("a connection was dropped"),
+        keeps_copies=True,
+    )
+    other = ConnectionPipe(
+        there, lambda arrived, _: arrived.close(), lambda: None, keeps_copies=True
+    )
+    full.send(connections[0][0], b"to the other")
+    # Another connection is in the spare's place.
+    full._spare.close()
+    with no_descriptor_left():
+        other.send(connections[1][0], b"to the full one")
+        # Both have read what they can.
+        for _ in range(20):
+            await asyncio.sleep(0)
+    connection, head = await taken.get()
+    assert head == b"to the full one"
+    connection.close()
+    full.close()
+    other.close()
+
+
 @pytest.mark.parametrize("reason", LATER)
 async def test_descriptors_on_their_way_are_bounded_by_the_system(
     connections: list[tuple[socket.socket, socket.socket]],
