@@ -18,9 +18,9 @@ from operator import is_not
 from typing import Any
 
 from mlx_parallm.types.model_input import InputRows
-from mlx_parallm.types.moves import NO_MOVES
 from mlx_parallm.types.request import DEFAULT_VERSION, SamplingParams
 from mlx_parallm.types.step import (
+    NO_MOVES,
     PENDING_TOKEN,
     SampleSpec,
     ScheduledBatch,

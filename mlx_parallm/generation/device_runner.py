@@ -10,8 +10,15 @@ from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.model_input import HostArray, InputStages
-from mlx_parallm.types.moves import NO_MOVES, PIECE_BLOCKS, Moves
-from mlx_parallm.types.step import Runner, ScheduledBatch, StepInFlight, StepOutput
+from mlx_parallm.types.step import (
+    NO_MOVES,
+    PIECE_BLOCKS,
+    Moves,
+    Runner,
+    ScheduledBatch,
+    StepInFlight,
+    StepOutput,
+)
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.ops import (
     ComputeInputs,

@@ -15,10 +15,11 @@ from mlx.utils import tree_map
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.generation.device_runner import DeviceRunner
 from mlx_parallm.types.errors import StepError
-from mlx_parallm.types.moves import PIECE_BLOCKS, Moves
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
+    PIECE_BLOCKS,
+    Moves,
     SampledToken,
     SampleSpec,
     ScheduledBatch,

@@ -37,7 +37,6 @@ from mlx_parallm.types.model_input import (
     ModelInput,
     Span,
 )
-from mlx_parallm.types.moves import Moves
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import (
     INPUT_TOKEN,
@@ -46,7 +45,7 @@ from mlx_parallm.types.request import (
     Grammar,
     SamplingParams,
 )
-from mlx_parallm.types.step import ScheduledBatch, StepOutput
+from mlx_parallm.types.step import Moves, ScheduledBatch, StepOutput
 from mlx_parallm.worker.generation.load.plan import GenerationPlan
 from mlx_parallm.worker.lora import adapter_store
 from mlx_parallm.worker.ops import ComputeInputs, StageAdapter, Step

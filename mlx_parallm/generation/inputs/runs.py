@@ -7,7 +7,7 @@ from itertools import count
 
 from mlx_parallm.generation.inputs.cache import InputCache, Product
 from mlx_parallm.types.model_input import InputKind, InputStages, without_arrays
-from mlx_parallm.types.moves import NO_MOVES, Moves
+from mlx_parallm.types.step import NO_MOVES, Moves
 
 # ROUNDING: what a sum of shares may lack of a whole number of stages.
 ROUNDING = 1e-6

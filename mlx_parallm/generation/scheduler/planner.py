@@ -21,7 +21,7 @@ from mlx_parallm.generation.scheduler.step_cost import (
 )
 from mlx_parallm.generation.scheduler.step_plan import StepPlan
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.moves import Moves
+from mlx_parallm.types.step import Moves
 
 # CHUNK_SHARE: a prompt gets at most this share of the token budget before all others had theirs, so
 # that a long prompt does not delay short ones. The rest of the budget goes to unfinished prompts.

@@ -46,7 +46,7 @@ def test_a_silence_may_last_as_long_as_the_limit_says() -> None:
 
 
 def test_the_first_message_of_a_process_never_ends_it() -> None:
-    """The limit falls then, perhaps while a check is made."""
+    """Lower the limit while a check is made."""
     silence, is_silent, limits = Silence(), threading.Event(), [3 * CHECKS] * CHECKS
     silence.begin()
     is_asked_twice = threading.Event()

@@ -19,9 +19,8 @@ from mlx_parallm.generation.scheduler import running
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
-from mlx_parallm.types.moves import Moves
 from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams
-from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, StepOutput
+from mlx_parallm.types.step import Moves, ScheduledBatch, ScheduledSequence, StepOutput
 from tests.block_simulator import END_ID, SimulatedRunner
 from tests.scheduler_harness import SchedulerHarness, Tracked
 
