@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -17,6 +16,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.control import Watcher
 from mlx_parallm.training.copies import Adapters, Copy, ServedCopies
 from mlx_parallm.training.estimators import AS_SET, StepChanges
+from mlx_parallm.training.judged_steps import Rewards, judged_step
 from mlx_parallm.training.objectives import Measure
 from mlx_parallm.training.records import Example, SessionConfig, Status, StepRecord
 from mlx_parallm.training.requests import TrainingOp, TrainingRequest
@@ -25,7 +25,7 @@ from mlx_parallm.training.session import Session
 from mlx_parallm.training.session_files import SessionFiles, readable
 from mlx_parallm.training.session_store import SessionLimits, SessionStore
 from mlx_parallm.training.start import StartParameters
-from mlx_parallm.training.step_forwards import MadeStep, StepLosses
+from mlx_parallm.training.step_forwards import MadeStep
 from mlx_parallm.types.errors import (
     ConflictError,
     EngineDeadError,
@@ -55,15 +55,8 @@ TEMPORARY = (PausedError, RequestAbortedError, EngineDeadError, OverloadedError)
 # ENDING: these pause a session until a request resumes it.
 ENDING = (ConflictError, ModelNotFoundError, StorageError)
 
-T = TypeVar("T")
-
 #: Has the ops of a request run, and returns the result of each.
 Train = Callable[[TrainingRequest], Awaitable[tuple[Any, ...]]]
-
-
-#: Returns the mean reward of the samples that an adapter makes of each example. Adapters that are
-#: asked with the same seed draw the same random numbers.
-Rewards = Callable[[SessionConfig, str, Sequence[Example], int], Awaitable[Sequence[float]]]
 
 
 class TrainingService(Watcher):
@@ -393,39 +386,15 @@ class TrainingService(Watcher):
     ) -> MadeStep:
         self._store.check_room(session)
         if session.config.measure is Measure.REWARD:
-            made = await self._judged_step(session, examples, changes)
+            if self._rewards is None:
+                raise ConflictError("Samples are not judged here, so that no step can be made.")
+            made = await judged_step(
+                session, examples, changes, copies=self._copies, rewards=self._rewards
+            )
         else:
             made = await session.step(examples, changes)
         self._metrics.on_step(made.record)
         return made
-
-    async def _judged_step(
-        self, session: Session, examples: Sequence[Example] | None, changes: StepChanges
-    ) -> MadeStep:
-        """Make a step from the rewards of what the perturbed copies generate.
-
-        Raises:
-            ConflictError: a sample got no reward, or see ``ask``.
-            RequestAbortedError: samples were aborted, so that the step can be tried again.
-        """
-        if self._rewards is None:
-            raise ConflictError("Samples are not judged here, so that no step can be made.")
-        async with session.exchange:
-            batch = session.batch if examples is None else examples
-            uploads = await session.perturbed(changes)
-            names = [upload.name for upload in uploads]
-            await self._copies.serve(session.config.model, uploads)
-            begin_s = time.perf_counter()
-            try:
-                seed = session.seed(changes)
-                judged = [self._rewards(session.config, name, batch, seed) for name in names]
-                rewards = await _all_or_none(judged)
-            finally:
-                await self._copies.drop(names)
-            losses = StepLosses.of([[-reward for reward in each] for each in rewards])
-            seconds = time.perf_counter() - begin_s
-            record = await session.learn(losses.means, seconds, changes)
-        return MadeStep(record, losses)
 
     async def _check(self, session: Session) -> None:
         """Pause a session if the weights of its model are others than it was trained on."""
@@ -491,14 +460,3 @@ class TrainingService(Watcher):
 
     def _session(self, files: SessionFiles) -> Session:
         return Session(files, self._send, self._cache_bytes)
-
-
-async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Return the results of work that is done at once; if a part fails, end the others."""
-    parts = [asyncio.ensure_future(part) for part in work]
-    try:
-        return await asyncio.gather(*parts)
-    finally:
-        for part in parts:
-            part.cancel()
-        await asyncio.gather(*parts, return_exceptions=True)
