@@ -79,7 +79,7 @@ class FakeControl(EngineControl):
         update: WeightsUpdate,
         *,
         model: str | None = None,
-        digest: Future[str] | None = None,
+        digest: Future[str | None] | None = None,
     ) -> WeightsVersion:
         self.digests.append(None if digest is None else digest.result())
         self._note("update_weights", update=update, model=model)

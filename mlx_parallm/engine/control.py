@@ -156,7 +156,7 @@ class EngineControl(AdapterControl):
         update: WeightsUpdate,
         *,
         model: str | None = None,
-        digest: Future[str] | None = None,
+        digest: Future[str | None] | None = None,
     ) -> WeightsVersion:
         """Replace weights of a model, the first one by default, between two steps.
 
@@ -177,7 +177,7 @@ class EngineControl(AdapterControl):
         return version
 
     async def _replace_weights(
-        self, model: str, update: WeightsUpdate, digest: Future[str] | None
+        self, model: str, update: WeightsUpdate, digest: Future[str | None] | None
     ) -> WeightsVersion:
         async with self._replacing:
             try:

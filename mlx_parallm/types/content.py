@@ -10,7 +10,6 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -25,8 +24,6 @@ BLOCK_DIGEST_BYTES: Final = 16
 PIECE_BYTES: Final = 4 << 20
 # PACKAGES: whose versions decide what a forward computes.
 PACKAGES: Final = ("mlx", "mlx-lm", "mlx-parallm", "numpy")
-# BACKLOG_BYTES: received bytes that may wait to be hashed, beside the body that has them too.
-BACKLOG_BYTES: Final = 64 << 20
 
 
 def digest_of(kind: str, *parts: str | Buffer) -> str:
@@ -169,55 +166,3 @@ def _canonical(value: Any) -> str:
     if is_sequence(value):
         return f"[{','.join(_canonical(each) for each in value)}]"
     return repr(value)
-
-
-class BodyDigest:
-    """The SHA-256 of a body, computed on a thread while the body is received.
-
-    The receiver never waits. What is not hashed at the end of the body is hashed afterwards.
-    """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1, "body-digest")
-        self._pieces: list[Buffer] = []
-        self._num_bytes = 0
-        # Bytes from the beginning that the thread was given, and those that it has hashed.
-        self._given = 0
-        self._hashed = 0
-        self._is_behind = False
-
-    def add(self, piece: Buffer) -> None:
-        """Take the next piece of the body."""
-        if self._is_behind:
-            return
-        self._pieces.append(piece)
-        self._num_bytes += len(piece)
-        if self._num_bytes < PIECE_BYTES:
-            return
-        pieces, self._pieces = self._pieces, []
-        if self._given - self._hashed > BACKLOG_BYTES:
-            self._is_behind = True
-            return
-        self._thread.submit(self._hash, pieces)
-        self._given += self._num_bytes
-        self._num_bytes = 0
-
-    def finish(self, *bodies: Buffer) -> Future[str]:
-        """Return what becomes the digest, in hex, of whole bodies, one behind the other.
-
-        The first one begins with the pieces that were taken; none may change any more.
-        """
-        first, *others = bodies
-        ended = self._thread.submit(self._end, [memoryview(first)[self._given :], *others])
-        self._thread.shutdown(wait=False)
-        return ended
-
-    def _hash(self, pieces: Iterable[Buffer]) -> None:
-        for piece in pieces:
-            self._digest.update(piece)
-            self._hashed += len(piece)
-
-    def _end(self, rest: Iterable[Buffer]) -> str:
-        self._hash(rest)
-        return self._digest.hexdigest()

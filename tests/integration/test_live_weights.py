@@ -135,7 +135,7 @@ async def test_equal_tensors_share_kv_only_if_their_digest_is_known(
     engine: AsyncEngine, folders: dict[float, Path], is_known: bool
 ) -> None:
     tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED) * 0.5)}
-    digest: Future[str] = Future()
+    digest: Future[str | None] = Future()
     if is_known:
         digest.set_result("digest")
     samples = []

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.types import content
 from mlx_parallm.types.content import (
-    BodyDigest,
     Identity,
     PendingContent,
     digest_of,
@@ -142,41 +137,6 @@ def test_the_content_of_an_adapter_is_that_of_earlier_versions() -> None:
     module = LowRank(kind="linear", a=a, b=a.transposed(), scale=2.0)
     adapter = AdapterWeights({"layer": module}, saved={"head": a}, of_checkpoint=True)
     assert adapter.digest == "ffac9dbda7044bc8034a5aa11f8ac91e2830ab419df265ea75383cc8100ce567"
-
-
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 1000])
-@pytest.mark.parametrize("backlog", [0, 1 << 20])
-def test_a_body_in_pieces_has_the_digest_of_the_whole(
-    size: int, backlog: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(content, "PIECE_BYTES", 100)
-    monkeypatch.setattr(content, "BACKLOG_BYTES", backlog)
-    body = bytearray(number % 251 for number in range(size))
-    for step in (1, 7, 100, 333):
-        hashing = BodyDigest()
-        for start in range(0, size, step):
-            hashing.add(bytes(body[start : start + step]))
-        assert hashing.finish(body).result() == hashlib.sha256(body).hexdigest()
-    assert BodyDigest().finish(body).result() == hashlib.sha256(body).hexdigest()
-    assert BodyDigest().finish(b"a", body).result() == hashlib.sha256(b"a" + body).hexdigest()
-
-
-def test_a_receiver_never_waits_for_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a thread that does not come to its turn, little more than the backlog is kept."""
-    monkeypatch.setattr(content, "PIECE_BYTES", 10)
-    monkeypatch.setattr(content, "BACKLOG_BYTES", 50)
-    goes_on = threading.Event()
-    hashing = BodyDigest()
-    hashing._thread.submit(goes_on.wait)
-    body = bytes(range(200))
-    for start in range(0, len(body), 5):
-        hashing.add(body[start : start + 5])
-    assert hashing._given == 60
-    assert not hashing._pieces
-    digest = hashing.finish(body)
-    assert not digest.done()
-    goes_on.set()
-    assert digest.result() == hashlib.sha256(body).hexdigest()
 
 
 def test_kv_lasts_only_if_every_part_of_its_weights_has_a_digest() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from typing import NamedTuple
 
 from fastapi import Request, Response
@@ -38,12 +39,19 @@ from mlx_parallm.api.http.dialect import SGLANG
 from mlx_parallm.api.http.json_body import tell_ignored
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.http.uploads import Received, is_json, json_object, receive, validated
+from mlx_parallm.api.http.uploads import (
+    BodyDigest,
+    Received,
+    is_json,
+    json_object,
+    receive,
+    validated,
+)
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest, WeightsVersion
 
 FILE = "weights"
 NO_TRANSFER = (
@@ -60,10 +68,10 @@ class Tensors(NamedTuple):
     """Tensors by name, and the digest of the files that they came in, once it is known."""
 
     by_name: dict[str, HostTensor]
-    digest: Future[str]
+    digest: Future[str | None]
 
 
-def read_update(received: Received) -> tuple[UpdateFields, Tensors | None]:
+def read_update(received: Received, hashing: BodyDigest) -> tuple[UpdateFields, Tensors | None]:
     """Return fields and tensors of ``/update_weights``; None for tensors if it names a folder.
 
     It takes long, so it runs on a thread of its own.
@@ -83,11 +91,11 @@ def read_update(received: Received) -> tuple[UpdateFields, Tensors | None]:
         )
     if data is None:
         return known, None
-    digest = received.hashing.finish(data)
+    digest = hashing.finish(data)
     return known, Tensors(read_safetensors(data, param=param, dtypes=MODEL_DTYPES), digest)
 
 
-def read_serialized(received: Received) -> tuple[TensorFields, Tensors]:
+def read_serialized(received: Received, hashing: BodyDigest) -> tuple[TensorFields, Tensors]:
     """Return fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
 
     Raises:
@@ -95,7 +103,7 @@ def read_serialized(received: Received) -> tuple[TensorFields, Tensors]:
     """
     fields = json_object(received.body)
     tensors, files = take_serialized(fields, dtypes=MODEL_DTYPES)
-    return validated(TensorFields, fields), Tensors(tensors, received.hashing.finish(*files))
+    return validated(TensorFields, fields), Tensors(tensors, hashing.finish(*files))
 
 
 def checksums(by_name: dict[str, str]) -> CheckedWeights:
@@ -119,30 +127,37 @@ def compared(current: Mapping[str, str], baseline: Mapping[str, str]) -> Checked
 )
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights between two steps, by tensors of the body or by a folder's checkpoint."""
-    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX, hashes=True)
-    fields, tensors = await asyncio.to_thread(read_update, received)
-    parsed_s = time.perf_counter()
+    with closing(BodyDigest()) as hashing:
+        received = await receive(
+            request, file_field=FILE, header_prefix=HEADER_PREFIX, hashing=hashing
+        )
+        fields, tensors = await asyncio.to_thread(read_update, received, hashing)
+        parsed_s = time.perf_counter()
+        version = await _replaced(engine, fields, tensors)
+    tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
+    took = timings(received, parsed_s)
+    return UpdatedWeights(message="Weights updated", weight_version=version.label, timings=took)
+
+
+async def _replaced(
+    engine: EngineClient, fields: UpdateFields, tensors: Tensors | None
+) -> WeightsVersion:
+    """Replace weights by tensors, or by the folder that the fields name."""
     if tensors is None:
         assert fields.weight_dir is not None
         with named_by({"path": "weight_dir"}):
-            version = await engine.control.update_weights_from_folder(
+            return await engine.control.update_weights_from_folder(
                 fields.weight_dir,
                 model=fields.model,
                 version=fields.version,
                 expected_version=fields.expected_version,
             )
-    else:
-        update = WeightsUpdate(
-            tensors=tensors.by_name,
-            version=fields.version,
-            expected_version=fields.expected_version,
-        )
-        version = await engine.control.update_weights(
-            update, model=fields.model, digest=tensors.digest
-        )
-    tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
-    took = timings(received, parsed_s)
-    return UpdatedWeights(message="Weights updated", weight_version=version.label, timings=took)
+    update = WeightsUpdate(
+        tensors=tensors.by_name,
+        version=fields.version,
+        expected_version=fields.expected_version,
+    )
+    return await engine.control.update_weights(update, model=fields.model, digest=tensors.digest)
 
 
 @routes.post("/update_weights_from_disk", dialect=SGLANG)
@@ -166,11 +181,12 @@ async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGen
 )
 async def update_from_tensor(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights by safetensors in the body (SGLang)."""
-    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
-    fields, tensors = await asyncio.to_thread(read_serialized, received)
-    await _abort_all(engine, fields.abort_all_requests)
-    update = WeightsUpdate(tensors=tensors.by_name, version=fields.weight_version)
-    await engine.control.update_weights(update, digest=tensors.digest)
+    with closing(BodyDigest()) as hashing:
+        received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
+        fields, tensors = await asyncio.to_thread(read_serialized, received, hashing)
+        await _abort_all(engine, fields.abort_all_requests)
+        update = WeightsUpdate(tensors=tensors.by_name, version=fields.weight_version)
+        await engine.control.update_weights(update, digest=tensors.digest)
     tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     return MessageAnswer(message="Weights updated.")
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_parallm.api.http.uploads import BodyDigest
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import OutOfMemoryError
+from mlx_parallm.types.errors import InvalidRequestError, OutOfMemoryError
 from mlx_parallm.types.request import WeightsVersion
 from tests.fake_control import FakeControl
 from tests.unit.api.control.test_adapters import BOTH, ScriptedEngine, call
@@ -99,6 +100,39 @@ async def test_an_update_without_memory_is_503(path: str, body: dict[str, Any]) 
     length = response.request.headers["content-length"]
     assert f"has {length} bytes" in response.text
     assert "bytes are free" in response.text
+
+
+CUT = {"content": DATA[:9], "headers": RAW}
+ENDS: list[tuple[str, dict[str, Any], Exception | None, int]] = [
+    *((path, body, None, 200) for path, body in FORMS if path != "/update_weights_from_disk"),
+    ("/update_weights", {"content": DATA, "headers": RAW}, InvalidRequestError("It is bad."), 400),
+    ("/update_weights", CUT, None, 400),
+    ("/update_weights", {"content": DATA, "headers": {"content-type": "text/plain"}}, None, 400),
+    ("/update_weights_from_tensor", {"json": {"serialized_named_tensors": []}}, None, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "problem", "status"), ENDS)
+async def test_no_body_is_hashed_after_its_request(
+    path: str,
+    body: dict[str, Any],
+    problem: Exception | None,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed: list[BodyDigest] = []
+    close = BodyDigest.close
+
+    def noted(hashing: BodyDigest) -> None:
+        closed.append(hashing)
+        close(hashing)
+
+    monkeypatch.setattr(BodyDigest, "close", noted)
+    engine = ScriptedEngine()
+    engine.control = FakeControl() if problem is None else WithoutMemory(problem)
+    response = await call(engine, "POST", path, **body)
+    assert response.status_code == status, response.text
+    assert len(closed) == 1
 
 
 async def test_prime_rl_names_a_folder() -> None:
