@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,7 +23,8 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.generation.kind import GENERATION
-from mlx_parallm.models.checkpoints.contents import DigestMemory, FolderContents, user_memory
+from mlx_parallm.machine import user_cache
+from mlx_parallm.models.checkpoints.contents import DigestMemory, FolderContents
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.content import kv_content
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
@@ -63,7 +65,8 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DigestMemory]:
     """Return the engine's memory of digests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield user_memory()
+        # The digests of files as young as these would not be remembered.
+        yield DigestMemory(user_cache(os.environ), lambda: time.time_ns() + 60 * 10**9)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +117,6 @@ async def test_weights_that_come_back_find_their_kv(
     engine: AsyncEngine, folders: dict[float, Path], memory: DigestMemory
 ) -> None:
     finder = FolderContents(memory)
-    # The digests of files as young as these are not remembered.
-    os.utime(folders[0.5] / "model.safetensors", (0, 0))
     finder.hash(finder.see(folders[0.5]))
     finder.join()
     await engine.control.update_weights_from_folder(str(folders[0.5]))

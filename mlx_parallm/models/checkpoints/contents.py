@@ -12,9 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ CODE = "*.py"
 # SHA256: how a hub cache names files of weights in its folder BLOBS, and what a memory holds.
 SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
 BLOBS = "blobs"
+# SNAPSHOTS: the files of all revisions of a repository in it, which are links to blobs.
+SNAPSHOTS = "snapshots/*/*"
 # MEMORY: the file of remembered digests in the user's cache folder, and its lock.
 MEMORY = "weight_digests.json"
 LOCK = "weight_digests.lock"
 MAX_REMEMBERED = 1024
-# SETTLED_NS: a younger file may change once more without a change of its time.
+# SETTLED_NS: a younger file may change once more without a change of its times.
 SETTLED_NS = 2_000_000_000
 # LOWEST: of the priorities of ``os.setpriority``.
 LOWEST = 19
@@ -47,18 +49,34 @@ DARWIN_THREAD, BACKGROUND = 3, 0x1000
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file as ``stat`` saw it; the same state means the same bytes."""
+    """A file as ``stat`` saw it; the same state means the same bytes.
+
+    Programs that copy files restore the time of modification, but none can set that of the change.
+    """
 
     path: str
     size: int
     mtime_ns: int
+    ctime_ns: int
     inode: int
+    device: int
 
     @classmethod
     def of(cls, path: Path) -> FileState:
         """Return the state of a file, or of what a link leads to; raise OSError without one."""
         status = path.stat()
-        return cls(str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(
+            path=str(path.resolve()),
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            ctime_ns=status.st_ctime_ns,
+            inode=status.st_ino,
+            device=status.st_dev,
+        )
+
+    def is_settled(self, now_ns: int) -> bool:
+        """True if any later change of the file changes its state."""
+        return now_ns - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
 
 
 class DigestMemory:
@@ -67,23 +85,27 @@ class DigestMemory:
     It is only a cache: if it is damaged or cannot be written, files are hashed again.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        """Use ``folder``, which is created for the first digest; None remembers nothing."""
-        self._folder = folder
+    def __init__(self, folder: Path | None, clock: Callable[[], int] = time.time_ns) -> None:
+        """Use ``folder``, which is created for the first digest; None remembers nothing.
 
-    def get(self, state: FileState) -> str | None:
-        """Return the digest of a file in this state; None if it is not remembered."""
-        known = self._read().get(state.path)
-        values = [state.size, state.mtime_ns, state.inode]
-        return known[3] if known is not None and known[:3] == values else None
+        ``clock`` returns the time of files that are written now, in ns.
+        """
+        self._folder = folder
+        self._clock = clock
+
+    def find(self, states: Iterable[FileState]) -> dict[FileState, str]:
+        """Return the digests of those files that are remembered in these states."""
+        known = self._read()
+        entries = ((state, known.get(state.path, [])) for state in states)
+        return {state: entry[-1] for state, entry in entries if entry[:-1] == _numbers(state)}
 
     def put(self, state: FileState, digest: str) -> None:
-        """Remember a digest; the oldest are forgotten."""
-        if self._folder is None:
+        """Remember a digest, unless the file may yet change unseen; the oldest are forgotten."""
+        if self._folder is None or not state.is_settled(self._clock()):
             return
         known = self._read()
         known.pop(state.path, None)
-        known[state.path] = [state.size, state.mtime_ns, state.inode, digest]
+        known[state.path] = [*_numbers(state), digest]
         newest = dict(list(known.items())[-MAX_REMEMBERED:])
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,19 +196,10 @@ class FolderContents:
 
         Its content is known if a hub cache or the memory names the digests of all its files.
         """
-        try:
-            paths = weight_files(folder)
-            states = tuple(FileState.of(path) for path in paths)
-            code = _code_digest(folder)
-            settings = _settings_digest(folder, code)
-            seen = SeenFolder(folder=folder, code=code, settings=settings, files=states)
-        except (OSError, ModelLoadError) as problem:
-            # The load says what is wrong.
-            logger.debug("%s has no known content: %s", folder, problem)
-            return SeenFolder(folder=folder)
-        named = {state: _hub_digest(path) for state, path in zip(states, paths, strict=True)}
-        digests = {state: digest or self._memory.get(state) for state, digest in named.items()}
-        seen.note({state: digest for state, digest in digests.items() if digest is not None})
+        seen = _look(folder)
+        named = _hub_digests(seen.files)
+        others = [state for state in seen.files if state not in named]
+        seen.note({**named, **(self._memory.find(others) if others else {})})
         return seen
 
     def hash(self, seen: SeenFolder) -> None:
@@ -222,6 +235,19 @@ def user_memory(environment: Mapping[str, str] = os.environ) -> DigestMemory:
         return DigestMemory(None)
 
 
+def _look(folder: Path) -> SeenFolder:
+    """Return a checkpoint as it is now, with no digest of a file."""
+    try:
+        states = tuple(FileState.of(path) for path in weight_files(folder))
+        code = _code_digest(folder)
+        settings = _settings_digest(folder, code)
+    except (OSError, ModelLoadError) as problem:
+        # The load says what is wrong.
+        logger.debug("%s has no known content: %s", folder, problem)
+        return SeenFolder(folder=folder)
+    return SeenFolder(folder=folder, code=code, settings=settings, files=states)
+
+
 def _code_digest(folder: Path) -> str:
     """Return a digest of the Python files in a folder; empty if there are none."""
     paths = sorted(path for path in folder.glob(CODE) if path.is_file())
@@ -236,17 +262,43 @@ def _settings_digest(folder: Path, code: str) -> str:
     return digest_of("settings", code, *configs)
 
 
-def _hub_digest(path: Path) -> str | None:
-    """Return the digest by which a hub cache names a file; None if it does not, or did not last.
+def _hub_digests(states: Iterable[FileState]) -> dict[FileState, str]:
+    """Return the digests by which hub caches name files, of those that have stayed as they were.
 
-    A cache writes the blob first and then the link to it, so a younger blob was changed in place.
-    Where links are not supported, files are named as in the repository.
+    A cache writes a blob first and then the links of snapshots to it, so a blob that is younger
+    than one of them was changed in place. Where links are not supported, files are named as in the
+    repository.
     """
-    blob = path.resolve()
-    is_blob = blob.parent.name == BLOBS and blob.parent.parent.name.startswith("models--")
-    if not path.is_symlink() or not is_blob or SHA256.fullmatch(blob.name) is None:
-        return None
-    return blob.name if blob.stat().st_mtime_ns <= path.lstat().st_mtime_ns else None
+    blobs = [state for state in states if _is_blob(Path(state.path))]
+    made_ns: dict[str, int] = {}
+    for repository in {Path(state.path).parent.parent for state in blobs}:
+        made_ns |= _oldest_links(repository)
+    return {
+        state: Path(state.path).name
+        for state in blobs
+        if state.ctime_ns <= made_ns.get(state.path, -1)
+    }
+
+
+def _is_blob(path: Path) -> bool:
+    """True if a file is one that a hub cache names by its SHA-256."""
+    is_in_cache = path.parent.name == BLOBS and path.parent.parent.name.startswith("models--")
+    return is_in_cache and SHA256.fullmatch(path.name) is not None
+
+
+def _oldest_links(repository: Path) -> dict[str, int]:
+    """Return when the oldest link of a snapshot to each blob was made, in ns; none if unknown."""
+    made_ns: dict[str, int] = {}
+    try:
+        for link in repository.glob(SNAPSHOTS):
+            if link.is_symlink():
+                blob = str(repository / BLOBS / link.readlink().name)
+                time_ns = link.lstat().st_ctime_ns
+                made_ns[blob] = min(made_ns.get(blob, time_ns), time_ns)
+    except OSError:
+        # A snapshot is removed meanwhile.
+        return {}
+    return made_ns
 
 
 def _hash_folder(seen: SeenFolder, memory: DigestMemory, stopped: threading.Event) -> None:
@@ -259,11 +311,10 @@ def _hash_folder(seen: SeenFolder, memory: DigestMemory, stopped: threading.Even
                 continue
             with memory.locked():
                 # Another process may have hashed it meanwhile.
-                digest = memory.get(state) or _hash_file(state, stopped)
+                digest = memory.find([state]).get(state) or _hash_file(state, stopped)
                 if digest is None:
                     return
-                if time.time_ns() - state.mtime_ns > SETTLED_NS:
-                    memory.put(state, digest)
+                memory.put(state, digest)
             known[state] = digest
     except OSError as problem:
         logger.info("%s could not be hashed: %s", seen.folder, problem)
@@ -295,9 +346,14 @@ def _lower_priority() -> None:
         logger.debug("weights are hashed with the priority of other threads: %s", problem)
 
 
+def _numbers(state: FileState) -> list[int]:
+    """Return what the memory has of a state besides the path."""
+    return list(astuple(state)[1:])
+
+
 def _is_entry(entry: Any) -> bool:
-    """True if an entry of the memory has a size, a time, an inode and a digest."""
-    if not is_list(entry) or len(entry) != 4:
+    """True if an entry of the memory has the numbers of a state and a digest."""
+    if not is_list(entry) or len(entry) != len(fields(FileState)):
         return False
     *numbers, digest = entry
     is_digest = isinstance(digest, str) and SHA256.fullmatch(digest) is not None

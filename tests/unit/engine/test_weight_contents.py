@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +21,13 @@ OLD = 1_600_000_000
 
 
 class FakeWeights:
-    """Takes whatever comes."""
+    """Takes whatever comes; ``meanwhile`` happens while it reads a folder."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def prepare_folder(self, folder: Path) -> None:
-        pass
+        self.meanwhile()
 
     def prepare_tensors(self, tensors: dict[str, HostTensor]) -> None:
         pass
@@ -37,6 +42,8 @@ class FakeWeights:
         pass
 
     def wake(self, tag: str) -> bool:
+        if tag == "weights":
+            self.meanwhile()
         return tag == "weights"
 
 
@@ -50,9 +57,10 @@ class Server:
 
     def __init__(self, folder: Path, memory: DigestMemory) -> None:
         self.contents = FolderContents(memory)
+        self.weights = FakeWeights()
         self.live = LiveWeights(
             Policies("m"),
-            cast(Any, FakeWeights()),
+            cast(Any, self.weights),
             FakeCache(),
             contents=self.contents,
             read=self.contents.see(folder),
@@ -91,7 +99,8 @@ def write(folder: Path, weights: bytes, time_s: int = OLD) -> Path:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> DigestMemory:
-    return DigestMemory(tmp_path / "cache")
+    # Files that are written now have settled.
+    return DigestMemory(tmp_path / "cache", lambda: time.time_ns() + 60 * 10**9)
 
 
 @pytest.fixture

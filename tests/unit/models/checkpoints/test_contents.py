@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +24,14 @@ from mlx_parallm.models.checkpoints.contents import (
     SeenFolder,
     user_memory,
 )
+from mlx_parallm.models.checkpoints.overrides import lasting_folder_with
+from mlx_parallm.models.checkpoints.weight_files import INDEX
 from mlx_parallm.worker.weights.revision import folder_revision
 
 #: OLD: a time of files that do not change any more, in seconds.
 OLD = 1_600_000_000
 FILE = "model.safetensors"
+SETTLED = FileState("/x", size=1, mtime_ns=0, ctime_ns=0, inode=1, device=1)
 
 
 def write_model(folder: Path, weights: bytes = bytes(3_000_000)) -> Path:
@@ -41,6 +47,18 @@ def put(path: Path, data: bytes, time_s: float = OLD) -> Path:
     return path
 
 
+def put_later(path: Path, data: bytes, other: Path) -> None:
+    """Change a file in place later than ``other`` changed, and restore its time."""
+    put(path, data)
+    while path.stat().st_ctime_ns <= other.lstat().st_ctime_ns:
+        put(path, data)
+
+
+def later() -> int:
+    """Return a time at which files that are written now have settled."""
+    return time.time_ns() + 10 * contents.SETTLED_NS
+
+
 def hashed(folder: Path, memory: DigestMemory | None = None) -> str | None:
     """Return the content of a folder once the thread has ended."""
     finder = FolderContents(memory)
@@ -52,7 +70,7 @@ def hashed(folder: Path, memory: DigestMemory | None = None) -> str | None:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> DigestMemory:
-    return DigestMemory(tmp_path / "cache")
+    return DigestMemory(tmp_path / "cache", later)
 
 
 @pytest.fixture
@@ -98,6 +116,53 @@ def test_whatever_changes_in_place_changes_the_content(
     assert None is not hashed(folder, memory) != before is not None
 
 
+def test_a_change_in_place_with_the_same_size_and_time_changes_the_content(
+    tmp_path: Path, memory: DigestMemory, reads: list[str]
+) -> None:
+    """Programs such as ``rsync --inplace --times`` and ``cp -p`` make such changes."""
+    folder, mark = write_model(tmp_path / "model"), put(tmp_path / "mark", b"")
+    before = hashed(folder, memory)
+    put_later(folder / FILE, bytes(2_999_999) + b"\1", mark)
+    assert FolderContents(memory).see(folder).digest is None
+    assert None is not hashed(folder, memory) != before is not None
+    assert reads == [FILE, FILE]
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(FileState)])
+def test_a_file_in_another_state_has_no_remembered_digest(
+    tmp_path: Path, memory: DigestMemory, name: str
+) -> None:
+    state = FileState.of(put(tmp_path / "file", b"x"))
+    memory.put(state, "0" * 64)
+    assert memory.find([state]) == {state: "0" * 64}
+    other = f"{state.path}2" if name == "path" else getattr(state, name) + 1
+    assert memory.find([replace(state, **{name: other})]) == {}
+
+
+def test_the_memory_is_read_once_for_all_files_of_a_folder(
+    tmp_path: Path, memory: DigestMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "model")
+    names = [f"model-{number}.safetensors" for number in range(5)]
+    for name in names:
+        put(folder / name, name.encode())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: name for name in names}}))
+    assert hashed(folder, memory) is not None
+    parsed: list[bytes] = []
+    loads = json.loads
+
+    def counted(text: bytes) -> object:
+        parsed.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(contents.json, "loads", counted)
+    finder = FolderContents(memory)
+    seen = finder.see(folder)
+    assert seen.digest is not None
+    memories = (tmp_path / "cache" / MEMORY).read_bytes()
+    assert parsed.count(memories) == 1
+
+
 def test_a_copy_and_a_new_tokenizer_have_the_same_content(tmp_path: Path) -> None:
     first, other = (write_model(tmp_path / name) for name in "ab")
     (other / "tokenizer.json").write_text("{}")
@@ -127,10 +192,11 @@ def test_what_is_hashed_once_is_known_at_once_later(
         b"[" * 100_000,
         b"[]",
         b'{"FILE": null}',
-        b'{"FILE": [1, 2, 3, "x"]}',
-        b'{"FILE": ["a", 2, 3, "DIGEST"]}',
-        b'{"FILE": [3000000, 1600000000000000000, INODE, "ff"]}',
-        b'{"FILE": [3000000, 1600000000000000000, INODE]}',
+        b'{"FILE": [1, 2, 3, 4, 5, "x"]}',
+        b'{"FILE": ["a", 2, 3, 4, 5, "DIGEST"]}',
+        b'{"FILE": [3000000, 1600000000000000000, INODE, "DIGEST"]}',
+        b'{"FILE": [NUMBERS, "ff"]}',
+        b'{"FILE": [NUMBERS]}',
         b"\xff\xfe",
     ],
 )
@@ -143,6 +209,7 @@ def test_a_damaged_memory_means_hashing_again(
     damaged = (
         content.replace(b"FILE", str(path).encode())
         .replace(b"INODE", str(path.stat().st_ino).encode())
+        .replace(b"NUMBERS", json.dumps(astuple(FileState.of(path))[1:]).strip("[]").encode())
         .replace(b"DIGEST", b"0" * 64)
     )
     (tmp_path / "cache" / MEMORY).write_bytes(damaged)
@@ -179,7 +246,10 @@ def test_a_file_that_may_change_within_its_time_is_not_remembered(
     tmp_path: Path, memory: DigestMemory
 ) -> None:
     folder = write_model(tmp_path / "model")
-    # As if it had been written now, and clocks of servers differ.
+    young = DigestMemory(tmp_path / "cache")
+    assert hashed(folder, young) is not None
+    assert FolderContents(memory).see(folder).digest is None
+    # Clocks of servers differ.
     put(folder / FILE, bytes(3_000_000), 2 * OLD)
     assert hashed(folder, memory) is not None
     assert FolderContents(memory).see(folder).digest is None
@@ -217,11 +287,42 @@ def test_names_of_a_hub_cache_are_used_as_they_are(tmp_path: Path, reads: list[s
 def test_a_blob_that_was_changed_in_place_is_hashed(tmp_path: Path, reads: list[str]) -> None:
     folder = hub_model(tmp_path)
     blob = (folder / FILE).resolve()
-    link_s = (folder / FILE).lstat().st_mtime
     before = FolderContents().see(folder).digest
-    put(blob, bytes(2_999_999) + b"\1", link_s + 1)
+    put_later(blob, bytes(2_999_999) + b"\1", folder / FILE)
     assert None is not hashed(folder) != before
     assert reads == [blob.name]
+
+
+def with_overrides(snapshot: Path) -> Path:
+    """Return a folder of links to a snapshot's files, as for a config with overrides."""
+    return lasting_folder_with(snapshot, {"rms_norm_eps": 1e-6})
+
+
+def next_snapshot(snapshot: Path) -> Path:
+    """Return the folder of another revision, to whose blobs the cache links too."""
+    other = snapshot.with_name("4567def")
+    shutil.copytree(snapshot, other, symlinks=True)
+    return other
+
+
+@pytest.mark.parametrize("link", [with_overrides, next_snapshot])
+def test_a_link_that_is_made_later_hides_no_change_of_a_blob(
+    tmp_path: Path,
+    reads: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    link: Callable[[Path], Path],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = hub_model(tmp_path)
+    before = link(folder)
+    digest = FolderContents().see(before).digest
+    assert digest is not None
+    shutil.rmtree(before)
+    put_later((folder / FILE).resolve(), bytes(2_999_999) + b"\1", folder / FILE)
+    after = link(folder)
+    assert FolderContents().see(after).digest is None
+    assert None is not hashed(after) != digest
+    assert len(reads) == 1
 
 
 def without_links(folder: Path) -> None:
@@ -269,7 +370,7 @@ def test_a_folder_that_changed_after_it_was_seen_has_no_content(
     finder.hash(seen)
     finder.join()
     assert seen.digest is None
-    assert memory.get(seen.files[0]) is None
+    assert memory.find(seen.files) == {}
     assert not seen.is_like(finder.see(folder))
 
 
@@ -306,7 +407,7 @@ def test_a_stopped_thread_ends_and_leaves_nothing(
     goes_on.set()
     finder.join()
     assert seen.digest is None
-    assert memory.get(seen.files[0]) is None
+    assert memory.find(seen.files) == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a nice value on Linux only")
@@ -341,8 +442,7 @@ def test_several_engines_read_the_files_once(
 
 
 def test_the_memory_is_in_the_users_cache_folder(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "model")
-    hashed(folder, user_memory({"XDG_CACHE_HOME": str(tmp_path)}))
+    user_memory({"XDG_CACHE_HOME": str(tmp_path)}).put(SETTLED, "0" * 64)
     assert (tmp_path / "mlx_parallm" / MEMORY).is_file()
 
 
