@@ -130,8 +130,9 @@ class LiveWeights:
         self._check_version(update)
         with self._dropping():
             if update.folder is not None:
-                self._seen = self.contents.see(update.folder)
+                seen = self.contents.see(update.folder)
                 self.model.prepare_folder(update.folder)
+                self._seen = self.contents.confirm(seen)
             elif update.tensors:
                 self.model.prepare_tensors(update.tensors)
             else:
@@ -238,7 +239,7 @@ class LiveWeights:
         if WEIGHTS in self.asleep and WEIGHTS in tags:
             seen = self.contents.see(self.read.folder)
             if self.model.wake(WEIGHTS):
-                self._note_reading(seen)
+                self._note_reading(self.contents.confirm(seen))
             self.asleep.discard(WEIGHTS)
         if KV_CACHE in self.asleep and KV_CACHE in tags:
             self.model.wake(KV_CACHE)

@@ -241,8 +241,10 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
     config, path, name = folder.config, folder.path, folder.names[0]
     with load_failures(path):
         context.on_progress(f"Loading {name}", 0.0)
-        seen = FolderContents(user_memory()).see(path)
+        contents = FolderContents(user_memory())
+        seen = contents.see(path)
         plan = _read(config, path, name, context)
+        seen = contents.confirm(seen)
         tokenizer = load_tokenizer(
             path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,13 +23,19 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.machine import user_cache
 from mlx_parallm.models.checkpoints.contents import DigestMemory, FolderContents
 from mlx_parallm.serving.async_engine import AsyncEngine
+from mlx_parallm.serving.build import build_engines
+from mlx_parallm.serving.kinds import ignore_progress
 from mlx_parallm.types.content import kv_content
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.request import DEFAULT_VERSION
+from mlx_parallm.worker.ops import Load, Op
+from mlx_parallm.worker.worker import Worker
 from tests.engine_action import Do
 from tests.integration.test_live_adapters import Sample, begin, generate, is_same
 
@@ -111,6 +118,37 @@ async def test_a_lasting_content_is_of_weights_and_of_all_else_that_decides(
     tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED))}
     await engine.control.update_weights(WeightsUpdate(tensors=tensors))
     assert await engine.call(Do(lasting)) == (None, None)
+
+
+class Rewriting(Worker):
+    """Loads a model whose weights are written again while they are read."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def execute(self, op: Op[Any]) -> Any:
+        if isinstance(op, Load):
+            self.file.touch()
+        return super().execute(op)
+
+
+@pytest.mark.parametrize("is_rewritten", [True, False])
+def test_a_folder_that_changes_while_it_is_loaded_has_no_content(
+    folders: dict[float, Path], memory: DigestMemory, tmp_path: Path, is_rewritten: bool
+) -> None:
+    folder = shutil.copytree(folders[1.0], tmp_path / NAME)
+    finder = FolderContents(memory)
+    finder.hash(finder.see(folder))
+    finder.join()
+    worker = Rewriting(folder / "model.safetensors" if is_rewritten else tmp_path / "other")
+    config = EngineConfig(models=(ModelConfig(path=str(folder)),), warm_up=False)
+    (built,) = build_engines(config, MetricFamilies(), worker, ignore_progress)
+    engine = built.engine
+    assert isinstance(engine, GenerationEngine)
+    live = engine.live
+    assert live is not None
+    assert (live.read.digest is None) is is_rewritten
 
 
 async def test_weights_that_come_back_find_their_kv(

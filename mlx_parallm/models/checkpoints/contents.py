@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +168,8 @@ class SeenFolder(PendingContent):
     known: Mapping[FileState, str] = field(default_factory=dict[FileState, str])
 
     def is_like(self, other: SeenFolder) -> bool:
-        """True if all files were the same when the other one was seen."""
-        return (self.settings, self.files) == (other.settings, other.files)
+        """True if all files were the same when the other one was seen; False if one was not."""
+        return bool(self.files) and (self.settings, self.files) == (other.settings, other.files)
 
     def note(self, known: Mapping[FileState, str]) -> None:
         """Take digests of files; with those of all files the content becomes known."""
@@ -201,6 +201,11 @@ class FolderContents:
         others = [state for state in seen.files if state not in named]
         seen.note({**named, **(self._memory.find(others) if others else {})})
         return seen
+
+    def confirm(self, seen: SeenFolder) -> SeenFolder:
+        """Return a checkpoint as it was read, after that: without files if it changed meanwhile."""
+        is_same = _look(seen.folder).is_like(seen)
+        return seen if is_same else replace(seen, digest=None, files=(), known={})
 
     def hash(self, seen: SeenFolder) -> None:
         """Hash what is not known of a folder, on a thread; what it hashed before is given up."""

@@ -145,6 +145,36 @@ def test_a_file_that_changed_in_place_is_other_weights(server: Server, folders: 
     assert server.find() not in (None, before)
 
 
+def test_a_folder_that_changes_while_it_is_read_has_no_remembered_content(
+    server: Server, folders: list[Path]
+) -> None:
+    server.load(folders[1])
+    before = server.find()
+    server.weights.meanwhile = lambda: write(folders[1], b"c", OLD + 1)
+    content = server.load(folders[1])
+    assert content != before
+    assert server.find() is None
+    # It is hashed as soon as it is read without a change.
+    server.weights.meanwhile = lambda: None
+    assert server.load(folders[1]) != content
+    assert server.find() not in (None, before)
+
+
+def test_weights_that_change_while_they_are_read_again_have_no_content(
+    server: Server, folders: list[Path]
+) -> None:
+    server.load(folders[1])
+    server.find()
+    contents = [server.load(folders[1])]
+    server.weights.meanwhile = lambda: write(folders[1], b"c", OLD + len(contents))
+    for _ in range(2):
+        server.live.sleep(2)
+        server.live.wake(["weights", "kv_cache"])
+        assert server.find() is None
+        assert server.live.version.content not in contents
+        contents.append(server.live.version.content)
+
+
 def test_tensors_have_the_content_of_all_that_came(server: Server) -> None:
     server.live.begin_hashing()
     base = server.find()

@@ -161,6 +161,9 @@ def test_the_memory_is_read_once_for_all_files_of_a_folder(
     assert seen.digest is not None
     memories = (tmp_path / "cache" / MEMORY).read_bytes()
     assert parsed.count(memories) == 1
+    # What is asked after a load needs no digests.
+    assert finder.confirm(seen) is seen
+    assert parsed.count(memories) == 1
 
 
 def test_a_copy_and_a_new_tokenizer_have_the_same_content(tmp_path: Path) -> None:
@@ -374,6 +377,25 @@ def test_a_folder_that_changed_after_it_was_seen_has_no_content(
     assert not seen.is_like(finder.see(folder))
 
 
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_folder_that_changed_while_it_was_read_has_no_content(
+    tmp_path: Path, memory: DigestMemory, reads: list[str], change: Callable[[Path], object]
+) -> None:
+    folder, finder = write_model(tmp_path / "model"), FolderContents(memory)
+    assert hashed(folder, memory) is not None
+    seen = finder.see(folder)
+    assert finder.confirm(seen) is seen
+    change(folder)
+    read = finder.confirm(seen)
+    assert (read.folder, read.code, read.digest) == (folder, seen.code, None)
+    finder.hash(read)
+    finder.join()
+    assert read.digest is None
+    assert reads == [FILE]
+    # Nothing says that it is the same when it is read again.
+    assert not finder.see(folder).is_like(read)
+
+
 def test_a_folder_that_cannot_be_seen_has_no_content(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -385,6 +407,8 @@ def test_a_folder_that_cannot_be_seen_has_no_content(tmp_path: Path) -> None:
     names = ("broken", "dangling", "circle", "none", "")
     for folder in (tmp_path / name for name in names):
         assert hashed(folder) is None
+        # It may have other weights when it cannot be seen again.
+        assert not FolderContents().see(folder).is_like(FolderContents().see(folder))
     assert SeenFolder().digest is None
 
 
