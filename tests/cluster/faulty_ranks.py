@@ -31,6 +31,7 @@ from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.serving.build import _generator_folders, training_beside, worker_for
 from mlx_parallm.serving.kinds import ignore_progress
+from mlx_parallm.types.content import package_versions
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -96,7 +97,8 @@ class Task:
 def run_rank(rank: int, size: int, task: Task, say: Say) -> int:
     """Be a rank; return the exit code."""
     if task.version:
-        facts._version = lambda package: task.version if package == "mlx" else ""
+        versions = {**package_versions(), "mlx": task.version}
+        facts.package_versions = lambda: versions
     try:
         if rank == 0:
             _lead(task, size, say)
