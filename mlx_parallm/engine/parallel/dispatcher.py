@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +14,19 @@ from mlx_parallm.engine.life import Deliver
 from mlx_parallm.engine.parallel.member import Member
 from mlx_parallm.engine.parallel.parts import OpenRequest, Part, seeded
 from mlx_parallm.engine.parallel.router import Router
-from mlx_parallm.engine.parallel.suspects import LEAST_SERVING, MAX_DEATHS, Suspects
+from mlx_parallm.engine.parallel.suspects import (
+    LEAST_SERVING,
+    MAX_DEATHS,
+    MAX_WAITING,
+    Suspects,
+)
 from mlx_parallm.engine.status import Readiness
-from mlx_parallm.types.errors import ParallmError, RequestAbortedError, RequestLostError
+from mlx_parallm.types.errors import (
+    OverloadedError,
+    ParallmError,
+    RequestAbortedError,
+    RequestLostError,
+)
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.work import Event
 
@@ -54,7 +64,7 @@ class Dispatcher:
         self._open: dict[str, OpenRequest] = {}
         # The parts of all requests by their ids.
         self._parts: dict[str, Part] = {}
-        self._suspects = Suspects()
+        self._suspects = Suspects(len(members))
         # Events that were read and not delivered yet, and what puts the deliveries in order.
         self._outbox: list[Event] = []
         self._delivery = threading.Lock()
@@ -65,13 +75,19 @@ class Dispatcher:
     def submit(self, command: Submit) -> None:
         """Give a request to an engine, or parts of it to several."""
         request = OpenRequest(seeded(command, lambda: self._seeds.getrandbits(SEED_BITS)))
+        is_suspect = self._suspects.has(request.command.request)
+        if is_suspect and len(self._suspects.waiting) >= MAX_WAITING:
+            num_waiting = len(self._suspects.waiting)
+            command.reply(OverloadedError(f"{num_waiting} requests like it are waiting already."))
+            return
         self._open[request.request_id] = request
-        if self._suspects.has(request.command.request):
+        if is_suspect:
             # It is not divided: it could end several engines at once.
             request.num_deaths = 1
             part_id = request.add_whole()
             self._parts[part_id] = request.parts[part_id]
-            self._place_again(part_id, has_begun=False)
+            self._suspects.waiting[part_id] = False
+            self.release()
             return
         for part_id, rank in self._place(request).items():
             self._send(part_id, rank)
@@ -83,10 +99,12 @@ class Dispatcher:
             return
         if not command.is_notified:
             self._end(request)
+            self.release()
             return
         request.is_cancelled = True
         if not self._suspects.waiting.keys().isdisjoint(request.parts):
             self._fail(request, RequestAbortedError("The request was aborted."))
+            self.release()
             # A delivery may wait for the event loop, which may be the caller.
             threading.Thread(target=self.flush, daemon=True).start()
             return
@@ -102,6 +120,9 @@ class Dispatcher:
         """
         self._note_silence()
         anew, lost = self._router.on_death(rank)
+        left = self._suspects.take_left(rank)
+        if was_killed:
+            anew |= self._withdraw(rank, left)
         # A request may have several parts there. One that was not answered may have killed the
         # engine when it was read.
         ended = dict.fromkeys(self._parts[name].whole for name in lost if name in self._parts)
@@ -113,22 +134,56 @@ class Dispatcher:
         for request in (ended | begun) if was_killed else ():
             request.num_deaths += 1
             self._suspects.add(request.command.request)
+            self._suspects.placed.update(request.parts)
         for request in ended | begun:
             if request in ended or request.num_deaths >= MAX_DEATHS:
                 self._fail(request, RequestLostError("The engine that had this request died."))
-        for name in anew:
+        removed = {name: self._router.remove(name) for name in anew if name in self._parts}
+        for name, placed in removed.items():
             if name in self._parts:
-                placed = self._router.remove(name)
                 self._place_again(name, has_begun=placed is not None and placed.has_begun)
+        self.release()
+
+    def _withdraw(self, rank: int, left: Mapping[str, int | None]) -> dict[str, bool]:
+        """Take back from other engines what was moved to them just before a death.
+
+        Args:
+            rank: the dead engine, which may have been computing it.
+            left: what left that engine last, and its contents.
+
+        Returns:
+            The ids of the requests, with True, as ``Router.on_death`` does.
+        """
+        moved = dict[str, bool]()
+        for part_id, content in left.items():
+            self._suspects.add_content(content)
+            placed = self._router.placements.get(part_id)
+            if placed is not None and placed.rank != rank and not placed.is_computed:
+                self._abort_part(part_id)
+                moved[part_id] = True
+        return moved
 
     def release(self) -> None:
-        """Give the suspects that wait to engines, if there are enough."""
-        waiting, self._suspects.waiting = self._suspects.waiting, {}
-        for part_id, has_begun in waiting.items():
-            self._place_again(part_id, has_begun=has_begun)
+        """Give the suspect that waits longest to an engine, if the rule of ``suspects`` allows."""
+        suspects, loads = self._suspects, self._router.loads
+        if not suspects.waiting:
+            return
+        self._note_silence()
+        suspects.placed.intersection_update(self._router.placements)
+        serving = [rank for rank, load in enumerate(loads) if load.is_alive and not load.is_silent]
+        if suspects.placed or len(serving) < LEAST_SERVING:
+            return
+        if suspects.rank not in serving:
+            suspects.rank = min(serving, key=lambda rank: loads[rank].num_open)
+        part_id = next(iter(suspects.waiting))
+        has_begun = suspects.waiting.pop(part_id)
+        suspects.placed.add(part_id)
+        # It does not move from an engine that it names.
+        work = replace(self._parts[part_id].command.request.work(), rank=suspects.rank)
+        self._send(part_id, self._router.place(part_id, work, has_begun=has_begun))
 
     def end_waiting(self) -> None:
-        """End the suspects that wait: the engine that they wait for cannot be started."""
+        """End the suspects that wait: the engines that they wait for cannot be started."""
         error = RequestLostError("The engine that had this request died, and does not come back.")
         for part_id in list(self._suspects.waiting):
             if part_id in self._parts:
@@ -138,7 +193,9 @@ class Dispatcher:
         """Read the events of an engine, but for those of requests that were moved away."""
         for event in events:
             self._outbox += self._read(rank, event)
+        self._suspects.note_answer(rank)
         self._move_waiting()
+        self.release()
 
     def flush(self) -> None:
         """Deliver the events in the order in which they were read, whichever engine they are of.
@@ -165,12 +222,13 @@ class Dispatcher:
         # What an engine that had it still sends is not read.
         part.num_sent += 1
         part.is_answered = False
-        num_serving = sum(member.is_serving for member in self._members)
-        if part.whole.num_deaths and num_serving < LEAST_SERVING:
+        if not part.whole.num_deaths:
+            work = part.command.request.work()
+            self._send(part_id, self._router.place(part_id, work, has_begun=has_begun))
+        elif part.whole.is_cancelled:
+            self._fail(part.whole, RequestAbortedError("The request was aborted."))
+        else:
             self._suspects.waiting[part_id] = has_begun
-            return
-        work = part.command.request.work()
-        self._send(part_id, self._router.place(part_id, work, has_begun=has_begun))
 
     def _place(self, request: OpenRequest) -> dict[str, int]:
         """Choose the engine of a request, or those of its parts; return them by the parts' ids."""
@@ -200,9 +258,11 @@ class Dispatcher:
             self._abort_part(part_id, is_notified=True)
 
     def _abort_part(self, part_id: str, *, is_notified: bool = False) -> None:
-        if part_id not in self._suspects.waiting:
-            rank = self._router.placements[part_id].rank
-            self._members[rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
+        placed = self._router.placements.get(part_id)
+        if placed is not None:
+            request = self._parts[part_id].whole.command.request
+            self._suspects.note_left(part_id, placed.rank, request)
+            self._members[placed.rank].life.put(Abort(request_id=part_id, is_notified=is_notified))
 
     def _admitted(self, part_id: str, number: int, refusal: ParallmError | None) -> None:
         """Give the caller its reply, or the reader an error if the caller has had a reply."""
@@ -213,6 +273,7 @@ class Dispatcher:
             request, part.is_answered = part.whole, True
             if refusal is not None:
                 self._fail(request, refusal)
+                self.release()
             else:
                 part.is_admitted = True
                 if all(each.is_admitted for each in request.parts.values()):
@@ -243,7 +304,8 @@ class Dispatcher:
         if part_id not in self._router.placements:
             del self._parts[part_id], request.parts[part_id]
             if isinstance(event, ErrorEvent) or not request.parts:
-                self._suspects.clear(request.command.request)
+                if not request.is_cancelled and not _is_abort(event):
+                    self._suspects.clear(request.command.request)
                 self._end(request)
                 self._reply_once(request, None)
         return request.read(part, event) if is_shown else ()
@@ -252,7 +314,7 @@ class Dispatcher:
         """Let an engine that has nothing to do begin what waits at another."""
         self._note_silence()
         while (move := self._router.next_move()) is not None:
-            self._members[move.source].life.put(Abort(request_id=move.request_id))
+            self._abort_part(move.request_id)
             self._router.move(move)
             self._send(move.request_id, move.target)
 
@@ -265,3 +327,7 @@ class Dispatcher:
             del self._parts[part_id]
         request.parts.clear()
         self._open.pop(request.request_id, None)
+
+
+def _is_abort(event: Event) -> bool:
+    return isinstance(event, ErrorEvent) and isinstance(event.error, RequestAbortedError)

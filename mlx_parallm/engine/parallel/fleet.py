@@ -28,6 +28,7 @@ from mlx_parallm.engine.parallel.gathering import Gathering
 from mlx_parallm.engine.parallel.journal import catch_up
 from mlx_parallm.engine.parallel.member import Member, check_room, delay_after, smallest
 from mlx_parallm.engine.parallel.router import Router
+from mlx_parallm.engine.parallel.suspects import LEAST_SERVING
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import EngineDeadError, ParallmError
@@ -139,6 +140,8 @@ class Fleet:
     def readiness(self) -> list[Readiness]:
         """Return whether each engine gets requests."""
         with self._lock:
+            # An engine that was silent may answer again, for which no event needs to come.
+            self._dispatcher.release()
             return [member.readiness for member in self._members]
 
     def stop(self) -> None:
@@ -241,6 +244,7 @@ class Fleet:
             if not self.is_started:
                 self._models = smallest(self._models or models, models)
             self._members[rank].has_loaded = True
+            self._members[rank].has_failed = False
             self._join_if_settled()
         self._starts.put(None)
 
@@ -304,12 +308,21 @@ class Fleet:
             logger.error("engine %d died; it is started anew", rank, exc_info=cause)
             if was_serving:
                 self._hand_over(rank, was_killed=True)
-            elif member.num_deaths:
-                self._dispatcher.end_waiting()
+            else:
+                member.has_failed = member.num_deaths > 0
+                self._end_waiting_if_hopeless()
             delay_s = self._restart_delay_s(member.num_deaths)
             member.num_deaths += 1
         self._dispatcher.flush()
         return not self._is_stopping.wait(delay_s)
+
+    def _end_waiting_if_hopeless(self) -> None:
+        """End the suspects that wait if one engine serves, and no other could be started."""
+        is_serving = [member.is_serving for member in self._members]
+        if is_serving.count(True) < LEAST_SERVING and all(
+            member.is_serving or member.has_failed for member in self._members
+        ):
+            self._dispatcher.end_waiting()
 
     def _hand_over(self, rank: int, *, was_killed: bool) -> None:
         """Let other engines have what a dead one had; see ``Dispatcher.hand_over``."""

@@ -25,6 +25,7 @@ class Member:
         has_loaded: True if it has loaded, and waits for those commands.
         num_missed: how many of those commands it has yet to carry out.
         num_deaths: how often it has died in a row without an answer in between.
+        has_failed: True if it could not be started anew when that was tried last.
     """
 
     life: EngineLife
@@ -32,6 +33,7 @@ class Member:
     has_loaded: bool = False
     num_missed: int = 0
     num_deaths: int = 0
+    has_failed: bool = False
 
     @property
     def readiness(self) -> Readiness:

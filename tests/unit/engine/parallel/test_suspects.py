@@ -11,9 +11,11 @@ from typing import Any, cast
 import pytest
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.commands import Abort
 from mlx_parallm.engine.engine_commands import CommitUpdate
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.local_life import Build, LocalLife
+from mlx_parallm.engine.parallel import dispatcher as dispatcher_module
 from mlx_parallm.engine.parallel import fleet as fleet_module
 from mlx_parallm.engine.parallel.life import ParallelLife
 from mlx_parallm.engine.parallel.router import Router
@@ -22,13 +24,18 @@ from mlx_parallm.engine.status import Readiness
 from mlx_parallm.generation.kind import GENERATION
 from mlx_parallm.pooling.kind import POOLING
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
-from mlx_parallm.types.errors import EngineDeadError, RequestAbortedError, RequestLostError
+from mlx_parallm.types.errors import (
+    EngineDeadError,
+    OverloadedError,
+    RequestAbortedError,
+    RequestLostError,
+)
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.pooling import PoolingInput, PoolRequest
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
 from tests.fakes import FakeRunner, FakeStep, spell
-from tests.fleet_harness import Answer, FakeFleet
+from tests.fleet_harness import PATIENCE_S, Answer, Die, FakeFleet
 from tests.scripted_process import builder
 from tests.sum_encoder import SumEncoder, SumJob
 from tests.unit.engine.parallel.test_divided_inputs import builder as pooling_builder
@@ -69,9 +76,10 @@ def errors(fleet: FakeFleet) -> dict[str, type[Exception]]:
 
 def finish(fleet: FakeFleet) -> set[str]:
     """Let all engines answer everything; return the ids of all requests that have ended so."""
-    # Some may move to the first while it has nothing to do.
-    for rank in (0, 1, 0):
-        fleet.order(rank, Answer(is_last=True))
+    # Requests move to what has nothing to do, and suspects are begun one after another.
+    while fleet.router.placements:
+        for rank in range(len(fleet.lives)):
+            fleet.order(rank, Answer(is_last=True))
     return {
         event.request_id
         for event in fleet.events
@@ -222,6 +230,208 @@ def test_the_deaths_of_all_parts_count(two: FakeFleet) -> None:
     assert not any(life.requests for life in two.lives)
 
 
+def kill_with(fleet: FakeFleet, request_id: str) -> int:
+    """Let an engine die of a request, which is a suspect from then on; return the engine."""
+    assert fleet.submit(request_id) is None
+    fleet.leave_dead(rank := rank_of(fleet, request_id))
+    return rank
+
+
+def held(fleet: FakeFleet) -> list[str]:
+    """Return the requests that engines have which live."""
+    fleet.settle()
+    living = [member.life for member in fleet.fleet._members if member.is_serving]
+    return [request_id for life in living for request_id in cast(Any, life).requests]
+
+
+def test_suspects_are_computed_one_at_a_time(two: FakeFleet) -> None:
+    two.revive(kill_with(two, "a"))
+    two.kill(rank_of(two, "a"))
+    again = [two.begin(name, prompt="a") for name in "bcd"]
+    assert held(two) == ["b"]
+    assert not again[1].done()
+    # None moves while its engine may compute it, although the other one does nothing.
+    assert two.submit("innocent") is None
+    two.leave_dead(first := rank_of(two, "b"))
+    assert errors(two).keys() >= {"a", "b"}
+    two.abort("innocent")
+    assert not held(two)
+    two.revive(first)
+    assert held(two) == ["c"]
+    # Each of them makes room for the next, however it ends.
+    last = rank_of(two, "c")
+    two.fleet.abort(Abort(request_id="c"))
+    assert [*two.router.placements] == ["d"]
+    assert held(two) == ["d"]
+    assert rank_of(two, "d") == last, "this engine may still compute the one that was aborted"
+    assert finish(two) == {"d"}
+
+
+def test_suspects_that_waited_are_not_begun_together(two: FakeFleet) -> None:
+    rank = kill_with(two, "a")
+    for name in "bc":
+        two.begin(name, prompt="a")
+    assert not held(two)
+    two.revive(rank)
+    assert held(two) == ["a"]
+    assert finish(two) == {"a", "b", "c"}
+
+
+def test_a_suspect_that_is_refused_makes_room(two: FakeFleet) -> None:
+    rank = kill_with(two, "a")
+    two.abort("a")
+    first, second = two.begin("b", prompt="a"), two.begin("c", prompt="a")
+    for life in two.lives:
+        life.refusal = OverloadedError("full")
+    two.revive(rank)
+    assert isinstance(first.result(), OverloadedError)
+    two.settle()
+    for life in two.lives:
+        life.refusal = None
+    assert second.result() is None
+    assert finish(two) == {"c"}
+
+
+def test_a_cancelled_request_waits_for_no_engine(two: FakeFleet) -> None:
+    assert two.submit("a") is None
+    life = two.lives[first := rank_of(two, "a")]
+    life.may_load.clear()
+    before = life.num_lives
+    two.order(first, Die())
+    two.cancel("a")
+    while life.num_lives == before:
+        pass
+    assert errors(two) == {"a": RequestAbortedError}
+    two.revive(first)
+
+
+@pytest.mark.parametrize("num_deliveries", [0, 1, 2])
+def test_what_was_aborted_just_before_a_death_is_a_suspect(
+    two: FakeFleet, num_deliveries: int
+) -> None:
+    for name in "abc":
+        assert two.submit(name) is None
+    first = rank_of(two, "a")
+    assert rank_of(two, "c") == first
+    two.abort("a")
+    # What the engine delivers after the next step was computed without it.
+    for _ in range(num_deliveries):
+        two.order(first, Answer())
+    two.leave_dead(first)
+    two.begin("again", prompt="a")
+    assert ("again" in held(two)) == (num_deliveries == 2)
+    two.revive(first)
+    finish(two)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_what_was_moved_just_before_a_death_is_taken_back(
+    two: FakeFleet, is_answered: bool
+) -> None:
+    for name in "abcd":
+        assert two.submit(name) is None
+    two.order(1, Answer(is_last=True))
+    [moved] = two.lives[1].requests
+    assert moved in "ac"
+    if is_answered:
+        two.order(1, Answer())
+    two.leave_dead(0)
+    assert held(two) == ([moved] if is_answered else [])
+    two.revive(0)
+    assert finish(two) == set("abcd")
+    assert not errors(two)
+
+
+def test_only_a_death_counts_what_left_an_engine(two: FakeFleet) -> None:
+    assert two.submit("a") is None
+    first = rank_of(two, "a")
+    two.abort("a")
+    two.lives[first].fails = CommitUpdate
+    two.lives[first].may_load.clear()
+    assert two.prepare(WeightsUpdate(tensors=cast(Any, {"a": "new"})))
+    two.commit()
+    assert two.submit("again", prompt="a") is None
+    assert finish(two) == {"again"}
+    two.revive(first)
+
+
+@pytest.mark.parametrize("is_by_engine", [False, True])
+def test_a_cancellation_clears_no_suspect(two: FakeFleet, is_by_engine: bool) -> None:
+    two.revive(kill_with(two, "a"))
+    other = 1 - rank_of(two, "a")
+    if is_by_engine:
+        error = RequestAbortedError("paused")
+        event = ErrorEvent(request_id="a", error=error)
+        two.fleet._take(rank_of(two, "a"), [event])
+    else:
+        two.abort("a", is_notified=True)
+    two.leave_dead(other)
+    two.begin("again", prompt="a")
+    assert "again" not in held(two)
+    two.revive(other)
+    assert finish(two) >= {"again"}
+
+
+def test_suspects_that_wait_are_bounded(two: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "MAX_WAITING", 2)
+    rank = kill_with(two, "a")
+    waiting = two.begin("b", prompt="a")
+    assert isinstance(two.submit("c", prompt="a"), OverloadedError)
+    assert two.submit("innocent") is None
+    assert not waiting.done()
+    two.revive(rank)
+    assert finish(two) == {"a", "b", "innocent"}
+
+
+def test_a_silent_engine_does_not_count(two: FakeFleet) -> None:
+    two.revive(kill_with(two, "a"))
+    two.abort("a")
+    silent = two.lives[1]
+    silent.is_silent = True
+    reply = two.begin("again", prompt="a")
+    assert not held(two)
+    assert not reply.done()
+    # No event comes of an engine that has nothing to do.
+    silent.is_silent = False
+    two.fleet.readiness()
+    assert [*two.router.placements] == ["again"]
+    assert held(two) == ["again"]
+    assert finish(two) == {"again"}
+
+
+def test_suspects_wait_for_an_engine_that_may_still_start() -> None:
+    fleet = FakeFleet(3)
+    try:
+        first = kill_with(fleet, "a")
+        fleet.abort("a")
+        again = fleet.begin("again", prompt="a")
+        assert held(fleet) == ["again"]
+        fleet.leave_dead(second := rank_of(fleet, "again"))
+        assert errors(fleet) == {"again": RequestLostError}
+        third = fleet.begin("third", prompt="a")
+        fail_to_start(fleet, first)
+        assert not third.done(), "the second engine may still start"
+        assert again.result() is None
+        fail_to_start(fleet, second)
+        assert isinstance(third.result(), RequestLostError)
+    finally:
+        for life in fleet.lives:
+            life.fails_to_load = False
+            life.may_load.set()
+        fleet.stop()
+
+
+def fail_to_start(fleet: FakeFleet, rank: int) -> None:
+    """Let an engine fail to load, and wait until that is known."""
+    life = fleet.lives[rank]
+    before = life.num_lives
+    life.fails_to_load = True
+    life.may_load.set()
+    while life.num_lives == before:
+        pass
+    fleet.settle()
+
+
 def test_contents_are_remembered_for_as_long_as_it_matters() -> None:
     def request(number: int, **more: Any) -> GenerateRequest:
         prompt = (1, number)
@@ -229,7 +439,7 @@ def test_contents_are_remembered_for_as_long_as_it_matters() -> None:
             request_id="r", model="m", prompt_ids=prompt, params=SamplingParams(), **more
         )
 
-    suspects = Suspects()
+    suspects = Suspects(1)
     for number in range(MAX_CONTENTS + 1):
         suspects.add(request(number))
     assert [suspects.has(request(number)) for number in (0, 1, MAX_CONTENTS)] == [
@@ -367,11 +577,14 @@ async def until_ready(engine: AsyncEngine, num_engines: int) -> None:
 async def test_waiting_requests_end_with_the_last_engine() -> None:
     runners = [DeadlyRunner(spell("hello")) for _ in range(2)]
     async with serving(runners, builder) as (engine, gate):
-        gate.is_open.set()
         first, second = (
             asyncio.create_task(generate(engine, name, (DEADLY, number)))
             for number, name in enumerate("ab")
         )
+        # No engine is started anew before the last one has died.
+        await asyncio.to_thread(cast(Any, engine)._life._has_ended.wait, PATIENCE_S)
+        gate.is_open.set()
         for task in (first, second):
             with pytest.raises(EngineDeadError):
                 await task
+        assert await asyncio.to_thread(engine.ended.wait, PATIENCE_S)
