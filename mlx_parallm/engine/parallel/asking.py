@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from mlx_parallm.engine.models import Ask, EngineState
-from mlx_parallm.engine.parallel.suspects import LEAST_SERVING, MAX_DEATHS
+from mlx_parallm.engine.parallel.suspects import LEAST_SERVING, MAX_DEATHS, LatestKeys
 from mlx_parallm.types.errors import EngineDeadError, RequestLostError
 
 
@@ -19,7 +19,8 @@ class SharedAsk(Ask):
 
     If it dies meanwhile, another one does, unless the question may end the last one too; see
     ``suspects``. Questions with equal keys go to the same engine while it lives, so that it finds
-    what it has computed for the earlier ones.
+    what it has computed for the earlier ones. A question that comes again after engines died of it
+    is asked only while another engine would be left.
 
     Attributes:
         engines: ask one engine each.
@@ -29,6 +30,8 @@ class SharedAsk(Ask):
     def __init__(self) -> None:
         self.engines: Sequence[Ask] = ()
         self.count_live: Callable[[], int] = lambda: len(self.engines)
+        # The contents of questions that engines died of, and that none has answered since.
+        self._deadly = LatestKeys()
 
     @override
     def __call__(self, question: Callable[[EngineState], Any], key: Hashable = None) -> Future[Any]:
@@ -37,7 +40,7 @@ class SharedAsk(Ask):
         ranks = range(len(self.engines))
         order = sorted(ranks, key=lambda rank: hash((key, rank)), reverse=True)
         engines = [self.engines[rank] for rank in order]
-        pending = _Pending(question, key, engines, self.count_live)
+        pending = _Pending(question, key, engines, self.count_live, self._deadly)
         pending.ask_next()
         return pending.answer
 
@@ -55,17 +58,25 @@ class _Pending:
         key: Hashable,
         engines: Sequence[Ask],
         count_live: Callable[[], int],
+        deadly: LatestKeys,
     ) -> None:
         self.answer: Future[Any] = Future()
         self._question = question
         self._key = key
         self._engines = iter(engines)
         self._count_live = count_live
-        self._num_deaths = 0
+        self._deadly = deadly
+        # Its hash, because a key may be a long text. A question without a key is not remembered.
+        self._content = None if key is None else hash(key)
+        self._num_deaths = int(self._content in deadly)
 
     def ask_next(self) -> None:
         """Let the next engine that lives answer, unless the caller was cancelled."""
         if self.answer.cancelled():
+            return
+        is_lost = self._num_deaths >= MAX_DEATHS
+        if is_lost or (self._num_deaths and self._count_live() < LEAST_SERVING):
+            _settle(self.answer, RequestLostError("The engine died that was to answer."))
             return
         for ask in self._engines:
             try:
@@ -82,11 +93,10 @@ class _Pending:
             self.answer.cancel()
         elif isinstance(error := inner.exception(), EngineDeadError):
             self._num_deaths += 1
-            if self._num_deaths < MAX_DEATHS and self._count_live() >= LEAST_SERVING:
-                self.ask_next()
-            else:
-                _settle(self.answer, RequestLostError("The engine died that was to answer."))
+            self._deadly.add(self._content)
+            self.ask_next()
         else:
+            self._deadly.discard(self._content)
             _settle(self.answer, inner.result() if error is None else error)
 
 

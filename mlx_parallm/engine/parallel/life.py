@@ -124,7 +124,9 @@ class ParallelLife(EngineLife):
         return [Readiness.STARTING] * len(self._lives) if fleet is None else fleet.readiness()
 
     def _count_live(self) -> int:
-        return sum(each is not Readiness.STARTING for each in self.readiness())
+        """Return how many engines answer questions; a silent one may be dead soon."""
+        absent = (Readiness.STARTING, Readiness.SILENT)
+        return sum(each not in absent for each in self.readiness())
 
     @override
     def steps_s(self) -> Sequence[float]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.engine.parallel.asking import SharedAsk
+from mlx_parallm.engine.parallel.life import ParallelLife
+from mlx_parallm.engine.status import Readiness
 from mlx_parallm.types.errors import EngineDeadError, InvalidRequestError, RequestLostError
 
 NUM_ENGINES = 4
@@ -92,6 +95,49 @@ def test_a_question_that_kills_engines_ends_no_server(num_engines: int, num_aske
     assert sum(not engine.is_alive for engine in engines) == num_asked
     with pytest.raises(RequestLostError):
         answer.result(0)
+
+
+@pytest.mark.parametrize("num_engines", [2, 3, 4])
+def test_a_deadly_question_that_comes_again_ends_no_server(num_engines: int) -> None:
+    engines = [FakeEngine() for _ in range(num_engines)]
+    ask = SharedAsk()
+    ask.engines = engines
+    ask.count_live = lambda: sum(engine.is_alive for engine in engines)
+    for number in range(num_engines):
+        answer = ask(ignore, key="deadly")
+        while busy := [engine for engine in engines if engine.pending]:
+            busy[0].die()
+        with pytest.raises(RequestLostError):
+            answer.result(0)
+        # A client may ask again while one engine is left, and others are asked meanwhile.
+        other = ask(ignore, key=number)
+        [(engine, inner)] = [(each, pending[1]) for each in engines for pending in each.pending]
+        inner.set_result(number)
+        engine.pending.clear()
+        assert other.result(0) == number
+    assert ask.count_live() == 1
+
+
+def test_an_answer_ends_the_suspicion() -> None:
+    engines = [FakeEngine() for _ in range(3)]
+    ask = SharedAsk()
+    ask.engines = engines
+    ask.count_live = lambda: sum(engine.is_alive for engine in engines)
+    answer = ask(ignore, key="innocent")
+    next(engine for engine in engines if engine.pending).die()
+    [engine] = [engine for engine in engines if engine.pending]
+    engine.pending.pop()[1].set_result("answer")
+    assert answer.result(0) == "answer"
+    next(other for other in engines if other.is_alive and other is not engine).die()
+    ask(ignore, key="innocent")
+    assert engine.pending
+
+
+def test_silent_engines_do_not_count() -> None:
+    ask = SharedAsk()
+    life = ParallelLife([], cast(Any, None), ask=ask)
+    life._fleet = cast(Any, SimpleNamespace(readiness=lambda: list(Readiness)))
+    assert ask.count_live() == len({Readiness.READY, Readiness.CATCHING_UP})
 
 
 def test_no_engine_answers_if_all_are_dead(ask: SharedAsk, engines: list[FakeEngine]) -> None:
