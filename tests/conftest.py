@@ -94,6 +94,12 @@ def _one_document_for_the_same_routes() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def short_searches_for_garbage() -> None:
+    """Keep what earlier tests left out of the searches of a module that makes many."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[ServerProcess]:
     """`mlx_parallm serve` with the embedded model, in a process of its own."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -42,6 +41,9 @@ from tests.rank_simulator import (
 )
 from tests.version_harness import NoMetrics, Tokenizer
 
+# Each refusal for lack of memory searches for garbage.
+pytestmark = pytest.mark.usefixtures("short_searches_for_garbage")
+
 NUM_PARTS = 4
 RUNS_PER_PART = 75
 MODEL = "m"
@@ -59,12 +61,6 @@ NGRAM = SpeculativeConfig(
 )
 TENSOR = HostTensor(np.ones((1, 1), np.float32))
 ADAPTER = AdapterWeights({"layer": LowRank(kind="linear", a=TENSOR, b=TENSOR, scale=1.0)})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_searches_for_garbage() -> None:
-    """Keep what earlier tests left out of them: each refusal for lack of memory makes one."""
-    gc.freeze()
 
 
 @dataclass

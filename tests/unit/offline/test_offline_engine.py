@@ -38,6 +38,8 @@ from tests.fakes import FakeRunner, FakeStep, spell
 from tests.scripted_engine import engine_of, make_request
 from tests.scripted_process import builder
 
+pytestmark = pytest.mark.usefixtures("short_searches_for_garbage")
+
 HELLO = "hello"
 
 
