@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,11 @@ def test_every_block_of_a_page_runs_or_says_why_not(
         runner.run_page(read_blocks(page, text))
     finally:
         forget_adapters(demo_server)
+        with warnings.catch_warnings():
+            # Programs of a page leave their clients to the end of the process.
+            warnings.simplefilter("ignore", ResourceWarning)
+            del runner
+            gc.collect()
 
 
 def forget_adapters(server: ServerProcess) -> None:
