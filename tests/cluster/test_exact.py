@@ -109,6 +109,7 @@ def test_answers_are_those_of_one_process(servers: list[ServerProcess]) -> None:
         assert server.metric("vllm:num_preemptions_total") > 0
 
 
+@pytest.mark.slow
 def test_answers_with_quantised_kv_are_those_of_one_process(servers: list[ServerProcess]) -> None:
     check(servers, QUANTISED, REQUESTS[::2])
 

@@ -377,7 +377,9 @@ def crowd(changes: Sequence[str | None]) -> list[Event]:
     ]
 
 
-@pytest.mark.parametrize(("name", "backend", "speculative"), [RUNS[0], RUNS[3]])
+@pytest.mark.parametrize(
+    ("name", "backend", "speculative"), [RUNS[0], pytest.param(*RUNS[3], marks=pytest.mark.slow)]
+)
 def test_a_crowd_whose_weights_change(
     name: str, backend: type[ReferenceAttention], speculative: SpeculativeConfig
 ) -> None:
