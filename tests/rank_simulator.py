@@ -39,6 +39,7 @@ from mlx_parallm.worker.ops import (
     DropAdapter,
     DropPrepared,
     Load,
+    OneStage,
     Pending,
     PrepareWeights,
     Sleep,
@@ -323,16 +324,10 @@ def describe(batch: ScheduledBatch) -> str:
 
 
 @dataclass
-class _SimulatedStep:
-    """Implements ``Pending``."""
-
+class _SimulatedStep(OneStage[StepOutput]):
     model: SimulatedModel
     output: StepOutput
     number: int | None
-    num_stages: int = 1
-
-    def advance(self) -> None:
-        raise AssertionError("the last stage is computed by wait")
 
     def wait(self) -> StepOutput:
         self.model.end_step(self.number)

@@ -80,6 +80,7 @@ class _Loaded:
         tokenizer: its own.
         kv: what a block of it and of its draft model takes.
         plan: its weights.
+        contents: finds those of its folder, and of later ones.
         seen: its folder before its weights were read.
         draft: the plan of its draft model; None if it has none.
     """
@@ -88,6 +89,7 @@ class _Loaded:
     tokenizer: ParallmTokenizer
     kv: KVPlan
     plan: GenerationPlan
+    contents: FolderContents
     seen: SeenFolder
     draft: GenerationPlan | None = None
 
@@ -249,7 +251,7 @@ def _load(folder: ModelFolder, context: BuildContext) -> _Loaded:
             path, chat_template=config.chat_template, trust_remote_code=config.trust_remote_code
         )
         context.on_progress(f"Loading {name}", 1.0)
-        loaded = _Loaded(folder, tokenizer, plan.kv, plan, seen)
+        loaded = _Loaded(folder, tokenizer, plan.kv, plan, contents, seen)
         source = context.settings.speculative and context.settings.speculative.model
         return loaded if source is None else _with_draft(loaded, source, context)
 
@@ -426,7 +428,7 @@ def _engine(
         policies,
         DeviceWeights(context.worker, name),
         scheduler,
-        contents=FolderContents(user_memory()),
+        contents=loaded.contents,
         read=loaded.seen,
     )
     warm_up = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
@@ -64,19 +65,27 @@ class Pending(Protocol[R_co]):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Done(Generic[R_co]):
-    """An op that was complete when ``begin`` returned. Implements ``Pending``."""
+class OneStage(Pending[R_co], Protocol[R_co]):
+    """An op with one stage, which ``wait`` computes or waits for."""
 
-    result: R_co
-    num_stages: int = 1
+    @property
+    @override
+    def num_stages(self) -> int:
+        return 1
 
+    @override
     def advance(self) -> None:
-        """Raise: there is one stage only."""
         raise AssertionError("the last stage is computed by wait")
 
+
+@dataclass(frozen=True, slots=True)
+class Done(OneStage[R_co]):
+    """An op that was complete when ``begin`` returned."""
+
+    result: R_co
+
+    @override
     def wait(self) -> R_co:
-        """Return the result."""
         return self.result
 
 

@@ -14,7 +14,7 @@ from mlx_parallm.types.errors import StepError
 from mlx_parallm.worker.device.faults import DeviceFaults
 from mlx_parallm.worker.device.ranks import Ranks
 from mlx_parallm.worker.generation.paged_cache import KVPools
-from mlx_parallm.worker.ops import Pending
+from mlx_parallm.worker.ops import OneStage, Pending
 
 R = TypeVar("R")
 
@@ -101,7 +101,7 @@ class BlockMoves:
         return BegunMove(end, self._faults, self._recovering)
 
 
-class BegunMove(Pending[R]):
+class BegunMove(OneStage[R]):
     """A move that the device may still compute."""
 
     def __init__(
@@ -115,15 +115,6 @@ class BegunMove(Pending[R]):
         self._faults = faults
         self._num_faults = faults.count
         self._recovering = recovering
-
-    @property
-    @override
-    def num_stages(self) -> int:
-        return 1
-
-    @override
-    def advance(self) -> None:
-        raise AssertionError("the last stage is computed by wait")
 
     @override
     def wait(self) -> R:

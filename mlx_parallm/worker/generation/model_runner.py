@@ -44,13 +44,13 @@ from mlx_parallm.worker.generation.step_rows import (
 )
 from mlx_parallm.worker.generation.stock_forward import StockModel
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.ops import Pending
+from mlx_parallm.worker.ops import OneStage, Pending
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult
 
 
-class ModelStep(Pending, StepInFlight):
-    """A step's lazy results. Implements ``StepInFlight`` and ``Pending``.
+class ModelStep(OneStage[StepOutput], StepInFlight):
+    """A step's lazy results; the device needs no help after it has begun.
 
     Attributes:
         tokens: the tokens that the step chooses, ``[rows]``; None if it samples nothing.
@@ -105,16 +105,6 @@ class ModelStep(Pending, StepInFlight):
         (mx.eval if wait else mx.async_eval)(self._outputs(), written)
         if not wait:
             self._written, self._features = written, features
-
-    @property
-    @override
-    def num_stages(self) -> int:
-        """The device needs no help after the first stage."""
-        return 1
-
-    @override
-    def advance(self) -> None:
-        raise AssertionError("the last stage is computed by wait")
 
     def end(self) -> None:
         """Wait until everything is computed."""

@@ -35,6 +35,7 @@ from mlx_parallm.worker.ops import (
     DropInputs,
     DropPrepared,
     Load,
+    OneStage,
     Pending,
     PrepareWeights,
     ReadAdapter,
@@ -76,7 +77,7 @@ class GenerationLoader(Loader):
         return PendingGenerator(self, op, device)
 
 
-class PendingGenerator:
+class PendingGenerator(OneStage[GenerationPlan]):
     """A load in one stage. Implements ``PendingLoad``.
 
     Attributes:
@@ -85,17 +86,12 @@ class PendingGenerator:
     """
 
     num_bytes = 0
-    num_stages = 1
 
     def __init__(self, loader: GenerationLoader, op: Load, device: Device) -> None:
         self.model: GeneratorModel | None = None
         self._loader = loader
         self._op = op
         self._device = device
-
-    def advance(self) -> None:
-        """See ``Pending``."""
-        raise AssertionError("the last stage is computed by wait")
 
     def wait(self) -> GenerationPlan:
         """Read the weights and choose the attention backend.
